@@ -28,7 +28,7 @@ from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 limits = found.claims()
 limits = limits[limits["claim"].isin({r.claim.id for r in found.judged if r.claim.family == "limit"})]
 limits[["claim", "published", "analytic", "simulated", "measured", "verdict"]]

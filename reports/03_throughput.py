@@ -28,7 +28,7 @@ from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 columns = ["claim", "published", "simulated", "measured", "verdict", "basis"]
 found.claims(about="DeepSpeed release")[columns]
 

@@ -27,7 +27,7 @@ from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims(about="Megatron")[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 
 # %% [markdown]

@@ -28,7 +28,7 @@ from repro.report import evidence
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims(about="Yuan")[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 
 # %%

@@ -104,7 +104,7 @@ def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
 def train(experiment: Experiment, device: str = "cpu") -> Trained:
     """Train on this rank (one process if there is no process group) and gather what came of it."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, device) if dist.is_initialized() else meshes.single()
+    mesh = meshes.distributed_mesh(layout, device) if dist.is_initialized() else meshes.single_rank_mesh()
     engine = build_engine(experiment, mesh, torch.device(device))
     trained = Trained([], [], {})
     for step in range(experiment.training.steps):

@@ -121,7 +121,7 @@ class GPT(nn.Module):
     ):
         """Without `cp` it sees whole samples."""
         super().__init__()
-        cp = cp or meshes.single().cp
+        cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
         operators, recomputed = layout.kernels, checkpoints is not None
         setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 STORE_VARIABLE = "REPRO_RESULTS"
-"""Names the store where `read` is not told."""
+"""Names the store where `read_store` is not told."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class JudgedStore:
         return [record for record in self.records if fnmatchcase(record.at, pattern)]
 
 
-def read(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
+def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()

@@ -76,13 +76,10 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
     """One line of the table of experiments, every number as text."""
     metrics, experiment = record.metrics, record.experiment
 
-    def of(name: str) -> float | None:
-        return metrics.get(name)
-
     spread = ""
-    if of(STEP_SECONDS) is not None:
-        spread = f"[{units.seconds(of('step_seconds.p20'))}, {units.seconds(of('step_seconds.p80'))}]"
-    beside = of("memory.context_bytes")
+    if metrics.get(STEP_SECONDS) is not None:
+        spread = f"[{units.seconds(metrics.get('step_seconds.p20'))}, {units.seconds(metrics.get('step_seconds.p80'))}]"
+    beside = metrics.get("memory.context_bytes")
     return {
         "name": record.name,
         "suite": record.suite,
@@ -92,14 +89,14 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
         "layout": words.layout(experiment.layout),
         "outcome": record.outcome,
         "reason": record.reason,
-        "step": units.seconds(of(STEP_SECONDS)),
+        "step": units.seconds(metrics.get(STEP_SECONDS)),
         "spread": spread,
-        "tokens_per_s": units.number(of("tokens_per_s")),
-        "states": units.size(of("memory.states_bytes")),
-        "peak": units.size(of("memory.peak_bytes")),
-        "resident": units.size(of("memory.rss_peak_bytes")),
+        "tokens_per_s": units.number(metrics.get("tokens_per_s")),
+        "states": units.size(metrics.get("memory.states_bytes")),
+        "peak": units.size(metrics.get("memory.peak_bytes")),
+        "resident": units.size(metrics.get("memory.rss_peak_bytes")),
         "of_gpu": "" if beside is None else f"{units.size(beside)} of its GPU",
-        "sent": units.size(of("comm.sent_bytes")),
+        "sent": units.size(metrics.get("comm.sent_bytes")),
         "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
         **record_identity(record),
     }

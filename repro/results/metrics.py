@@ -34,7 +34,7 @@ from typing import TypeAlias
 from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
 from repro.model import flops, parameters
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.results.record_parts import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
@@ -202,7 +202,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
         "flops.operators": operator_flops,
     }
     if layout.pp > 1:
-        schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         metrics["pipeline.in_flight"] = max(map(in_flight, schedule))
     return metrics
 

@@ -21,7 +21,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
-REVISION = 2
+SIMULATOR_REVISION = 2
 """Of what a simulation does with the numbers of a system; raised where a step's memory or time changes without them."""
 
 
@@ -87,7 +87,7 @@ def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
         point.experiment(models.load(point.model)).key,
         systems.load(point.system),
     )
-    numbers = REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
+    numbers = SIMULATOR_REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,

@@ -84,7 +84,7 @@ def ours(zero: int) -> Callable[[], None]:
 def native(layout: Layout) -> Callable[[], None]:
     """The suite's engine; with `dp = 1` it does not communicate either."""
     data = batch()
-    mesh = meshes.single() if layout.dp == 1 else meshes.distributed(layout, "cpu")
+    mesh = meshes.single_rank_mesh() if layout.dp == 1 else meshes.distributed_mesh(layout, "cpu")
     engine = NativeEngine(experiment(layout), mesh, torch.device("cpu"))
 
     def step() -> None:
@@ -96,7 +96,7 @@ def native(layout: Layout) -> Callable[[], None]:
 
 def messages(zero: int) -> Callable[[], None]:
     """The gradients and parameters of a step on their way, and nothing else."""
-    group = meshes.distributed(Layout(dp=2), "cpu").dp
+    group = meshes.distributed_mesh(Layout(dp=2), "cpu").dp
     whole = torch.zeros(total(load("smoke-speed")))
     shard = whole.chunk(2)[group.rank]
 

@@ -33,7 +33,7 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
         experiment = Experiment(
             name=name, model=load("smoke-speed"), layout=layout, training=training, engine=engine
         )
-        mesh = meshes.distributed(layout, "cpu")
+        mesh = meshes.distributed_mesh(layout, "cpu")
         RUNS[name] = Run(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
         RUNS[name].prelude()
     RUNS[name].steps(steps)

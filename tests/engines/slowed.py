@@ -40,7 +40,7 @@ def _second_step(layout: Layout, engine: str) -> tuple[float, float, float]:
 def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, float]:
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
-    built: Any = build_engine(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"))
+    built: Any = build_engine(experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"))
     parts = {"native": "parts", "torch": "modules", "megatron": "models"}[engine]
     for part in getattr(built, parts):
         for module in getattr(part, "model", part).modules():

@@ -31,9 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.fake_cuda.counts import Counts
-from tests.fake_cuda.rules import broken
-
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """Name in `repro::` -> what CUDA tensors get."""
 
@@ -65,6 +62,8 @@ from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
 from repro.simulate.trace.recorder import innermost_line  # noqa: E402
+from tests.fake_cuda.counts import Counts  # noqa: E402
+from tests.fake_cuda.rules import broken  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
 line = innermost_line(("repro",))
@@ -245,7 +244,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     try:
         with FakeTensorMode(), audit:
             for rank in sorted({layout.group_of("pp", 0)[stage] for stage in (0, layout.pp - 1)}):
-                mesh = meshes.build(layout, rank, lambda ranks: Checked(audit.found))
+                mesh = meshes.build_mesh(layout, rank, lambda ranks: Checked(audit.found))
                 engine = NativeEngine(experiment, mesh, device)
                 inputs = Inputs(open_stream(experiment.training, model), layout, rank, device)
                 steps = []

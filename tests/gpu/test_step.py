@@ -67,7 +67,7 @@ def test_the_record_names_the_kernels(precision: str) -> None:
     for kernels in ("fused", "reference"):
         layout = Layout(micro_batch=4, precision=precision, kernels=kernels)
         experiment = tiny(layout, steps=3, untimed_steps=1, **DROPOUT)
-        run = Run(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
+        run = Run(experiment, meshes.single_rank_mesh(), torch.device("cuda"), lambda step, phase: None)
         run.prelude()
         run.steps(2)
         seen[kernels] = run.result().as_dict()["kernels"]

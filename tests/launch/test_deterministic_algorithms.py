@@ -27,7 +27,7 @@ def test_steps_are_taken_so_and_nothing_else_is(asked: bool) -> None:
 
     run = Run(
         tiny(Layout(), steps=3, untimed_steps=1, deterministic=asked),
-        meshes.single(),
+        meshes.single_rank_mesh(),
         torch.device("cpu"),
         report,
     )

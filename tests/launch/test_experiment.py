@@ -31,7 +31,10 @@ def start(experiment: Experiment) -> tuple[Run, list[tuple[int, str]]]:
     torch.set_num_threads(1)
     said: list[tuple[int, str]] = []
     run = Run(
-        experiment, meshes.single(), torch.device("cpu"), lambda step, phase: said.append((step, phase))
+        experiment,
+        meshes.single_rank_mesh(),
+        torch.device("cpu"),
+        lambda step, phase: said.append((step, phase)),
     )
     return run, said
 
@@ -74,8 +77,8 @@ def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
 ) -> None:
     said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
-    monkeypatch.setattr(experiment_module, "bytes_outside_torch", lambda device: 11)
-    mesh = replace(meshes.single(), beside_torch={"start": 4, "world": 6})
+    monkeypatch.setattr(experiment_module, "non_torch_bytes", lambda device: 11)
+    mesh = replace(meshes.single_rank_mesh(), beside_torch={"start": 4, "world": 6})
     told = process_memory(torch.device("cuda", 3), mesh)
     assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
     assert told.beside_torch == {"start": 4, "world": 6, "end": 11}

@@ -181,8 +181,8 @@ def test_the_search_begins_where_the_simulation_says(
     guess = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
     begun: list[Any] = []
     answer: Any = object()
-    monkeypatch.setattr(measured.fit, "simulated", lambda question: guess)
-    monkeypatch.setattr(measured.fit, "search", lambda *given: begun.append(given) or answer)
+    monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: guess)
+    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: begun.append(given) or answer)
     assert trials.run(Interrupt()) is answer
     ((values, attempt, limit, start),) = begun
     assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
@@ -193,7 +193,7 @@ def test_the_search_begins_where_the_simulation_says(
     assert attempt(5) == 5
     told = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
     monkeypatch.setattr(
-        measured.fit, "document", lambda question, found: dict(told) if found is answer else {}
+        measured.fit, "fit_document", lambda question, found: dict(told) if found is answer else {}
     )
     assert trials.document(answer, 1.26) == {
         "largest": {"layers": 3},

@@ -81,7 +81,9 @@ def slow_run(patch: pytest.MonkeyPatch) -> Run:
         return stream
 
     patch.setattr(experiment_module, "open_stream", open_slow)
-    run = Run(tiny(Layout(), steps=4, untimed_steps=1), meshes.single(), CPU, lambda step, phase: None)
+    run = Run(
+        tiny(Layout(), steps=4, untimed_steps=1), meshes.single_rank_mesh(), CPU, lambda step, phase: None
+    )
     run.prelude()
     run.steps(3)
     return run

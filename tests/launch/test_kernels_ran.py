@@ -62,7 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
     experiment = tiny(Layout(kernels=kernels, **layout), steps=2, untimed_steps=1)
-    run = Run(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
+    run = Run(experiment, meshes.single_rank_mesh(), torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     run.steps(1)
     return run.result().as_dict()

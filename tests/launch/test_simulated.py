@@ -186,7 +186,7 @@ def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
 def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     selene = systems.load("selene")
     before = simulation_facts(selene, OperatorSet.SOFTMAX)
-    monkeypatch.setattr(record, "REVISION", record.REVISION + 1)
+    monkeypatch.setattr(record, "SIMULATOR_REVISION", record.SIMULATOR_REVISION + 1)
     assert simulation_facts(selene, OperatorSet.SOFTMAX) != before
 
 

@@ -29,7 +29,7 @@ def sent(ledger: CommLedger, names: dict[str, frozenset[int]]) -> dict[frozenset
 def both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
     """Bytes of the second step by the engine's ledger and by the watch, the watch's rows and the parameters' sizes."""
     experiment = tiny(layout, smallest(layout), engine, **LEARNING)
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     built = build_engine(experiment, mesh, torch.device("cpu"))
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)

@@ -111,7 +111,7 @@ def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
-        engine = NativeEngine(experiment, meshes.shape_only(layout, rank), torch.device("meta"))
+        engine = NativeEngine(experiment, meshes.shape_only_mesh(layout, rank), torch.device("meta"))
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
         engine.step([MicroBatch(tokens, tokens, Place(0, 0))], recorder.phase)
     return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
@@ -155,7 +155,7 @@ def test_every_token_is_somewhere_once(size: int, tp: int, each: int, data: st.D
     for rank in range(size):
         mine = [i for at in chunks(rank, size, s) for i in at]
         assert len(mine) == s // size
-        cp = meshes.shape_only(Layout(cp=size), rank).cp
+        cp = meshes.shape_only_mesh(Layout(cp=size), rank).cp
         parts = [positions(cp, s // size // tp, part, tp) for part in range(tp)]
         table = torch.arange(s)
         assert [i for at in parts for i in at.rows(table, s // size // tp).tolist()] == (

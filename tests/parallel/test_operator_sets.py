@@ -94,7 +94,7 @@ def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
 
 def order(layout: Layout) -> list[str]:
     """What happens in a step's backward passes and after: `pass` where one ends, messages of dp, and waits."""
-    mesh = meshes.shape_only(layout)
+    mesh = meshes.shape_only_mesh(layout)
     experiment = tiny(layout)
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     seen: list[str] = []

@@ -54,7 +54,7 @@ def test_two_layouts_in_one_process_each_run_what_they_ask_for() -> None:
     engines: dict[str, Any] = {}
     for kernels in ("fused", "reference"):
         experiment = tiny(Layout(micro_batch=2, kernels=kernels), **DROPOUT)
-        engines[kernels] = build_engine(experiment, meshes.single(), torch.device("cpu"))
+        engines[kernels] = build_engine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
     for step in range(2):
         for kernels, engine in engines.items():
             with Ours() as seen:

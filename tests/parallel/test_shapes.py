@@ -22,7 +22,7 @@ from tests.training import tiny
 def step_on_meta(experiment: Experiment) -> dict[str, Any]:
     """One step of rank 0 in shape only, with its traffic."""
     layout = experiment.layout
-    mesh = meshes.shape_only(layout)
+    mesh = meshes.shape_only_mesh(layout)
     device = torch.device("meta")
     engine = NativeEngine(experiment, mesh, device)
     tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)

@@ -98,7 +98,7 @@ def test_bf16_equals_one_process_within_its_rounding(four: RankPool) -> None:
 def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[str, Any]:
     """Steps of this rank, watched: memory, traffic of the last step, and what was alive when backward began."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu") if device == "cpu" else meshes.shape_only(layout)
+    mesh = meshes.distributed_mesh(layout, "cpu") if device == "cpu" else meshes.shape_only_mesh(layout)
     fused = 0
     forward: dict[str, int] = {}
     with MemoryTracker() as tracker:

@@ -66,9 +66,9 @@ def run(
         patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
         patch.setattr(
-            meshes, "process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
+            meshes, "make_process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
         )
-        mesh = meshes.build(layout, rank, lambda ranks: _transport(layout, rank, ranks))
+        mesh = meshes.build_mesh(layout, rank, lambda ranks: _transport(layout, rank, ranks))
         engine = NativeEngine(experiment, mesh, torch.device("meta"))
         model = experiment.model
         inputs = Inputs(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
@@ -93,7 +93,7 @@ def _rank(layout: Layout, stage: int) -> int:
 
 
 def _transport(layout: Layout, rank: int, ranks: tuple[int, ...]) -> Transport:
-    """NCCL's, as `repro.parallel.mesh.distributed` makes it: communicators of their own for each pair of stages."""
+    """Return the transport of `repro.parallel.mesh.distributed_mesh`: communicators for each pair of stages."""
     piped = layout.pp > 1 and ranks == layout.group_of("pp", rank)
     channels = meshes._channels(ranks, ring=layout.chunks > 1) if piped else {}
     name = next((axis for axis in ("tp", "cp", "dp", "pp") if ranks == layout.group_of(axis, rank)), "")

@@ -11,7 +11,7 @@ import synthetic
 from repro.config import Experiment, Layout
 from repro.report.figures import draw_all, layout_fit
 from repro.report.figures.style import Drawing, figure_style
-from repro.report.page.build import build
+from repro.report.page.build import build_report
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
@@ -108,7 +108,7 @@ def test_the_page_leads_to_the_simulated_records(tmp_path: Path, monkeypatch: py
     with Store(tmp_path / "results") as store:
         for made in both(2, 2, 2e9):
             store.append(replace(made, provenance=synthetic.PROVENANCE))
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert {"map.svg", "map.png"} <= {path.name for path in report.figures}
     page = report.page.read_text(encoding="utf-8")
     assert page.count('href="#sim-yuan.map-4000000000-t2-p2"') == 1

@@ -12,7 +12,7 @@ from overlaps import troubles
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config import Experiment, Layout
-from repro.parallel.pipeline.schedule import build
+from repro.parallel.pipeline.schedule import build_schedule
 from repro.report.figures import (
     communication,
     layout_fit,
@@ -155,7 +155,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
 def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
     with figure_style():
         drawing = schedules.draw_schedules(view)
-    actions = sum(len(stage) for name, _, v in schedules.SCHEDULES for stage in build(name, 4, 8, v))
+    actions = sum(len(stage) for name, _, v in schedules.SCHEDULES for stage in build_schedule(name, 4, 8, v))
     assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
     assert drawing.figure is not None
     for axes in drawing.figure.axes:

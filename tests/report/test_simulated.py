@@ -11,7 +11,7 @@ import synthetic
 from repro.config import Experiment, systems
 from repro.launch.simulated import attempt
 from repro.report.figures import draw_all
-from repro.report.page.build import build
+from repro.report.page.build import build_report
 from repro.report.records import simulated_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
@@ -67,7 +67,7 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     with Store(tmp_path / "results") as store:
         for record in [*synthetic.records()[:6], *traced]:
             store.append(record)
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert (report.experiments, report.simulated) == (6, 3)
     page = report.page.read_text(encoding="utf-8")
     assert page.count('id="sim-smoke.states-z1-dp2"') == page.count('id="run-smoke.states-z1-dp2"') == 1

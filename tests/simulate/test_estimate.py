@@ -131,7 +131,7 @@ def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
 
 
 def test_kept_micro_batches_are_the_schedules() -> None:
-    from repro.parallel.pipeline.schedule import build, in_flight
+    from repro.parallel.pipeline.schedule import build_schedule, in_flight
 
     for layout in (
         replace(BASE, pp=3, dp=4),
@@ -139,7 +139,7 @@ def test_kept_micro_batches_are_the_schedules() -> None:
         replace(BASE, pp=3, dp=4, schedule="interleaved", chunks=2),
         replace(BASE, pp=6, dp=96, micro_batch=1),
     ):
-        actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         assert [micro_batches_in_flight(layout, stage) for stage in range(layout.pp)] == [
             in_flight(a) for a in actions
         ]

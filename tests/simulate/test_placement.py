@@ -143,7 +143,7 @@ def test_groups_are_those_of_the_mesh(
     layout = Layout(tp=tp, dp=dp, pp=pp, cp=cp, order=order)
     placement = Placement(layout, load("dgx1-v100-16gb"))
     rank = data.draw(st.integers(0, layout.world - 1))
-    real = mesh.shape_only(layout, rank)
+    real = mesh.shape_only_mesh(layout, rank)
     for group in GROUPS:
         everywhere = {placement.ranks_of(group, r) for r in range(layout.world)}
         assert {tuple(ranks) for ranks in placement.members(group).tolist()} == {

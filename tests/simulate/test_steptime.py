@@ -32,7 +32,7 @@ LAYOUTS = {
 def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
     layout, system = LAYOUTS[name], systems.load("dgx2")
     families, _ = families_of(MODEL, layout)
-    found = StepTimes(MODEL, MODEL.seq, system).of(layout, families)
+    found = StepTimes(MODEL, MODEL.seq, system).of_layout(layout, families)
     whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
     assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.01)
     assert set(found) == set(whole)

@@ -63,7 +63,7 @@ LAYOUTS = {
 
 def really(experiment: Experiment) -> dict[str, Any]:
     """Initialisation and two steps on this rank: states, peak of the first, messages of the second."""
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     replica = experiment.layout.index_of("dp", mesh.rank)
     tracker = MemoryTracker()
     with tracker:
@@ -167,7 +167,7 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
         for role in roles(experiment):
             short = trace(experiment, role)
             assert short.copies > 0
-            mesh = meshes.shape_only(layout, meshes.groups(layout, "pp")[0][role.stage])
+            mesh = meshes.shape_only_mesh(layout, meshes.groups(layout, "pp")[0][role.stage])
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
             from repro.engines.native.part import MicroBatch

@@ -31,7 +31,7 @@ class LaunchBench:
         self._operators = [
             (o.name, o.read + o.written, o.flops) for times, o in traced.operators() for _ in range(times)
         ]
-        self._engine = NativeEngine(experiment, meshes.single(), clock.device)
+        self._engine = NativeEngine(experiment, meshes.single_rank_mesh(), clock.device)
         tokens = torch.zeros(1, WIDTH, dtype=torch.int64, device=clock.device)
         self._batches = [MicroBatch(tokens, tokens, Place(0, 0))]
         self._seconds: list[float] = []

@@ -54,7 +54,7 @@ def silent_step(
     its messages in each of `STEPS` steps.  `beat` is called at each message and phase."""
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     short = replace(experiment, layout=traced.layout)
-    mesh = meshes.build(traced.layout, 0, lambda ranks: Silent())
+    mesh = meshes.build_mesh(traced.layout, 0, lambda ranks: Silent())
     tracker = MemoryTracker()
     with tracker:
         engine = NativeEngine(short, mesh, clock.device)

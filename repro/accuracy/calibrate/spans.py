@@ -33,11 +33,11 @@ def kinds(world: int, per_node: int, device_type: str) -> dict[Kind, Group]:
 
     if world == 1:
         return {}
-    found = {Kind(world, per_node, 1): meshes.distributed(Layout(dp=world), device_type).world}
+    found = {Kind(world, per_node, 1): meshes.distributed_mesh(Layout(dp=world), device_type).world}
     for tp in range(2, per_node + 1):
         if per_node % tp or tp == world:
             continue
-        mesh = meshes.distributed(Layout(tp=tp, dp=world // tp), device_type)
+        mesh = meshes.distributed_mesh(Layout(tp=tp, dp=world // tp), device_type)
         found[Kind(tp, tp, 1)] = mesh.tp
         found[Kind(world // tp, per_node // tp, tp)] = mesh.dp
     return dict(sorted(found.items(), key=lambda item: (-item[0].ranks, item[0].stride)))
@@ -50,8 +50,8 @@ def pipelines(world: int, per_node: int, device_type: str) -> dict[str, Group]:
     found = {}
     if per_node > 1:
         layout = Layout(pp=per_node, dp=world // per_node, order="pp-dp-tp")
-        found[INSIDE] = meshes.distributed(layout, device_type).pp
+        found[INSIDE] = meshes.distributed_mesh(layout, device_type).pp
     if world > per_node:
         layout = Layout(dp=per_node, pp=world // per_node)
-        found[BETWEEN] = meshes.distributed(layout, device_type).pp
+        found[BETWEEN] = meshes.distributed_mesh(layout, device_type).pp
     return found

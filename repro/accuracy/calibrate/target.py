@@ -75,7 +75,7 @@ def _measure(
             divided = DividedCores(rank)
             divided.divide()
             cores, carrying = computing(cores), len(divided.carrying)
-        whole = next(iter(groups.values()), meshes.single().world)
+        whole = next(iter(groups.values()), meshes.single_rank_mesh().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0
 
@@ -139,7 +139,7 @@ def _measure(
                     }
             result["links_s"] = time.perf_counter() - began
         if device == "cuda":
-            result["context_bytes"] = meshes.bytes_outside_torch(place)
+            result["context_bytes"] = meshes.non_torch_bytes(place)
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
 
 

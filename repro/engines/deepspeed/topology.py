@@ -38,5 +38,5 @@ class Topology:
 
 def _own(layout: Layout, axis: str) -> dist.ProcessGroup:
     """This rank's process group along `axis`, even if it is alone there."""
-    found = [(ranks, meshes.process_group(ranks)) for ranks in meshes.groups(layout, axis)]
+    found = [(ranks, meshes.make_process_group(ranks)) for ranks in meshes.groups(layout, axis)]
     return next(group for ranks, group in found if dist.get_rank() in ranks)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 from repro.config import Layout
-from repro.parallel.mesh import process_group
+from repro.parallel.mesh import make_process_group
 
 _ABSENT = object()
 Place = tuple[Any, str]
@@ -80,7 +80,7 @@ def _create_group(
     other by the default one, whose ranks may be the same.
     """
     purpose = (group_desc,) if group_desc == "PIPELINE_MODEL_PARALLEL_GROUP" else ()
-    return process_group(tuple(ranks), purpose)
+    return make_process_group(tuple(ranks), purpose)
 
 
 def initialize(layout: Layout) -> None:

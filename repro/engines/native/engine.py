@@ -18,7 +18,7 @@ from repro.engines.native.learning_rate import learning_rate
 from repro.engines.native.part import MicroBatch, ModelPart
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.parallel.storage import DTYPES
 from repro.parallel.zero.optimizer import (
     AdamGroup,
@@ -40,7 +40,9 @@ class NativeEngine:
         self.checkpoints: ActivationCheckpoints | None = None
         parts = layout.parts(experiment.model.layers)
         if layout.recompute:
-            actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[mesh.pp.rank]
+            actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[
+                mesh.pp.rank
+            ]
             most = max(len(layers) for layers in parts[mesh.pp.rank :: layout.pp])
             self.checkpoints = ActivationCheckpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
         self.parts = [

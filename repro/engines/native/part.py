@@ -75,7 +75,7 @@ class ModelPart:
                 device=device,
             )
 
-        sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
+        sharding = Sharding.from_layout(layout, mesh.dp, device, DTYPES[layout.precision])
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:

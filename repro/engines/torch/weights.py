@@ -62,7 +62,7 @@ def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -
 
 def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:
     """By our names, what makes the whole first value of each parameter of the suite's own model of this part."""
-    tp = meshes.single().tp
+    tp = meshes.single_rank_mesh().tp
     model = GPT(experiment.model, Layout(), experiment.training, tp, part=module.part)
     names = [getattr(p, "name_in_model", name) for name, p in model.named_parameters()]
     parameters = list(model.parameters())

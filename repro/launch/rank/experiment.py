@@ -29,7 +29,7 @@ from repro.measure.timing import COMPUTING, CORE, StepClock
 from repro.measure.waiting import StageWaits
 from repro.model import flops
 from repro.model.data import open_stream
-from repro.parallel.mesh import END, Mesh, bytes_outside_torch
+from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
 from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 
@@ -338,5 +338,5 @@ def process_memory(device: torch.device, mesh: Mesh) -> RankMemory:
             "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
             "retries": stats.get("num_alloc_retries", 0),
         },
-        beside_torch={**mesh.beside_torch, END: bytes_outside_torch(device)},
+        beside_torch={**mesh.beside_torch, END: non_torch_bytes(device)},
     )

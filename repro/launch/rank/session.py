@@ -58,7 +58,7 @@ def process_group(rank: int, world: int, device: torch.device, rendezvous: str) 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
     """This rank's groups for one experiment, connected; engines that are libraries connect groups of their own."""
     layout = experiment.layout
-    mesh = meshes.single() if layout.world == 1 else meshes.distributed(layout, device.type)
+    mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
         return mesh
     return replace(mesh, beside_torch=connect_communicators(mesh, device))
@@ -241,10 +241,10 @@ def _run_trial(
     experiment: Experiment, as_rank: int, index: int, device: torch.device, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     if as_rank >= 0:
-        mesh = meshes.shape_only(experiment.layout, as_rank)
+        mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
         # As in a trace: memory is that of all micro-batches after a few of them.
         experiment = replace(experiment, layout=shortened(experiment.layout, mesh.pp.rank))
-        mesh = meshes.shape_only(experiment.layout, as_rank)
+        mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
     else:
         mesh = make_mesh(experiment, device)
     mesh.ledger.observers.append(

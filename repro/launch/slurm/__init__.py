@@ -1,5 +1,5 @@
 """Suites on a SLURM cluster.
 
 `profile` describes a site, and `scheduler` queries SLURM. `submission` submits job arrays, `allocation` runs in a job,
-and `monitoring` reports. The import order is `submission`, `monitoring`, `allocation`, `profile`, `scheduler`.
+and `monitoring` reports.
 """

@@ -69,7 +69,7 @@ class Scorer:
 
         self._sharded: ShardedModule | None = None
         if layout.zero == 3:
-            sharding = Sharding.of(layout, mesh.dp, device, self._like.dtype)
+            sharding = Sharding.from_layout(layout, mesh.dp, device, self._like.dtype)
             units = self.module.zero_units()
             self._sharded = ShardedModule(self.module, units, sharding, lambda p: Tag(0), values)
         else:

@@ -41,17 +41,19 @@ class Change:
 def changes_of(
     first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """What differs between two sides (`side`); `own`: ledger files whose claims are among the others.
+    """What differs between two sides (`read_side`); `own`: ledger files whose claims are among the others.
 
     Raises `ConfigError` where the sides have nothing in common.
     """
-    changes = compare(side(first, results), side(second, results), tolerance=tolerance, own=own)
+    changes = compare_results(
+        read_side(first, results), read_side(second, results), tolerance=tolerance, own=own
+    )
     if not changes:
         raise ConfigError("compare", second, f"records of experiments that {first} has too")
     return changes
 
 
-def side(text: str, results: Path) -> list[Record]:
+def read_side(text: str, results: Path) -> list[Record]:
     """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
     folder = Path(text)
     if folder.is_dir():
@@ -68,7 +70,7 @@ def side(text: str, results: Path) -> list[Record]:
     return found
 
 
-def compare(
+def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
     """Changes of every experiment measured on both sides, then of the claims' verdicts."""
@@ -87,7 +89,7 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
         said = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
         return [Change(kind="outcome", name=name, before=said[0], after=said[1], judged=judged)]
     changes = []
-    ratio = speed(old, new)
+    ratio = speed_ratio(old, new)
     if ratio is not None:
         value, low, high = ratio
         judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
@@ -115,7 +117,9 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     return changes
 
 
-def speed(old: ExperimentRecord, new: ExperimentRecord, seed: int = 0) -> tuple[float, float, float] | None:
+def speed_ratio(
+    old: ExperimentRecord, new: ExperimentRecord, seed: int = 0
+) -> tuple[float, float, float] | None:
     """Ratio new/old of samples/s with a 95 % bootstrap interval over both sides' timed steps, unpaired.
 
     None with fewer than three steps on a side.

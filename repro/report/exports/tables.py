@@ -31,7 +31,7 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
         raise ConfigError("--output", "", "a file: parquet is no text")
-    frame = read(results, table, own)
+    frame = build_table(results, table, own)
     if frame.empty:
         print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
     if form == "parquet":
@@ -46,11 +46,11 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
     return 0
 
 
-def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
+def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
     """One of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
     from repro.report import evidence
 
-    found = evidence.read(results, own)
+    found = evidence.read_store(results, own)
     say(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
         "summary": found.summary,

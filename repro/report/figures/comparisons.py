@@ -279,11 +279,11 @@ def _draw_sweep(
 
     link, label = SWEEPS[sweep]
 
-    def at(point: _TwinComparison) -> float:
+    def link_rate(point: _TwinComparison) -> float:
         return float(getattr(point.twin, link)) / GB
 
-    points = sorted(points, key=at)
-    rates = [at(p) for p in points]
+    points = sorted(points, key=link_rate)
+    rates = [link_rate(p) for p in points]
     axes.plot(
         rates, [p.predicted[0] for p in points], color=MUTED, lw=1.2, ls="--", label="predicted, originals"
     )
@@ -299,13 +299,26 @@ def _draw_sweep(
     )
     for p in single:
         axes.plot(
-            [at(p)], [p.record.ratio], marker="D", ms=6, color=BLUE, mec=INK, ls="none", label="a larger twin"
+            [link_rate(p)],
+            [p.record.ratio],
+            marker="D",
+            ms=6,
+            color=BLUE,
+            mec=INK,
+            ls="none",
+            label="a larger twin",
         )
     if published is not None:
         axes.axhline(published, color=INK, lw=0.8, ls=":")
         if link == "between" and single:
             axes.plot(
-                [at(single[0])], [published], marker="*", ms=11, color=INK, ls="none", label="published"
+                [link_rate(single[0])],
+                [published],
+                marker="*",
+                ms=11,
+                color=INK,
+                ls="none",
+                label="published",
             )
     axes.set_xscale("log")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])

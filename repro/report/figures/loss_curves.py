@@ -144,7 +144,7 @@ def _strategy_order(kind: str) -> int:
     return list(STRATEGY_COLOURS).index(kind)
 
 
-CONVERGENCE_SUITE, REFERENCE = "convergence", "fp32"
+CONVERGENCE_SUITE, REFERENCE_RUN = "convergence", "fp32"
 CONTROL_PREFIX, FAULT_PREFIX, SEED_PREFIX, BATCH_PREFIX = "order-", "fault-", "seed-", "batch-"
 CONVERGENCE_TITLE = "One loss curve under every layout"
 CONVERGENCE_COMMAND = "repro run suites/convergence.toml"
@@ -169,7 +169,7 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
         for r in found
         if r.series.loss and None not in r.series.loss and not r.name.startswith(BATCH_PREFIX)
     ]
-    reference = next((record for record in ran if record.name == REFERENCE), None)
+    reference = next((record for record in ran if record.name == REFERENCE_RUN), None)
     controls = [record for record in ran if record.name.startswith(CONTROL_PREFIX)]
     if reference is None or not controls:
         return Drawing(

@@ -53,14 +53,14 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
         _interval(axes, right, ours, size)
         if not ours.fits:
             _cross(axes, right, ours.value / size)
-    elif printed and not value.of("analytic"):
+    elif printed and not value.of_kind("analytic"):
         outline: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linestyle": (0, (3, 2))}
         axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
-    weaker = value.of(SIMULATED)
+    weaker = value.of_kind(SIMULATED)
     if weaker and weaker is not ours:
         look: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
         axes.scatter(right, weaker.value / size, s=24, zorder=5, **look)
-    analytic = value.of("analytic")
+    analytic = value.of_kind("analytic")
     if analytic:
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
 
@@ -149,12 +149,12 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         for kind in ("measured", SIMULATED)
         if kind in kinds
     ]
-    if any(value.predicted is not value.of(SIMULATED) and value.of(SIMULATED) for value in values):
+    if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
         beside = "simulated, beside measured"
         handles.append(
             Line2D([], [], marker="s", color=INK, mfc="white", markersize=5, label=beside, **plain)
         )
-    if any(value.of("analytic") for value in values):
+    if any(value.of_kind("analytic") for value in values):
         handles.append(Line2D([], [], marker="D", color=INK, markersize=5, label="analytic", **plain))
     if any(value.published and not value.ours for value in values):
         handles.append(Patch(facecolor="none", edgecolor=GREY, linestyle="--", label="not run"))

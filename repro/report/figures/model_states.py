@@ -151,7 +151,7 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
     figure, axes = make_axes(3.6)
     drawn: list[str] = []
     for y, value in enumerate(values):
-        printed, ours, formula = value.published, value.of(SIMULATED), value.of("analytic")
+        printed, ours, formula = value.published, value.of_kind(SIMULATED), value.of_kind("analytic")
         assert printed is not None
         record = records.get(ours.runs[0]) if ours else None
         if record:
@@ -191,6 +191,6 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
 def _value_label(value: Value) -> str:
     parts = [f"published {value.published.text if value.published else ''}"]
     for kind, digits in ((SIMULATED, 4), ("analytic", 4)):
-        found = value.of(kind)
+        found = value.of_kind(kind)
         parts.append(f"{kind} {found.value:.{digits}g}" if found else f"{kind}: not run")
     return ", ".join(parts)

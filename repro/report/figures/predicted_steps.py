@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-ID, TITLE = "breakdown", "Where the seconds of a step go"
+BREAKDOWN_ID, BREAKDOWN_TITLE = "breakdown", "Where the seconds of a step go"
 YUAN_RUN, YUAN_STEP_ROW = "yuan/yuan-245b", "yuan-step-time/step"
 OTHER_RUNS = {
     "Megatron-LM 1T, 3072 A100": "megatron_2021/table1-1t",
@@ -74,7 +74,12 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
     missing = " && ".join(run_command(suite, SIMULATED) for suite in suites)
     if yuan is None and not others:
         return Drawing(
-            ID, TITLE, "No simulated step of a published layout has a time.", (), missing, evidence=SIMULATED
+            BREAKDOWN_ID,
+            BREAKDOWN_TITLE,
+            "No simulated step of a published layout has a time.",
+            (),
+            missing,
+            evidence=SIMULATED,
         )
     widths = [width for width, shown in ((1, yuan), (2.1, others)) if shown]
     figure, grid = make_axes(3.9, 1, len(widths), squeeze=False, width_ratios=widths)
@@ -93,7 +98,15 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
         "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
         f"Claims: yuan-step-time, yuan-bubble. {count_bases(map(basis_of_record, shown))}"
     )
-    return Drawing(ID, TITLE, caption.rstrip(), tuple(r.at for r in shown), missing, figure, SIMULATED)
+    return Drawing(
+        BREAKDOWN_ID,
+        BREAKDOWN_TITLE,
+        caption.rstrip(),
+        tuple(r.at for r in shown),
+        missing,
+        figure,
+        SIMULATED,
+    )
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:

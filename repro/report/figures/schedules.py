@@ -15,8 +15,8 @@ from repro.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     TimedAction,
-    bubble,
-    build,
+    bubble_ratio,
+    build_schedule,
     in_flight,
     timeline,
 )
@@ -225,7 +225,7 @@ def draw_schedules(view: View) -> Drawing:
     records: list[str] = []
     missing, longest = False, 0.0
     for axes, (name, title, chunks) in zip(grid, SCHEDULES, strict=True):
-        schedule = build(name, STAGES, MICRO_BATCHES, chunks)
+        schedule = build_schedule(name, STAGES, MICRO_BATCHES, chunks)
         rows = timeline(schedule)
         end = float(rows[0][-1].stop)
         draw_actions(axes, rows, (0.0, end), (72 * 8.5, 18))
@@ -241,7 +241,7 @@ def draw_schedules(view: View) -> Drawing:
             records += [name for name in measured.experiments if name not in records]
         missing = missing or twin == "twin not measured"
         kept = max(in_flight(actions) for actions in schedule)
-        idle = float(bubble(schedule))
+        idle = float(bubble_ratio(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
             f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {kept} "

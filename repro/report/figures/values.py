@@ -66,14 +66,14 @@ class Value:
     remedy: tuple[str, ...]
     """Commands that would bring simulated records which it lacks."""
 
-    def of(self, kind: str) -> Ours | None:
+    def of_kind(self, kind: str) -> Ours | None:
         """What that kind of evidence says."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property
     def predicted(self) -> Ours | None:
         """Measured at the published scale, else simulated."""
-        return self.of("measured") or self.of(SIMULATED)
+        return self.of_kind("measured") or self.of_kind(SIMULATED)
 
 
 class View:

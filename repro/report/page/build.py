@@ -13,7 +13,7 @@ from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
-from repro.report.page.context import context, render
+from repro.report.page.context import context, render_page
 from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
 from repro.util import extras
@@ -23,7 +23,7 @@ from repro.util.files import replace as replace_file
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
-MOST_LINKS = 100
+MAX_LINKS = 100
 """Records of a figure that the page lists and links to."""
 
 
@@ -51,7 +51,7 @@ class Report:
         return {**vars(self), "page": str(self.page), **paths}
 
 
-def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
+def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
 
     `own`: ledger files whose claims are among the others, on the page and not in the notebooks.
@@ -60,13 +60,13 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
     """
     extras.require("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
-    from repro.report.page.notebooks import write as write_notebooks
+    from repro.report.page.notebooks import write_notebooks as write_notebooks
 
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--out", str(out), f"a folder that can be written ({error.strerror})") from None
-    found = evidence.read(results, own)
+    found = evidence.read_store(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
     drawings = draw_all(
@@ -90,7 +90,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
     report.notebooks = [notebook.page for notebook in rendered]
     values = context(found, chosen, figures, remarks, SuiteCatalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
-    replace_file(report.page, render(values).encode())
+    replace_file(report.page, render_page(values).encode())
     return report
 
 
@@ -114,8 +114,8 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MOST_LINKS]},
-        "more_records": max(0, len(drawing.records) - MOST_LINKS),
+        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
+        "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
         "svg": style.adapt_to_page(text),
     }
@@ -150,7 +150,7 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
     from repro.report.page.notebooks import CellFailed
 
     try:
-        written = build(results, out, notebooks=notebooks, own=own)
+        written = build_report(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """The page: what it says of claims, figures, records and machines, and how much of a large store it lists.
 
 A page of ten thousand lines helps nobody: every record that a claim or a figure reads has its line, and beside
-them the newest `MOST` of each kind.  What is left out is counted on the page, and `repro export` has it.
+them the newest `MAX_RECORDS` of each kind.  What is left out is counted on the page, and `repro export` has it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from repro.results.select import Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST = 200
+MAX_RECORDS = 200
 """Records of a kind that no claim and no figure reads, and comparisons, that the page lists."""
-MOST_PROVENANCES = 20
+MAX_PROVENANCES = 20
 """Machines whose full provenance is in the page."""
 
 
@@ -62,7 +62,7 @@ def context(
         _listed(chosen.measured, read, measured_row, machines),
         _listed(chosen.simulated, read, simulated_row, machines),
     ]
-    compared = [_comparison(record, machines) for record in comparisons[:MOST]]
+    compared = [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]]
     named = {row["machine"] for rows in lists for row in [*rows["read"], *rows["others"]]}
     named |= {row["machine"] for row in compared}
     return {
@@ -71,7 +71,7 @@ def context(
         "results": str(found.results),
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
-        "summary": verdicts.summary(claims),
+        "summary": verdicts.count_verdicts(claims),
         "totals": totals(summary(found.judged)),
         "about": verdicts.by_about(claims),
         "figures": figures,
@@ -81,10 +81,10 @@ def context(
         "simulated": lists[1],
         "bases": BASES,
         "comparisons": compared,
-        "more_comparisons": max(0, len(comparisons) - MOST),
+        "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
         "machines": [entry for entry in machines.entries if entry["number"] in named],
         "more_machines": len(machines.entries) - len(named),
-        "provenances": MOST_PROVENANCES,
+        "provenances": MAX_PROVENANCES,
         "older": chosen.older,
         "remarks": remarks,
     }
@@ -129,7 +129,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def render(values: dict[str, Any]) -> str:
+def render_page(values: dict[str, Any]) -> str:
     """The page as text."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     return template("page.html").render(style=style, script=script, **values)
@@ -179,7 +179,7 @@ def _listed(
     """Lines of the records that are read, then of the newest others, and how many are left to the export."""
     cited = [record for record in records if _anchor(record) in read]
     others = [record for record in records if _anchor(record) not in read]
-    newest = sorted(others, key=lambda record: record.order, reverse=True)[:MOST]
+    newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     shown = [
         [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
     ]

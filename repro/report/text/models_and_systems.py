@@ -127,7 +127,7 @@ def _print_model(model: Model) -> None:
 
 
 BETWEEN_NODES = "inter-node"
-UNKNOWN = "?"
+UNKNOWN_NUMBER = "?"
 SIGNIFICANT_DIGITS = 4
 """Significant digits of printed system numbers."""
 
@@ -164,7 +164,7 @@ def describe_system(system: System) -> dict[str, Any]:
 
 
 def _number(value: float | None, scale: float = 1.0) -> str:
-    return UNKNOWN if value is None else units.number(value / scale, SIGNIFICANT_DIGITS)
+    return UNKNOWN_NUMBER if value is None else units.number(value / scale, SIGNIFICANT_DIGITS)
 
 
 def _bandwidth(system: System, link: str) -> str:
@@ -173,7 +173,7 @@ def _bandwidth(system: System, link: str) -> str:
         return "-"
     devices, value = system.devices_per_node.value, system.links[link].bandwidth.value
     if value is None or (system.links[link].per == "node" and devices is None):
-        return UNKNOWN
+        return UNKNOWN_NUMBER
     return _number(system.link_per_device(link), units.GB)
 
 

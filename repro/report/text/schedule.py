@@ -76,7 +76,7 @@ def _svg(plan: TimedSchedule) -> str:
 
 MAX_DRAWN_LINES = 60
 """A drawing is broken into several lines of time only up to this many lines."""
-IDLE, MIXED = "·", "▒"
+IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
 """One character and its rich style."""
 
@@ -170,7 +170,7 @@ def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
     """A stage's row with every action: its label, then its length, then a gap if all have room for it."""
-    row: list[Cell] = [(IDLE, "dim")] * columns
+    row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
         label = _label(action, colour)
@@ -189,9 +189,9 @@ def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list
     for forward, backward in shares:
         busy = forward + backward
         if busy < 0.5:
-            row.append((IDLE, "dim"))
+            row.append((IDLE_CELL, "dim"))
         elif min(forward, backward) > 0.1 * busy:
-            row.append((MIXED, _mixed_style() if colour else ""))
+            row.append((MIXED_CELL, _mixed_style() if colour else ""))
         else:
             kind = Action(FORWARD if forward > backward else BACKWARD, 0)
             row.append((" ", _style(kind, 1)) if colour else (kind.kind, ""))
@@ -245,9 +245,9 @@ def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
             line.append(f"{chunk:^3}" if chunks > 1 else "   ", _style(Action(kind, 0, chunk), chunks))
         line.append(f" {word}{' by chunk' * (chunks > 1)}  " if colour else f"{kind} {word}  ")
     if not per_action:
-        line.append(MIXED * 2, _mixed_style() if colour else "")
+        line.append(MIXED_CELL * 2, _mixed_style() if colour else "")
         line.append(" in turn  ")
-    line.append(f"{IDLE} idle")
+    line.append(f"{IDLE_CELL} idle")
     return line
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import ACTIONS, at_most
-from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
+from repro.parallel.pipeline.schedule import Schedule, TimedAction, build_schedule, in_flight, timeline
 from repro.util import units
 
 SCHEDULE_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
@@ -83,7 +83,7 @@ def make_schedule(
     actions = 2 * stages * micro_batches * chunks
     at_most("2 x pp x micro-batches x chunks", actions, ACTIONS)
     try:
-        schedule = build(name, stages, micro_batches, chunks)
+        schedule = build_schedule(name, stages, micro_batches, chunks)
     except ConfigError as error:
         raise error.about(SCHEDULE_OPTIONS[error.key]) from None
     return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from repro.accuracy.validate.machine import MachineErrors
 
 
-FROM_INPUTS, WIDER = "90 % from inputs", "with the model's error elsewhere"
-WIDER_MEANS = (
-    f"{WIDER}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no verdict "
-    "rests on it."
+FROM_INPUTS, WITH_MODEL_ERROR = "90 % from inputs", "with the model's error elsewhere"
+MODEL_ERROR_NOTE = (
+    f"{WITH_MODEL_ERROR}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no "
+    "verdict rests on it."
 )
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
@@ -52,7 +52,7 @@ def print_validation(
     from repro.report import evidence
     from repro.results.store import say
 
-    seen = evidence.read(results, own)
+    seen = evidence.read_store(results, own)
     say(seen.torn)
     found = points(seen.judged, seen.records)
     machine = None
@@ -78,7 +78,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     from repro.report import evidence
     from repro.results.store import say
 
-    seen = evidence.read(results, own)
+    seen = evidence.read_store(results, own)
     say(seen.torn)
     console, least, most = stdout(), *between
     found = families(points(seen.judged, seen.records))
@@ -95,8 +95,8 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     )
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
     console.print(
-        f"{counts} lie in their 90 % intervals {WIDER}: {shares}, {'' if as_promised else 'not both '}between "
-        f"{least:g} and {most:g} %."
+        f"{counts} lie in their 90 % intervals {WITH_MODEL_ERROR}: {shares}, "
+        f"{'' if as_promised else 'not both '}between {least:g} and {most:g} %."
     )
     return 0 if as_promised else 1
 
@@ -189,7 +189,17 @@ def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
 
     if not group:
         return
-    headings = ("claim", "row", "published", "predicted", FROM_INPUTS, WIDER, "unit", "rate", "rests on")
+    headings = (
+        "claim",
+        "row",
+        "published",
+        "predicted",
+        FROM_INPUTS,
+        WITH_MODEL_ERROR,
+        "unit",
+        "rate",
+        "rests on",
+    )
     grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
@@ -217,18 +227,27 @@ def _interval_text(interval: tuple[float, float] | None) -> str:
 def _print_statistics(found: Sequence[Point], console: Console) -> None:
     from rich.text import Text
 
-    headings = ("family", "points", "median |error|", "within 25 %", FROM_INPUTS, WIDER, "worst", "")
+    headings = (
+        "family",
+        "points",
+        "median |error|",
+        "within 25 %",
+        FROM_INPUTS,
+        WITH_MODEL_ERROR,
+        "worst",
+        "",
+    )
     grid = table(*headings, left={"family", ""}, wrap=headings)
     for family in families(found):
         grid.add_row(*_statistics_cells(family))
-    by_claim = table("claim", "points", FROM_INPUTS, WIDER)
+    by_claim = table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
     for claim in claims(found):
         by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
     console.print()
     console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
     console.print(by_claim)
     console.print(f"{FROM_INPUTS}: the interval that unknown inputs leave.", style="dim", markup=False)
-    console.print(WIDER_MEANS, style="dim", markup=False)
+    console.print(MODEL_ERROR_NOTE, style="dim", markup=False)
     console.print()
     used = {point.rests_on for point in found}
     for basis, meaning in BASES.items():
@@ -297,7 +316,7 @@ def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     from repro.report import evidence
     from repro.results.store import say
 
-    seen = evidence.read(results, own)
+    seen = evidence.read_store(results, own)
     say(seen.torn)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})

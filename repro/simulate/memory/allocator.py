@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from repro.config.enums import Category
 from repro.config.errors import require
 from repro.simulate.memory.pools import (
-    LARGE_SEGMENT,
+    LARGE_BUFFER,
     LIVE,
-    SMALL,
+    SMALL_SIZE,
     UNLIMITED,
     UNMAPPED,
     DeviceMemory,
@@ -97,10 +97,10 @@ class CachingAllocator:
     ) -> None:
         require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
         require(
-            max_split is None or max_split >= LARGE_SEGMENT,
+            max_split is None or max_split >= LARGE_BUFFER,
             "max_split",
             max_split,
-            f"bytes, at least {LARGE_SEGMENT} (20 MiB), or nothing",
+            f"bytes, at least {LARGE_BUFFER} (20 MiB), or nothing",
         )
         self._device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
@@ -130,7 +130,7 @@ class CachingAllocator:
             self._live[id] = None
             return
         size, asked = round_up(size), size
-        pool = self._small if size <= SMALL else self._large
+        pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.find(size) or self._grow(pool, size)
         if block is None:
             raise OutOfMemory(

@@ -9,35 +9,35 @@ from bisect import bisect_left, insort
 
 MIB = 2**20
 
-ROUND = 512
+MIN_BLOCK_SIZE = 512
 """Every request is rounded up to a multiple of this (`kMinBlockSize`)."""
-SMALL = MIB
+SMALL_SIZE = MIB
 """The largest request that is served from the small pool (`kSmallSize`)."""
-SMALL_SEGMENT = 2 * MIB
+SMALL_BUFFER = 2 * MIB
 """What the small pool asks the driver for (`kSmallBuffer`)."""
-LARGE_SEGMENT = 20 * MIB
-"""What the large pool asks for when the request is below `OWN_SEGMENT` (`kLargeBuffer`)."""
-OWN_SEGMENT = 10 * MIB
+LARGE_BUFFER = 20 * MIB
+"""What the large pool asks for when the request is below `MIN_LARGE_ALLOC` (`kLargeBuffer`)."""
+MIN_LARGE_ALLOC = 10 * MIB
 """From this size on a request gets a segment of its own size (`kMinLargeAlloc`) ..."""
-ROUND_SEGMENT = 2 * MIB
+ROUND_LARGE = 2 * MIB
 """... rounded up to a multiple of this, the page of the device (`kRoundLarge`)."""
 UNLIMITED = 2**62
 
 LIVE, FREE, UNMAPPED = "live", "free", "unmapped"
 
 
-def round_up(size: int, unit: int = ROUND) -> int:
+def round_up(size: int, unit: int = MIN_BLOCK_SIZE) -> int:
     """The multiple of `unit` bytes that `size` occupies."""
     return -(-size // unit) * unit
 
 
 def segment_size(size: int) -> int:
     """Bytes that the driver is asked for when no free block fits a (rounded) request of `size`."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    if size < OWN_SEGMENT:
-        return LARGE_SEGMENT
-    return round_up(size, ROUND_SEGMENT)
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return round_up(size, ROUND_LARGE)
 
 
 class DeviceMemory:
@@ -102,7 +102,7 @@ class Pool:
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._max_split = max_split
-        self._least_rest = ROUND if small else SMALL + 1
+        self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
         self._cut_below = max_split
 
     def find(self, size: int) -> MemoryBlock | None:
@@ -116,7 +116,7 @@ class Pool:
         # A block that may not be split is kept for requests that nearly fill it.
         if size < self._max_split <= block.size:
             return None
-        if size >= self._max_split and block.size >= size + LARGE_SEGMENT:
+        if size >= self._max_split and block.size >= size + LARGE_BUFFER:
             return None
         del free[at]
         return block
@@ -196,7 +196,7 @@ class Pool:
         del self._free[at]
 
 
-ADDRESS_SPACE = LARGE_SEGMENT * 2**40
+ADDRESS_SPACE = LARGE_BUFFER * 2**40
 
 
 class ExpandablePool(Pool):
@@ -204,8 +204,8 @@ class ExpandablePool(Pool):
 
     def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
         super().__init__(device, small=small, max_split=max_split)
-        self._least_rest, self._cut_below = ROUND, UNLIMITED
-        self._granule = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self._least_rest, self._cut_below = MIN_BLOCK_SIZE, UNLIMITED
+        self._granule = SMALL_BUFFER if small else LARGE_BUFFER
         self._base = device.place(ADDRESS_SPACE)
         everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
         self.heads[self._base] = everything

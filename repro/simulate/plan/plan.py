@@ -30,7 +30,7 @@ FULLY_TRACED_ROWS = 3
 COMPARED_ROWS = 12
 """So many of the first rows are compared in all draws of what is not known, though fewer are shown: any of them may be
 the fastest."""
-DECIDED_AHEAD = 2
+ROWS_DECIDED_AHEAD = 2
 """Times as many rows as are asked for are decided at once, so that workers have enough to do."""
 
 
@@ -95,7 +95,7 @@ def _rows_to_decide(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
     known = [row.seconds for row in fits if not row.open]
     if len(known) >= wanted:
         open_ones = [row for row in open_ones if row.seconds <= known[wanted - 1]]
-    return open_ones[: DECIDED_AHEAD * wanted]
+    return open_ones[: ROWS_DECIDED_AHEAD * wanted]
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:

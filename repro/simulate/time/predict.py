@@ -31,7 +31,7 @@ from repro.simulate.time.calibration import (
 )
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels, Lanes
 from repro.simulate.time.program import OPTIMIZER
-from repro.simulate.time.schedule import Timeline, schedule_traces, step_seconds
+from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
 from repro.simulate.time.stage import UPDATE
 from repro.simulate.trace.roles import Trace, trace_roles
 
@@ -99,7 +99,7 @@ def _seconds_of_layers(
 ) -> Lanes:
     """Seconds of a step so deep, [cases]."""
     experiment, traces = _traces_of_layers(generation, layers)
-    return step_seconds(experiment, itself, traces, of_cases)
+    return scheduled_step_seconds(experiment, itself, traces, of_cases)
 
 
 @cache
@@ -127,7 +127,7 @@ def seconds_in_cases(
     systems, kernels = systems_and_kernels(
         system, calibration_point_of(experiment.layout.kernels, system), cases
     )
-    return step_seconds(experiment, systems, traces, kernels).tolist()
+    return scheduled_step_seconds(experiment, systems, traces, kernels).tolist()
 
 
 def round_seconds(seconds: float) -> float:

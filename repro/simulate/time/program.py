@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action
@@ -22,10 +22,7 @@ from repro.simulate.time.device import (
     maximum,
 )
 from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wait
-from repro.simulate.trace.roles import ORDINARY, Trace
-
-if TYPE_CHECKING:
-    from repro.simulate.time.breakdown import StageTime
+from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
@@ -85,7 +82,7 @@ class StageProgram:
     last: int = 0
     """The real step's last micro-batch."""
 
-    def of(self, action: Action) -> list[Item]:
+    def items_of(self, action: Action) -> list[Item]:
         """The items of an action of the real schedule."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch), action.chunk)]
 
@@ -95,7 +92,7 @@ class StageProgram:
             return micro_batch
         if micro_batch == 0:
             return 0
-        return self.micro_batches - 1 if micro_batch == self.last else ORDINARY
+        return self.micro_batches - 1 if micro_batch == self.last else TYPICAL_MICRO_BATCH
 
 
 def label_of(message: Message) -> str:
@@ -218,19 +215,8 @@ INNER_GROUP = "tp"
 """The group whose collectives begin and end within a layer."""
 
 
-@dataclass(frozen=True, eq=False)
-class UndelayedRun:
-    """Items in a row that take the same seconds whenever they begin, unless the group is busy then."""
-
-    items: Sequence[Item]
-    seconds: float
-    keys: frozenset[tuple[object, ...]]
-    """Of its collectives."""
-    time: StageTime
-
-
 def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
-    """`items` cut into those that are a stretch (True) and the others, in their order."""
+    """Yield `items` in order, cut into undelayed runs (True) and other items (False)."""
     matched = _matched_positions(items)
     part: list[Item] = []
     open_, whole = 0, 0

@@ -1,8 +1,8 @@
 """One pipeline stage's streams: it computes, starts collectives beside that, and waits for what it needs.
 
 Replicas and tp ranks do the same at the same time, so a stage stands for all of its ranks.  A collective begins
-when its stage has come to it and when the one before it on its group's stream is over; `PipelineSchedule` connects
-the stages.
+when its stage has come to it and when the one before it on its group's stream is over; `CrossStageState`
+connects the stages.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, batches, needs
+from repro.parallel.pipeline.schedule import FORWARD, Action, batches, dependency_of
 from repro.simulate.time.breakdown import STAGE_SEND, Span
+from repro.simulate.time.cross_stage import (
+    GROUPS_ACROSS_STAGES,
+    CoreWork,
+    CrossStageCollective,
+    CrossStageState,
+    MessageKey,
+    StageItems,
+    UndelayedRun,
+)
 from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
 from repro.simulate.time.program import (
     INNER_GROUP,
@@ -24,50 +32,19 @@ from repro.simulate.time.program import (
     OperatorBlock,
     Send,
     StageProgram,
-    UndelayedRun,
     split_into_runs,
 )
-
-if TYPE_CHECKING:
-    from repro.simulate.time.schedule import PipelineSchedule
 
 UPDATE = "update"
 """What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
 MIN_COMPUTE_SHARE = 1e-9
 """Of the processors are left to compute at least."""
-GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
-"""Groups whose members are on different stages."""
-
-
-MessageKey = tuple[int, int, int, int]
-"""Sender, receiver, channel, number of the message."""
-
-
-class CoreWork:
-    """A block of one stage; `end` is known when it is known what else runs meanwhile."""
-
-    def __init__(self, start: float, seconds: float):
-        """`seconds`: what it takes while all stages compute."""
-        self.start, self.left = start, seconds
-        self.end: float | None = None
-
-
-class CrossStageCollective:
-    """A collective of several stages: it begins when they have all come to it."""
-
-    def __init__(self) -> None:
-        self.ready: dict[int, float] = {}
-        self.end: float | None = None
-
-
-StageItems = list[Item | UndelayedRun]
-"""The items of an action, or of the optimizer, as a stage goes through them."""
 
 
 class StageStreams:
     """One stage's streams."""
 
-    def __init__(self, peers: PipelineSchedule, stage: int, program: StageProgram, *, record: bool):
+    def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
         """`record`: keep the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
@@ -98,7 +75,7 @@ class StageStreams:
         self.taken: dict[UndelayedRun, int] = defaultdict(int)
         """How often each was gone through in this step."""
         self.tail = self._prepared(program.tail)
-        self.pieces = [self._prepared(program.of(action)) for action in self.actions]
+        self.pieces = [self._prepared(program.items_of(action)) for action in self.actions]
 
     def run(self) -> Generator[object, None, None]:
         """A step after another one; yields what it waits for until that is known."""
@@ -169,7 +146,7 @@ class StageStreams:
 
     def _source_of(self, action: Action) -> int | None:
         layout = self.all.layout
-        needed = needs(action, self.stage, layout.pp, layout.chunks)
+        needed = dependency_of(action, self.stage, layout.pp, layout.chunks)
         return None if needed is None or needed[0] == self.stage else needed[0]
 
     def _post(self, position: int) -> None:

@@ -21,7 +21,7 @@ from repro.config.enums import Category
 from repro.kernels.flops import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
-from repro.parallel.ledger import NOBODY, Address, CommLedger
+from repro.parallel.ledger import NO_PEER, Address, CommLedger
 from repro.simulate.trace.events import (
     HOST_COPY,
     HOST_VIEWS,
@@ -88,7 +88,7 @@ class RecordingLedger(CommLedger):
         self._events = events
 
     def count(
-        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NOBODY
+        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
         """Count, and record, one message."""
         sent = super().count(op, group, size, payload_bytes, purpose, to)

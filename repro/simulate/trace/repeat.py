@@ -104,14 +104,16 @@ class BlockRepeater:
             hooks[key] = partial(self._accumulated, number, hook)
 
     def _sunk(self, number: int, sink: Callable[[Tensor, Tensor], None], rows: Tensor, x: Tensor) -> None:
-        self._called(partial(sink, rows, x), number, -1, (TensorMeta.of(rows), TensorMeta.of(x)))
+        self._called(
+            partial(sink, rows, x), number, -1, (TensorMeta.from_tensor(rows), TensorMeta.from_tensor(x))
+        )
 
     def _accumulated(self, number: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         gradient = parameter.grad
         if self.running is None or gradient is None:
             hook(parameter)
             return
-        storage, meta = self.recorder.number(gradient), TensorMeta.of(gradient)
+        storage, meta = self.recorder.number(gradient), TensorMeta.from_tensor(gradient)
         del gradient
         self._called(partial(hook, parameter), number, storage, (meta,))
 

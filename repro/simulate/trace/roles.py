@@ -24,7 +24,7 @@ from repro.measure.uncompiled import uncompiled
 from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import Action, build, in_flight
+from repro.parallel.pipeline.schedule import Action, build_schedule, in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
@@ -32,7 +32,7 @@ from repro.simulate.trace.repeat import BlockRepeater, recordings_of
 from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
 from repro.util.garbage import uncollected
 
-ORDINARY = 1
+TYPICAL_MICRO_BATCH = 1
 """The micro-batch that stands for those that were not run."""
 
 
@@ -60,7 +60,7 @@ class Trace:
     step_stop: int
     """The first event after it: what it still has under way is then waited for."""
     copies: int
-    """How many more micro-batches like `ORDINARY` the real step has."""
+    """How many more micro-batches like `TYPICAL_MICRO_BATCH` the real step has."""
     parameters: int
     """Of this rank."""
     padding: int
@@ -76,7 +76,7 @@ class Trace:
     def actions(self) -> Sequence[Action]:
         """That were run, in order."""
         layout = self.layout
-        return build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
+        return build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
@@ -118,7 +118,7 @@ class Trace:
         found, weight = [], 1
         for event in self.step:
             if isinstance(event, PhaseStart):
-                weight = 1 + self.copies * (event.micro_batch == ORDINARY)
+                weight = 1 + self.copies * (event.micro_batch == TYPICAL_MICRO_BATCH)
             found.append((weight, event))
         return found
 
@@ -177,7 +177,7 @@ def trace(
             GlooBufferTransport(len(ranks), ranks.index(rank)) if real else NoDataTransport(), recorder
         )
 
-    mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
+    mesh = meshes.build_mesh(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
     with uncollected(), uncompiled(), recorder:
         engine = NativeEngine(short, mesh, device)
@@ -237,7 +237,7 @@ def shortened(layout: Layout, stage: int) -> Layout:
     unit = layout.pp if layout.schedule == "interleaved" else 1
 
     def most(count: int) -> int:
-        return in_flight(build(layout.schedule, layout.pp, count, layout.chunks)[stage])
+        return in_flight(build_schedule(layout.schedule, layout.pp, count, layout.chunks)[stage])
 
     full = most(m)
     count = unit

@@ -20,19 +20,19 @@ class UnrepeatableBlock(Exception):
 
 
 class TensorMeta(NamedTuple):
-    """What it takes to make a tensor like another."""
+    """Shape, stride and dtype of a tensor, from which a tensor without data is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorMeta:
-        """Of `tensor`."""
+    def from_tensor(tensor: Tensor) -> TensorMeta:
+        """Return the shape, stride and dtype of `tensor`."""
         return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def make(self) -> Tensor:
-        """A tensor without data."""
+        """Return a tensor without data."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
@@ -118,7 +118,7 @@ def segment_of(
     returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
     if returned != gradient:
-        made[returned] = TensorMeta.of(result)
+        made[returned] = TensorMeta.from_tensor(result)
     steps = _SegmentWriter(recorder, places, made, gradient).steps(running)
     return Segment(steps, None if returned == gradient else places[returned])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-UNKNOWN = object()
+UNKNOWN_RESULT = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
 CallKey = tuple[object, ...]
@@ -45,12 +45,12 @@ class ShapeCache:
             return args[0]
         if key is None:
             return func(*args, **kwargs)
-        known = self._known.get(key, UNKNOWN)
-        if known is not UNKNOWN:
+        known = self._known.get(key, UNKNOWN_RESULT)
+        if known is not UNKNOWN_RESULT:
             return _made(known)
         found = func(*args, **kwargs)
         self._known[key] = _shape(found)
-        if self._known[key] is UNKNOWN:
+        if self._known[key] is UNKNOWN_RESULT:
             del self._known[key]
         return found
 
@@ -58,7 +58,7 @@ class ShapeCache:
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey | None:
     """What calls that are alike share; None if an operand is of a kind that is not known here."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
-    return None if UNKNOWN in operands else (id(func), len(args), tuple(kwargs), *operands)
+    return None if UNKNOWN_RESULT in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
 def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
@@ -92,14 +92,14 @@ def _described(value: Any) -> Any:
     """All of an operand that the shape of a result can depend on."""
     if isinstance(value, Tensor):
         if not value.is_meta:
-            return UNKNOWN
+            return UNKNOWN_RESULT
         return (Tensor, value.shape, value.stride(), value.dtype)
     if type(value) in PLAIN:
         return (type(value), value)
     if isinstance(value, (list, tuple)):
         inside = tuple(_described(entry) for entry in value)
-        return UNKNOWN if UNKNOWN in inside else (type(value), inside)
-    return UNKNOWN
+        return UNKNOWN_RESULT if UNKNOWN_RESULT in inside else (type(value), inside)
+    return UNKNOWN_RESULT
 
 
 def _shape(value: Any) -> Any:
@@ -109,11 +109,11 @@ def _shape(value: Any) -> Any:
         whole = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
         exact = value.numel() and value.untyped_storage().nbytes() == whole * value.element_size()
         plain = type(value) is Tensor and value.device.type == "meta"
-        return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN
+        return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN_RESULT
     if isinstance(value, tuple):
         inside = tuple(_shape(entry) for entry in value)
-        return UNKNOWN if UNKNOWN in inside else (tuple, inside)
-    return UNKNOWN
+        return UNKNOWN_RESULT if UNKNOWN_RESULT in inside else (tuple, inside)
+    return UNKNOWN_RESULT
 
 
 def _made(known: Any) -> Any:

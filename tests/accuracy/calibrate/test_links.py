@@ -17,7 +17,7 @@ from repro.accuracy.calibrate.spans import Kind
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
 
-WORLD = meshes.single().world
+WORLD = meshes.single_rank_mesh().world
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     experiment = tiny(layout)
-    clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
+    clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     expected = Counter[str]()
@@ -50,7 +50,7 @@ def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
 def test_it_tells_what_is_computed_between_messages() -> None:
     """Of each step as many parts as it has messages: together no more than the step, whose end has none."""
     experiment = tiny(LAYOUTS["tp"])
-    clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
+    clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
     found = silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     sent = sum(isinstance(event, Message) and event.op != SEND for event in traced.step)

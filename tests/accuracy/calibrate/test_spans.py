@@ -26,7 +26,9 @@ def test_kinds(
     world: int, per_node: int, expected: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in range(world):
-        monkeypatch.setattr(meshes, "distributed", lambda layout, kind, r=rank: meshes.shape_only(layout, r))
+        monkeypatch.setattr(
+            meshes, "distributed_mesh", lambda layout, kind, r=rank: meshes.shape_only_mesh(layout, r)
+        )
         found = spans.kinds(world, per_node, "cpu")
         assert list(found) == expected
         for kind, group in found.items():
@@ -49,7 +51,7 @@ def test_pipelines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neighbours on a node, and the ranks of one place on each node."""
-    monkeypatch.setattr(meshes, "distributed", lambda layout, kind: meshes.shape_only(layout, rank))
+    monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
     found = {place: group.ranks for place, group in spans.pipelines(4, per_node, "cpu").items()}
     expected = {INSIDE: inside, BETWEEN: between}
     assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}

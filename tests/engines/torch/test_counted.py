@@ -24,7 +24,7 @@ Rows = dict[tuple[str, str], tuple[int, int]]
 def seen(layout: Layout, engine: str, layers: int) -> Rows:
     """Calls and bytes of the second step by group and operation."""
     experiment = tiny(layout, replace(TINY, name=f"tiny-{layers}", layers=layers), engine)
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     built = build_engine(experiment, mesh, torch.device("cpu"))
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)

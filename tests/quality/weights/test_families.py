@@ -71,7 +71,7 @@ def made(name: str) -> Any:
 
 def ours(source: Source, tokens: Tensor) -> Tensor:
     """Our GPT's logits of the weights."""
-    module = GPT(source.model, Layout(), Training(), meshes.single().tp).requires_grad_(False)
+    module = GPT(source.model, Layout(), Training(), meshes.single_rank_mesh().tp).requires_grad_(False)
     owners = dict(module.named_modules())
     for name, place in source.places.items():
         value = source.elements(name, 0, torch.Size(place.shape).numel()).view(place.shape)

@@ -10,6 +10,7 @@ import pytest
 
 from repro.config import Experiment, Layout, Model, systems
 from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.extrapolation.linear import lower_bound
 from repro.simulate.plan.extrapolation.lower_bound import SystemRates
 from repro.simulate.plan.extrapolation.step_time import StepTimes
 from repro.simulate.plan.plan import search_layouts
@@ -68,10 +69,10 @@ def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     on = systems.load(system)
     layout = replace(LAYOUTS[name], precision=on.best_precision)
     families, _ = families_of(model, layout)
-    least = SystemRates(on).least(model, layout, families)
+    least = lower_bound(model, layout, families, SystemRates(on))
     whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
     assert least <= whole
-    assert least <= StepTimes(model, model.seq, on).of(layout, families)["step_s"] * (1 + 1e-3)
+    assert least <= StepTimes(model, model.seq, on).of_layout(layout, families)["step_s"] * (1 + 1e-3)
     assert least > (0.6 if system == "dgx2" and name in SEND else 0.2) * whole
 
 
@@ -100,7 +101,7 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
         time(self, rows)
 
     monkeypatch.setattr(Planner, "time", counted)
-    monkeypatch.setattr(sys.modules[search_layouts.__module__], "COMPARED", 3)
+    monkeypatch.setattr(sys.modules[search_layouts.__module__], "COMPARED_ROWS", 3)
     with Workers(1) as workers:
         whole = search_layouts(request_, workers, 3)
         every, timed = len(timed), []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.simulate.time.schedule import SharedCores
-from repro.simulate.time.stage import CoreWork
+from repro.simulate.time.cross_stage import CoreWork, SharedCores
 
 
 def ends(cores: SharedCores, *works: CoreWork) -> list[float | None]:

@@ -30,7 +30,7 @@ from repro.simulate.time.predict import (
     systems_and_kernels,
     with_curves,
 )
-from repro.simulate.time.schedule import schedule_traces, step_seconds
+from repro.simulate.time.schedule import schedule_traces, scheduled_step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
 from tests.simulate.exact import have_exact_kernels
 
@@ -72,7 +72,9 @@ def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None
     cases = all_cases(uncertain_numbers(system, None))[::7]
     systems = [drawn(system, case) for case in cases]
     factors = [1.0 + number / 10 for number in range(len(cases))]
-    together = step_seconds(experiment, systems, traces, [Kernels.alike(factor) for factor in factors])
+    together = scheduled_step_seconds(
+        experiment, systems, traces, [Kernels.alike(factor) for factor in factors]
+    )
     for seconds, one, factor in zip(together, systems, factors, strict=True):
         assert float(seconds) == pytest.approx(
             schedule_traces(experiment, one, traces, Kernels.alike(factor)).step_s, rel=1e-12
@@ -151,7 +153,7 @@ def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> St
     cases = all_cases(found)
     systems = [drawn(system, case) for case in cases]
     return interval_of_seconds(
-        found, step_seconds(experiment, systems, traces, [MODELLED_KERNELS] * len(cases)).tolist()
+        found, scheduled_step_seconds(experiment, systems, traces, [MODELLED_KERNELS] * len(cases)).tolist()
     )
 
 
@@ -202,7 +204,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
         experiment = replace(point.experiment(model), name=f"published {point.name}")
         alone = with_values(load(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0})
         (found,) = calibrated_kernels_in(point, tuple(cases))
-        (seconds,) = step_seconds(experiment, [alone], trace_roles(experiment), [found])
+        (seconds,) = scheduled_step_seconds(experiment, [alone], trace_roles(experiment), [found])
         work = flops.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
         best = calibrated_kernels(point)
@@ -326,7 +328,7 @@ def test_what_is_hidden_takes_multiprocessors_from_compute_in_every_case() -> No
     system = load("dgx2")
     cost = "links.inter-node.overlap_cost"
     free, best, dear = (with_values(system, {cost: value}) for value in (0.0, 0.025, 0.2))
-    steps = step_seconds(experiment, [free, best, dear], traces, [MODELLED_KERNELS] * 3)
+    steps = scheduled_step_seconds(experiment, [free, best, dear], traces, [MODELLED_KERNELS] * 3)
     assert steps[0] < steps[1] < steps[2]
     assert steps.tolist() == pytest.approx(
         [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in (free, best, dear)],

@@ -15,7 +15,7 @@ from repro.config import Experiment, Layout, Model, Training, systems
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems.unknowns import with_values
-from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
+from repro.parallel.pipeline.schedule import FORWARD, Action, bubble_ratio, build_schedule
 from repro.simulate.time import breakdown
 from repro.simulate.time.breakdown import STAGE_SEND
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
@@ -221,7 +221,7 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(
 ) -> None:
     chunks = 2 if name == "interleaved" else 1
     layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
-    counted = float(bubble(build(name, p, m, chunks)))
+    counted = float(bubble_ratio(build_schedule(name, p, m, chunks)))
     found = pipeline(layout, 0.0)
     assert found.step_s == pytest.approx(3 * m * (1 + counted))
     assert found.unmatched == 0
@@ -326,7 +326,7 @@ def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
     stages = []
     for stage in range(p):
         made = StageProgram(micro_batches=micro_batches, last=micro_batches - 1)
-        for action in build("gpipe", p, micro_batches, 1)[stage]:
+        for action in build_schedule("gpipe", p, micro_batches, 1)[stage]:
             offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
             inside = 0 <= stage + offset < p
             made.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]

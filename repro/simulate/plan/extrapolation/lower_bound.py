@@ -101,10 +101,10 @@ def minimum_work(traced: Trace, wide: Trace, times: float) -> WorkAmounts:
 
     What `wide` has neither with as many times the bytes nor with as many is left out.
     """
-    from repro.simulate.trace.roles import ORDINARY
+    from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH
 
     found = np.zeros((3, len(PASSES), FIXED + 1))
-    micro_batches = {traced.layout.accumulation - 1: 2, ORDINARY: 1, 0: 0}
+    micro_batches = {traced.layout.accumulation - 1: 2, TYPICAL_MICRO_BATCH: 1, 0: 0}
     known = {_event_sizes(event) for event in wide.events if isinstance(event, (Operator, Message))}
     for place, event, next_one in _passes(traced):
         at = micro_batches.get(place.micro_batch)
@@ -174,12 +174,12 @@ class MinimumWork:
         shallow, deep = (minimum_work(traced, wider, times) for traced in (base, deeper))
         return cls(shallow, (deep - shallow) / (many - few), few, samples)
 
-    def of(self, layers: int, samples: int) -> WorkAmounts:
+    def of_stage(self, layers: int, samples: int) -> WorkAmounts:
         """With so many layers of a part and samples of a micro-batch."""
         return self._grown(self.base + (layers - self.layers) * self.layer, samples)
 
     def of_layers(self, layers: int, samples: int) -> WorkAmounts:
-        """As `of`, of the layers alone."""
+        """As `of_stage`, of the layers alone."""
         return self._grown(layers * self.layer, samples)
 
     def _grown(self, found: WorkAmounts, samples: int) -> WorkAmounts:
@@ -212,7 +212,7 @@ def _computing(model: Model, layout: Layout, of_role: Mapping[str, MinimumWork],
     """Seconds of the micro-batches, at so many of each kind of work."""
     layers, samples = model.layers // (layout.pp * layout.chunks), layout.micro_batch
     names = (ALL,) if layout.pp == 1 else (FIRST, LAST)
-    seconds = {name: of_role[name].of(layers, samples) @ rates for name in names}
+    seconds = {name: of_role[name].of_stage(layers, samples) @ rates for name in names}
     if layout.pp == 1:
         return _all_micro_batches(seconds[ALL], layout)
     middle = of_role[FIRST].of_layers(layers, samples) @ rates

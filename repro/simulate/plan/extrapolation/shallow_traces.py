@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.attention import has_fused_softmax
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.extrapolation.lower_bound import MinimumWork
 from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
@@ -163,7 +163,7 @@ def micro_batches_in_flight(layout: Layout, stage: int) -> int:
 
 @cache
 def _in_flight(name: str, stages: int, micro_batches: int, chunks: int) -> list[int]:
-    return [in_flight(actions) for actions in build(name, stages, micro_batches, chunks)]
+    return [in_flight(actions) for actions in build_schedule(name, stages, micro_batches, chunks)]
 
 
 def _stage(layout: Layout, name: str) -> int:
@@ -183,13 +183,13 @@ def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict
 
 
 def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowProfile:
-    from repro.simulate.trace.roles import ORDINARY
+    from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH
 
     rows: dict[MessageKind, tuple[int, int]] = {}
     ordinary = 0
     for event in traced.step:
         if isinstance(event, PhaseStart):
-            ordinary = int(event.micro_batch == ORDINARY)
+            ordinary = int(event.micro_batch == TYPICAL_MICRO_BATCH)
         elif isinstance(event, Message):
             key = (event.op, event.group, event.purpose)
             total, one = rows.get(key, (0, 0))

@@ -34,7 +34,7 @@ from repro.simulate.time.predict import Prediction, all_cases, interval_of_secon
 from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
-from repro.simulate.trace.roles import ORDINARY, Trace
+from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 from repro.util.garbage import uncollected
 
 SCHEDULED_STAGES = 4
@@ -57,12 +57,12 @@ class StepTimes:
     def family(
         self, layouts: Sequence[Layout], families: dict[str, LayoutFamily]
     ) -> list[dict[str, Any] | str]:
-        """`of` each of the `layouts` of one family, or what is not known of the system that it takes."""
+        """`of_layout` of each of the `layouts` of one family, or what is not known of the system that it takes."""
         found: list[dict[str, Any] | str] = []
         self.forget()
         for layout in layouts:
             try:
-                found.append(self.of(layout, families))
+                found.append(self.of_layout(layout, families))
             except ConfigError as error:
                 found.append(str(error))
         return found
@@ -71,7 +71,7 @@ class StepTimes:
         """What the layouts of a family share: another family comes."""
         self._widened.clear()
 
-    def of(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
+    def of_layout(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
         """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
         cost = self.rates.cost(layout)
         found = [
@@ -259,7 +259,7 @@ def _program_for(traced: StageProgram, micro_batches: int) -> StageProgram:
     for action in traced.segments:
         if action.micro_batch == 0:
             for i in range(micro_batches):
-                shown = 0 if i == 0 else last if i == micro_batches - 1 else ORDINARY
+                shown = 0 if i == 0 else last if i == micro_batches - 1 else TYPICAL_MICRO_BATCH
                 if (
                     micro_batches == 1 and action.kind != FORWARD
                 ):  # first and last in one: it is the last that sends

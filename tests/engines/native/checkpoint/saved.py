@@ -43,7 +43,7 @@ def experiment(
 
 def start(experiment: Experiment, root: Path, device: str = "cpu") -> Run:
     layout = experiment.layout
-    mesh = meshes.distributed(layout, device) if layout.world > 1 else meshes.single()
+    mesh = meshes.distributed_mesh(layout, device) if layout.world > 1 else meshes.single_rank_mesh()
     place = CheckpointPlace(root, root / "stop") if experiment.training.checkpoint_every else None
     return Run(experiment, mesh, torch.device(device), lambda step, phase: None, place)
 
