@@ -113,7 +113,7 @@ def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalo
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """How many things the ledger's values are, said by kind of evidence."""
+    """How many things the ledger's values are, rule by kind of evidence."""
     found = count_independent(results, possible=True)
     values = sum(len(result.rows) for result in results)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
@@ -159,8 +159,8 @@ def _row(row: RowResult, result: ClaimResult) -> str:
         for finding in row.findings:
             if finding.kind == kind:
                 rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else kind)
-    said = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
-    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(said) or 'no expression tests it yet'} |"
+    rule = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
+    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'no expression tests it yet'} |"
 
 
 def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:

@@ -86,8 +86,8 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     name = new.name
     if old.outcome != new.outcome:
         judged = WORSE if old.outcome == "ok" else BETTER if new.outcome == "ok" else SAME
-        said = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
-        return [Change(kind="outcome", name=name, before=said[0], after=said[1], judged=judged)]
+        outcomes = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
+        return [Change(kind="outcome", name=name, before=outcomes[0], after=outcomes[1], judged=judged)]
     changes = []
     ratio = speed_ratio(old, new)
     if ratio is not None:
@@ -110,9 +110,9 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     if all(sizes):
         grown = sizes[1] / sizes[0]
         judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
-        said = [units.size(size) for size in sizes]
+        texts = [units.size(size) for size in sizes]
         changes.append(
-            Change(kind="memory", name=name, before=said[0], after=said[1], judged=judged, ratio=grown)
+            Change(kind="memory", name=name, before=texts[0], after=texts[1], judged=judged, ratio=grown)
         )
     return changes
 

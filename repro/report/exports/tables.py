@@ -90,8 +90,8 @@ def _latex(frame: pd.DataFrame) -> str:
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:
     """Without empty columns, and with empty cells for what is missing."""
-    kept = frame.dropna(axis="columns", how="all").astype(object)
-    return kept.where(kept.notna(), "")
+    filled = frame.dropna(axis="columns", how="all").astype(object)
+    return filled.where(filled.notna(), "")
 
 
 def _parquet(frame: pd.DataFrame, output: Path) -> None:

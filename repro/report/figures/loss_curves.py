@@ -235,8 +235,8 @@ def _draw_distances(
     for record in faults:
         values = _smoothed_distances(record, reference)
         axes.plot(steps, values, color=INK, lw=1.0, ls=":")
-        said, last = FAULT_LABELS.get(record.name, record.name), (steps[-1], values[-1])
-        axes.annotate(said, last, (2, 0), textcoords="offset points", va="center", fontsize=7.5)
+        label, last = FAULT_LABELS.get(record.name, record.name), (steps[-1], values[-1])
+        axes.annotate(label, last, (2, 0), textcoords="offset points", va="center", fontsize=7.5)
     axes.set_yscale("log")
     axes.set_title("fp32: distance from one process")
     _finish_axes(axes)

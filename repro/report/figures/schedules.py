@@ -240,11 +240,11 @@ def draw_schedules(view: View) -> Drawing:
             twin += f", formula {units.number(float(measured.expected or 0))} %"
             records += [name for name in measured.experiments if name not in records]
         missing = missing or twin == "twin not measured"
-        kept = max(in_flight(actions) for actions in schedule)
+        most = max(in_flight(actions) for actions in schedule)
         idle = float(bubble_ratio(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
-            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {kept} "
+            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {most} "
             f"micro-batches kept{half}\n{twin}",
             fontsize=8.5,
             fontweight="normal",

@@ -269,8 +269,8 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
-    asked_of = load_system(system)
-    name, found = asked_of.name, answers(asked, read(results), asked_of)
+    target = load_system(system)
+    name, found = target.name, answers(asked, read(results), target)
     nothing = all(answer.unrecorded for answer in found)
     if json:
         print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})

@@ -232,11 +232,11 @@ def _row(
     label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
 ) -> tuple[str, str, str]:
     """Label, value and source; `unknown` where nobody knows."""
-    said = "unknown" if quantity.value is None else words(quantity.value)
+    value_text = "unknown" if quantity.value is None else words(quantity.value)
     if quantity.ranges:
         low, _, high = quantity.ends
-        said += f" ({words(low)} to {words(high)})"
-    return label, said + after, quantity.source
+        value_text += f" ({words(low)} to {words(high)})"
+    return label, value_text + after, quantity.source
 
 
 def _size(value: float) -> str:

@@ -25,23 +25,23 @@ from repro.simulate.plan.candidates import (
 from repro.util.console import print_json, waiting
 
 
-def print_simulation(model: str, asked: LayoutQuery, timeline: Path | None, json: bool) -> int:
+def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool) -> int:
     """Trace one step of a model and print what it needs; 1 if it does not fit."""
-    on = _system(asked)
-    experiment = _experiment(model, on, asked)
-    limit = parse_memory_size(asked.memory_limit)
+    on = _system(query)
+    experiment = _experiment(model, on, query)
+    limit = parse_memory_size(query.memory_limit)
     if limit is not None:
         limit = device_memory_limit(on, limit)
     from repro.report.text.simulated_step import print_simulated_step
     from repro.simulate.step import NO_STEP_TIME
     from repro.simulate.step import simulate as run
 
-    with waiting(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
+    with waiting(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
         found = run(
             experiment,
             on,
             memory_limit=limit,
-            expandable=asked.expandable,
+            expandable=query.expandable,
             time=True,
             record=timeline is not None,
             interval=True,
@@ -64,27 +64,27 @@ def print_simulation(model: str, asked: LayoutQuery, timeline: Path | None, json
     return 0 if found.fits else 1
 
 
-def _system(asked: LayoutQuery) -> System:
+def _system(query: LayoutQuery) -> System:
     """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
-    at_most("gpus", asked.gpus, RANKS)
-    on = load_system(asked.system)
+    at_most("gpus", query.gpus, RANKS)
+    on = load_system(query.system)
     nodes, devices = on.nodes.value, on.devices_per_node.value
     if (
         nodes
         and devices
         and on.provenance is None
         and "memory" not in on.links
-        and asked.gpus > nodes * devices
+        and query.gpus > nodes * devices
     ):
         most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
-        said = f"note: {asked.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
-        print(said, file=sys.stderr)
+        note = f"note: {query.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
+        print(note, file=sys.stderr)
     return on
 
 
-def _experiment(model: str, system: System, asked: LayoutQuery) -> Experiment:
-    sizes, layout = models.load(model), complete_layout(asked.layout, asked.gpus, system)
-    training = _training(asked.seq)
+def _experiment(model: str, system: System, query: LayoutQuery) -> Experiment:
+    sizes, layout = models.load(model), complete_layout(query.layout, query.gpus, system)
+    training = _training(query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
 
@@ -93,14 +93,14 @@ def _training(seq: int) -> Training:
     return Training(seq=seq)
 
 
-def print_fit(asked: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
+def print_fit(query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
     """Find the largest model that fits and the first that does not; 1 if nothing fits."""
     from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
     known = models.load(model) if model else None
-    question = fits.question_of(_system(asked), asked, known, sizes, search)
-    with waiting(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
+    question = fits.question_of(_system(query), query, known, sizes, search)
+    with waiting(f"searching the largest that fits, on {query.gpus:,} GPUs"):
         answer = fits.fit_by_simulation(question)
     document = fits.fit_document(question, answer)
     if json:
@@ -111,7 +111,7 @@ def print_fit(asked: LayoutQuery, model: str, sizes: dict[str, int], search: str
 
 
 def print_measured_fit(
-    asked: LayoutQuery,
+    query: LayoutQuery,
     model: str,
     sizes: dict[str, int],
     search: str,
@@ -124,7 +124,7 @@ def print_measured_fit(
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
 
-    trials = plan_trials(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    trials = plan_trials(query, models.load(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)
@@ -141,7 +141,7 @@ def print_measured_fit(
 
 def print_plan(
     model: str,
-    asked: LayoutQuery,
+    query: LayoutQuery,
     json: bool,
     as_map: bool = False,
     tokens: float = 0.0,
@@ -151,7 +151,7 @@ def print_plan(
     """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate.plan import candidates
 
-    on, gpus, seq = _system(asked), asked.gpus, asked.seq
+    on, gpus, seq = _system(query), query.gpus, query.seq
     sizes = models.load(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
@@ -168,11 +168,11 @@ def print_plan(
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
-    given = asked.memory_limit.split(",")
-    require(as_map or len(given) == 1, "memory_limit", asked.memory_limit, "one size; --map takes several")
+    given = query.memory_limit.split(",")
+    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
     limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
     request = candidates.PlanRequest(
-        sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
+        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price
     )
     if as_map:
         return _print_map(request, limits, json)

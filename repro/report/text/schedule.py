@@ -89,10 +89,10 @@ def print_drawing(plan: TimedSchedule) -> None:
     for line in draw_schedule(plan, console):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print()
-    said = facts()
+    rows = facts()
     for name, sentence in schedule_facts(plan):
-        said.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
-    console.print(said)
+        rows.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
+    console.print(rows)
 
 
 def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:

@@ -167,11 +167,11 @@ def _activations(plan: TimedSchedule) -> str:
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
     through = words.counted(float(whole), "micro-batch")
-    said = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
+    volume = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
     if plan.name == "gpipe":
-        return said
+        return volume
     other = Fraction(plan.micro_batches, plan.stages)
-    return f"{said}; GPipe: {format_number(other)}"
+    return f"{volume}; GPipe: {format_number(other)}"
 
 
 def _messages(plan: TimedSchedule) -> str:

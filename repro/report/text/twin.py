@@ -68,10 +68,10 @@ def print_twin(
         ending = _variant_suffix(inside, outside)
         found += [Named(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
-        asked = {"--width": width, "--tp": tp, "--within": within, "--between": between}
+        options = {"--width": width, "--tp": tp, "--within": within, "--between": between}
         arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
         arguments += ["--steps", steps]
-        arguments += [part for pair in asked.items() if pair[1] for part in pair]
+        arguments += [part for pair in options.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
         files.replace(write, text(found, file=str(write), name=write.stem, arguments=made, claims=claims))
     if json:
@@ -132,13 +132,13 @@ def _print_twin(console: Console, twin: Twin) -> None:
         )
         rows = table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
         for number in numbers(member, twin.members[0]):
-            kept = "kept" if number.kept else _change(number)
+            change = "kept" if number.kept else _change(number)
             rows.add_row(
-                number.name, units.number(number.original, 4), units.number(number.twin, 4), kept, number.by
+                number.name, units.number(number.original, 4), units.number(number.twin, 4), change, number.by
             )
         console.print(rows)
-    for said in twin.unlimited:
-        console.print(f"Not limited: {said}", markup=False)
+    for reason in twin.unlimited:
+        console.print(f"Not limited: {reason}", markup=False)
     for ratio in _ratios(twin):
         apart = units.percent(ratio.twin / ratio.original - 1, sign=True)
         console.print(

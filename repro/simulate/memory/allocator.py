@@ -129,12 +129,12 @@ class CachingAllocator:
         if size == 0:
             self._live[id] = None
             return
-        size, asked = round_up(size), size
+        size, requested = round_up(size), size
         pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.find(size) or self._grow(pool, size)
         if block is None:
             raise OutOfMemory(
-                asked,
+                requested,
                 self.allocated,
                 self.reserved,
                 self.reserved - self.allocated,

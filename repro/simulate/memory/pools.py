@@ -113,7 +113,7 @@ class Pool:
             return None
         at = self._best(at)
         block = free[at][2]
-        # A block that may not be split is kept for requests that nearly fill it.
+        # A block that may not be split is retained for requests that nearly fill it.
         if size < self._max_split <= block.size:
             return None
         if size >= self._max_split and block.size >= size + LARGE_BUFFER:
@@ -150,14 +150,14 @@ class Pool:
 
     def release(self) -> None:
         """Give the driver every segment that holds no live block."""
-        kept = []
+        retained = []
         for entry in self._free:
             block = entry[2]
             if block.prev is None and block.next is None:
                 self._drop(block)
             else:
-                kept.append(entry)
-        self._free = kept
+                retained.append(entry)
+        self._free = retained
 
     def release_oversize(self, size: int) -> bool:
         """Give the driver unsplittable free segments, enough for a request of `size`; whether it was enough."""

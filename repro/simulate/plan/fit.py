@@ -203,7 +203,7 @@ def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
 
 
 def question_of(
-    system: System, asked: LayoutQuery, model: Model | None, sizes: dict[str, int], what: str
+    system: System, query: LayoutQuery, model: Model | None, sizes: dict[str, int], what: str
 ) -> FitQuestion:
     """The question that the command line asks of `system`.  Raises `ConfigError`.
 
@@ -215,9 +215,9 @@ def question_of(
     require(
         what == LAYERS or model is not None, "model", "", says="is needed to search the micro-batch: whose?"
     )
-    layout = complete_layout(asked.layout, asked.gpus, system)
-    whole = device_memory_limit(system, parse_memory_size(asked.memory_limit))
-    sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}
+    layout = complete_layout(query.layout, query.gpus, system)
+    whole = device_memory_limit(system, parse_memory_size(query.memory_limit))
+    sizes = {key: value for key, value in {**sizes, "seq": query.seq}.items() if value}
     for key, value in sizes.items():
         require(value >= 1, key, value, "a whole number of at least 1")
     keys: dict[str, Any]
@@ -236,8 +236,8 @@ def question_of(
         known, tokens = model, sizes.get("seq", 0)
         keys = {key: value for key, value in sizes.items() if key != "seq"}
         shape = replace(known, **keys)
-    free = not asked.layout.get("global_batch")
-    question = FitQuestion(shape, layout, system, whole, what, tokens, free, asked.expandable)
+    free = not query.layout.get("global_batch")
+    question = FitQuestion(shape, layout, system, whole, what, tokens, free, query.expandable)
     question.experiment(question.values()[0])
     return question
 

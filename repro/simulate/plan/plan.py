@@ -31,7 +31,7 @@ COMPARED_ROWS = 12
 """So many of the first rows are compared in all draws of what is not known, though fewer are shown: any of them may be
 the fastest."""
 ROWS_DECIDED_AHEAD = 2
-"""Times as many rows as are asked for are decided at once, so that workers have enough to do."""
+"""Times as many rows as are fixed for are decided at once, so that workers have enough to do."""
 
 
 @dataclass
@@ -155,9 +155,9 @@ def search_map(
         for pp in stages:
             cell = MapCell(tp, pp)
             cells.append(cell)
-            asked = replace(request, given={**request.given, "tp": tp, "pp": pp})
+            fixed = replace(request, given={**request.given, "tp": tp, "pp": pp})
             try:
-                layout = candidates(asked)[0]
+                layout = candidates(fixed)[0]
             except ConfigError as error:
                 cell.reason = str(error)
                 refused.append(error)

@@ -277,18 +277,18 @@ class Planner:
         return row
 
 
-def _times_in_worker(*asked: Any) -> list[list[dict[str, Any] | str]]:
+def _times_in_worker(*arguments: Any) -> list[list[dict[str, Any] | str]]:
     """`times_of`, whose module needs torch; runs in a worker."""
     from repro.simulate.plan.extrapolation.step_time import times_of
 
-    return times_of(*asked)
+    return times_of(*arguments)
 
 
-def _intervals_in_worker(*asked: Any) -> list[StepInterval | None]:
+def _intervals_in_worker(*arguments: Any) -> list[StepInterval | None]:
     """`intervals_of`, likewise."""
     from repro.simulate.plan.extrapolation.step_time import intervals_of
 
-    return intervals_of(*asked)
+    return intervals_of(*arguments)
 
 
 def _full_row(request: PlanRequest, layout: Layout, time: bool) -> tuple[PlanRow, str]:

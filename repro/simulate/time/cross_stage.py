@@ -132,7 +132,7 @@ class CrossStageState:
             for group in GROUPS_ACROSS_STAGES
         }
         self.woken: list[object] = []
-        self.stretches: dict[int, StageItems] = {}
+        self.prepared_items: dict[int, StageItems] = {}
 
     def actions(self, stage: int) -> Sequence[Action]:
         """Of a step of `stage`, in order."""

@@ -109,7 +109,7 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 
 
 SIGNIFICANT_DIGITS = 7
-"""That are kept of seconds."""
+"""Significant digits of rounded seconds."""
 
 
 def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
@@ -155,16 +155,16 @@ def systems_and_kernels(
 
 def interval_of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
     """The interval from the seconds in `all_cases(found)`."""
-    kept = iter(map(round_seconds, seconds))
+    rounded = iter(map(round_seconds, seconds))
     moves = [
         Sensitivity(
-            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(kept), high_s=next(kept)
+            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)
         )
         for one in found
     ]
     moving = [move for move in moves if move.span > 0]
     moving.sort(key=lambda move: -move.span)
-    return StepInterval(draws=list(islice(kept, len(JOINT))), moves=moving)
+    return StepInterval(draws=list(islice(rounded, len(JOINT))), moves=moving)
 
 
 @dataclass
@@ -274,7 +274,7 @@ def predict(
 
 
 MIN_CURVE_SPAN = 0.01
-"""Part of a step that an unknown moves at least whose curve is kept."""
+"""Part of a step that an unknown moves at least whose curve is rounded."""
 
 
 def with_curves(prediction: Prediction) -> Prediction:

@@ -106,20 +106,20 @@ class StageStreams:
                 yield from self._sent(under_way.popleft())
         yield from self._run(self.tail, "optimizer")
         self.time.phase(UPDATE, began, self.now)
-        for stretch, times in self.taken.items():
-            self.time.add(stretch.time, times)
+        for run, times in self.taken.items():
+            self.time.add(run.time, times)
 
     def _prepared(self, items: Sequence[Item]) -> StageItems:
-        """`items` with every stretch among them as one."""
-        if id(items) not in self.all.stretches:
+        """`items` with every run among them as one."""
+        if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for whole, part in split_into_runs(items):
                 alone = whole and len(part) > 1 and self.all.ranks_per_core == 1
-                found += [self._stretch(part)] if alone else part
-            self.all.stretches[id(items)] = found
-        return self.all.stretches[id(items)]
+                found += [self._undelayed_run(part)] if alone else part
+            self.all.prepared_items[id(items)] = found
+        return self.all.prepared_items[id(items)]
 
-    def _stretch(self, items: Sequence[Item]) -> UndelayedRun:
+    def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
         """Go through `items` with nothing under way."""
         before = self.now, self.streams, self.under_way, self.time
         self.now, self.streams, self.under_way, self.time = (
@@ -129,19 +129,19 @@ class StageStreams:
             self.all.account(),
         )
         for waited in self._run(items, ""):
-            raise AssertionError(f"a stretch waits for {waited}")
+            raise AssertionError(f"a run waits for {waited}")
         keys = frozenset(item.key for item in items if isinstance(item, Issue))
         found = UndelayedRun(items, self.now, keys, self.time)
         self.now, self.streams, self.under_way, self.time = before
         return found
 
-    def _alone(self, stretch: UndelayedRun) -> bool:
-        """Whether nothing that is under way delays `stretch`, and nobody asks for its spans."""
+    def _alone(self, run: UndelayedRun) -> bool:
+        """Whether nothing that is under way delays `run`, and nobody asks for its spans."""
         if self.recording:
             return False
         busy = self.streams if in_any_lane(self.all.overlap_cost) else (INNER_GROUP,)
         return not any(in_any_lane(self.streams[group] > self.now) for group in busy) and not any(
-            self.under_way[key] for key in stretch.keys
+            self.under_way[key] for key in run.keys
         )
 
     def _source_of(self, action: Action) -> int | None:

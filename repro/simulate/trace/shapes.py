@@ -17,15 +17,15 @@ CallKey = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
 
 
-def cached_by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`functools.cache` for what is said of an operator: by its identity, since its hash is a function in Python."""
+def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Cache `describe` by the identity of an operator, whose hash would be a call of a Python function."""
     known: dict[int, T] = {}
 
     def found(func: Any) -> T:
         try:
             return known[id(func)]
         except KeyError:
-            return known.setdefault(id(func), said(func))
+            return known.setdefault(id(func), describe(func))
 
     return found
 

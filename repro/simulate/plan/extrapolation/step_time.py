@@ -215,11 +215,11 @@ def intervals_of(
     model: Model,
     seq: int,
     system: System,
-    asked: Sequence[tuple[Layout, dict[str, LayoutFamily], float]],
+    requests: Sequence[tuple[Layout, dict[str, LayoutFamily], float]],
 ) -> list[StepInterval | None]:
     """`Times.interval` of layouts of any family with the seconds of their steps; runs in a worker."""
     times, found = StepTimes(model, seq, system), []
-    for layout, families, step_s in asked:
+    for layout, families, step_s in requests:
         times.forget()
         found.append(times.interval(layout, families, step_s))
     return found
