@@ -59,7 +59,7 @@ from repro.config import Layout, Model, Training  # noqa: E402
 from repro.engines.native.engine import NativeEngine  # noqa: E402
 from repro.kernels.cuda import dispatch  # noqa: E402
 from repro.kernels.cuda.program import Program, Unavailable  # noqa: E402
-from repro.launch.rank.inputs import Inputs  # noqa: E402
+from repro.launch.rank.step_data import BatchLoader  # noqa: E402
 from repro.model.data import open_stream  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
@@ -247,13 +247,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             for rank in sorted({layout.group_of("pp", 0)[stage] for stage in (0, layout.pp - 1)}):
                 mesh = meshes.build(layout, rank, lambda ranks: Checked(audit.found))
                 engine = NativeEngine(experiment, mesh, device)
-                inputs = Inputs(open_stream(experiment.training, model), layout, rank, device)
+                inputs = BatchLoader(open_stream(experiment.training, model), layout, rank, device)
                 steps = []
                 for step in range(2):
                     audit.counts.passes = []
                     audit.counts.begins("input")
-                    engine.step(inputs.of(step), audit.counts.begins)
-                    inputs.fetch(step + 1)
+                    engine.step(inputs.micro_batches(step), audit.counts.begins)
+                    inputs.prefetch(step + 1)
                     steps.append(audit.counts.passes)
                 engine.synchronize()
     except Exception as raised:

@@ -7,7 +7,7 @@ import torch
 
 from repro.config import Layout
 from repro.kernels.cuda.families import FAMILIES
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.parallel.test_architectures import FAMILIES as LAYERS
 from tests.parallel.test_parity import BATCH, alone
@@ -67,7 +67,7 @@ def test_the_record_names_the_kernels(precision: str) -> None:
     for kernels in ("fused", "reference"):
         layout = Layout(micro_batch=4, precision=precision, kernels=kernels)
         experiment = tiny(layout, steps=3, untimed_steps=1, **DROPOUT)
-        run = Run(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
+        run = ExperimentRun(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
         run.prelude()
         run.steps(2)
         seen[kernels] = run.result().as_dict()["kernels"]

@@ -20,7 +20,7 @@ from repro.kernels.cuda import program as programs
 from repro.kernels.cuda.compile import Target
 from repro.kernels.cuda.program import Program, Unavailable
 from repro.launch.progress import Progress
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
 from repro.results.record_parts import RankResult, kernel_fallbacks, kernels_of_ranks
@@ -62,7 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
     experiment = tiny(Layout(kernels=kernels, **layout), steps=2, untimed_steps=1)
-    run = Run(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
+    run = ExperimentRun(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     run.steps(1)
     return run.result().as_dict()

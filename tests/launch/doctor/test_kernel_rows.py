@@ -13,7 +13,7 @@ from repro.kernels.cuda import cache
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.launch.doctor import kernel_table
+from repro.launch.doctor import kernels
 from repro.launch.doctor.sizes import size_classes
 
 LOG = """ptxas info    : Compiling entry function '{kernel}' for 'sm_80'
@@ -39,7 +39,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kernel_of_every_size_class_has_a_row() -> None:
-    rows = kernel_table.table("sm_70,sm_90")
+    rows = kernels.compile_kernel_rows("sm_70,sm_90")
     compiled = [each for each in size_classes() if each.program.source != "norm"]
     assert len(rows) == 2 * sum(len(each.program.kernels) for each in compiled)
     assert {row.architecture for row in rows} == {"sm_70", "sm_90"}
@@ -48,7 +48,7 @@ def test_every_kernel_of_every_size_class_has_a_row() -> None:
 
 
 def test_of_a_gpu_of_which_too_little_is_known_what_the_compiler_says() -> None:
-    known, unknown = (kernel_table.table(each) for each in ("sm_80", "sm_86"))
+    known, unknown = (kernels.compile_kernel_rows(each) for each in ("sm_80", "sm_86"))
     assert [(row.kernel, row.registers) for row in unknown] == [(row.kernel, row.registers) for row in known]
     assert {(row.occupancy, row.bandwidth) for row in unknown} == {(None, None)}
 
