@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from repro.config import Layout
-from repro.kernels.cuda.families import FAMILIES
+from repro.kernels.families import FAMILIES
 from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.parallel.test_architectures import FAMILIES as LAYERS
@@ -78,8 +78,8 @@ def test_the_record_names_the_kernels(precision: str) -> None:
 
 def test_every_family_is_loaded_and_launched_nowhere_else() -> None:
     """What `repro doctor` calls the usual programs loads into this GPU."""
-    from repro.kernels.cuda.device import device
+    from repro.kernels.cuda.device import cuda_launcher
 
     for family in FAMILIES.values():
         for program in family.examples():
-            device(0).load(program)
+            cuda_launcher(0).load(program)

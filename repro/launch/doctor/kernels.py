@@ -29,7 +29,7 @@ def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     assert repro.kernels
-    from repro.kernels.cuda.compile import PACKAGES
+    from repro.kernels.cuda.compile import COMPILER_PACKAGES
     from repro.kernels.cuda.program import Unavailable
 
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
@@ -41,39 +41,38 @@ def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
     except Unavailable as error:
         meaning = f"no CUDA kernel is compiled; {_FALLBACK_NOTE}"
         state = NO if torch.cuda.is_available() or compile_for else LIMITED
-        found = f"{error}: {install_command(*PACKAGES)}"
+        found = f"{error}: {install_command(*COMPILER_PACKAGES)}"
         checks.append(Check("CUDA kernels", state, found, meaning))
     return checks
 
 
 def _check_compiler(torch: Any) -> list[Check]:
-    from repro.kernels.cuda import cache
     from repro.kernels.cuda import compile as compiler
 
-    version, known = ".".join(map(str, compiler.version())), compiler.architectures()
+    version, known = ".".join(map(str, compiler.nvrtc_version())), compiler.supported_architectures()
     found = f"{version}, for sm_{known[0]} to sm_{known[-1]}"
     here = "when they are first called" if torch.cuda.is_available() else "where there is a GPU"
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}; no toolkit is needed")
-    count, size = cache.contents()
-    held = f"{cache.folder()}: {count} programs, {units.size(size)}"
+    count, size = compiler.cache_contents()
+    held = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
     return [
         compiles,
-        Check("kernel cache", YES, held, f"compiled once for all ranks; ${cache.FOLDER} moves it"),
+        Check("kernel cache", YES, held, f"compiled once for all ranks; ${compiler.CACHE_VARIABLE} moves it"),
     ]
 
 
 def _check_families(torch: Any, compile_for: str) -> list[Check]:
+    from repro.kernels import families
     from repro.kernels.cuda import compile as compiler
-    from repro.kernels.cuda import families
 
     if compile_for:
         targets = [
-            compiler.target(capability)
-            for capability in parse_architectures(compile_for, compiler.architectures())
+            compiler.compile_target(capability)
+            for capability in parse_architectures(compile_for, compiler.supported_architectures())
         ]
     elif torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        targets = sorted({compiler.target((device.major, device.minor)) for device in devices})
+        targets = sorted({compiler.compile_target((device.major, device.minor)) for device in devices})
     else:
         found = f"{len(families.FAMILIES)} families, no GPU to run them"
         meaning = "`repro doctor --kernels sm_80` compiles them for one that is not here"
@@ -101,21 +100,21 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
     """Check one family for one architecture, from the cache or by compilation."""
-    from repro.kernels.cuda import cache
+    from repro.kernels.cuda import compile as compiler
+    from repro.kernels.cuda.occupancy import parse_resources
     from repro.kernels.cuda.program import Unavailable
-    from repro.kernels.cuda.resources import resources
 
     title, programs = f"{name} ({target.architecture})", family.examples()
     try:
         if compile:
-            compiled = [cache.compiled(program, target) for program in programs]
+            compiled = [compiler.compile_cached(program, target) for program in programs]
         else:
-            compiled = [kept for program in programs if (kept := cache.known(program, target))]
+            compiled = [kept for program in programs if (kept := compiler.cached_program(program, target))]
     except Unavailable as error:
         return Check(title, NO, f"failed: {error}", "torch's operators run in its place, and records say so")
     if not compiled:
         return Check(title, YES, "not compiled yet", "compiled when it is first called, in a second or less")
-    used = [kernel for made in compiled for kernel in resources(made.log).values()]
+    used = [kernel for made in compiled for kernel in parse_resources(made.log).values()]
     if not used:  # the driver assigns the registers of intermediate code
         return Check(title, YES, "compiled for the driver", "runs on such a GPU")
     registers = max(kernel.registers for kernel in used)
@@ -151,15 +150,15 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
     Programs that do not compile have no row; without a compiler there are no rows.  Raises `ConfigError` for an unknown
     architecture.
     """
-    from repro.kernels.cuda import cache, occupancy
     from repro.kernels.cuda import compile as compiler
+    from repro.kernels.cuda import occupancy
+    from repro.kernels.cuda.occupancy import parse_resources
     from repro.kernels.cuda.program import Unavailable
-    from repro.kernels.cuda.resources import resources
-    from repro.launch.doctor.sizes import size_classes
+    from repro.kernels.families import size_classes
 
     try:
-        capabilities = parse_architectures(compile_for, compiler.architectures())
-        targets = [(occupancy.GPUS.get(a * 10 + b), compiler.target((a, b))) for a, b in capabilities]
+        capabilities = parse_architectures(compile_for, compiler.supported_architectures())
+        targets = [(occupancy.GPUS.get(a * 10 + b), compiler.compile_target((a, b))) for a, b in capabilities]
     except Unavailable:
         return []
     todo = [(each, gpu, target) for each in size_classes() for gpu, target in targets]
@@ -167,12 +166,12 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
     def rows(one: Any) -> list[KernelRow]:
         each, gpu, target = one
         try:
-            log = cache.compiled(each.program, target).log
+            log = compiler.compile_cached(each.program, target).log
         except Unavailable:
             return []
         found = []
-        for name, used in resources(log).items():
-            fill = occupancy.filled(each.program, used, gpu) if gpu else None
+        for name, used in parse_resources(log).items():
+            fill = occupancy.occupancy_of(each.program, used, gpu) if gpu else None
             found.append(
                 KernelRow(
                     kernel=name,

@@ -9,12 +9,11 @@ import pytest
 
 from repro import cli
 from repro.config import models
-from repro.kernels.cuda import cache
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
+from repro.kernels.families import size_classes
 from repro.launch.doctor import kernels
-from repro.launch.doctor.sizes import size_classes
 
 LOG = """ptxas info    : Compiling entry function '{kernel}' for 'sm_80'
     0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads
@@ -24,18 +23,18 @@ ptxas info    : Used 40 registers, 64 bytes smem, 400 bytes cmem[0]
 
 @pytest.fixture(autouse=True)
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         if program.source == "norm":
             raise Unavailable("nonsense")
         spilled = 8 * (program.source == "rope" and target.architecture == "sm_70")
-        return Compiled(
+        return CompiledProgram(
             b"code", "".join(LOG.format(kernel=name, spilled=spilled) for name in program.kernels)
         )
 
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
-    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 86, 90, 100))
+    monkeypatch.setenv(compile.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 86, 90, 100))
 
 
 def test_every_kernel_of_every_size_class_has_a_row() -> None:

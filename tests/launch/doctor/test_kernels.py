@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from repro.config import ConfigError
-from repro.kernels.cuda import cache, families
+from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
 from repro.launch.doctor import Check
 from repro.launch.doctor.kernels import check_kernels
@@ -34,15 +34,15 @@ def gpu(capability: tuple[int, int], *, present: bool = True) -> Any:
 
 @pytest.fixture(autouse=True)
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         if program.source == "norm":
             raise Unavailable("norm does not compile: line 7: nonsense")
-        return Compiled(b"code", LOG.format(registers=40, spilled=8 * (program.source == "gelu")))
+        return CompiledProgram(b"code", LOG.format(registers=40, spilled=8 * (program.source == "gelu")))
 
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
-    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 90))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 90))
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -61,7 +61,7 @@ def test_on_a_gpu_every_family_has_its_state() -> None:
     found = by_name(check_kernels(gpu((8, 0))))
     assert {f"{name} (sm_80)" for name in families.FAMILIES} <= set(found)
     assert found["adamw (sm_80)"].found == "not compiled yet"
-    cache.compiled(families.FAMILIES["adamw"].examples()[0], Target("sm_80"))
+    compiler.compile_cached(families.FAMILIES["adamw"].examples()[0], CompileTarget("sm_80"))
     found = by_name(check_kernels(gpu((8, 0))))
     assert found["adamw (sm_80)"].found == "compiled, 1 of 2 usual programs, 40 registers, nothing spilled"
     assert "1 programs" in found["kernel cache"].found
@@ -84,7 +84,7 @@ def test_what_is_no_architecture() -> None:
 
 
 def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
     found = by_name(check_kernels(gpu((7, 0))))
     assert found["CUDA kernels"].state == "no"
     assert "does not compile for sm_70" in found["CUDA kernels"].found
@@ -92,8 +92,8 @@ def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) 
     def version() -> tuple[int, int]:
         raise Unavailable("no NVRTC (not found)")
 
-    monkeypatch.setattr(compiler, "version", version)
+    monkeypatch.setattr(compiler, "nvrtc_version", version)
     found = by_name(check_kernels(gpu((8, 0))))
-    assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.PACKAGES)}")
+    assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.COMPILER_PACKAGES)}")
     assert "torch's operators run on a GPU" in found["CUDA kernels"].enables
     assert by_name(check_kernels(gpu((8, 0), present=False)))["CUDA kernels"].state == "limited"
