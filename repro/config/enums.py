@@ -41,7 +41,7 @@ MODEL_STATES: tuple[str, ...] = (Category.PARAMETERS, Category.GRADIENTS, Catego
 
 
 class Phase(StrEnum):
-    """What a rank is doing, in the order of the numbers that `launch.heartbeat` writes for them."""
+    """Activity of a rank. The order gives the numbers that `launch.rank_process` writes."""
 
     START = "start"
     """Everything before the rank's first word: interpreter, imports, rendezvous."""

@@ -24,8 +24,8 @@ from repro.simulate.plan.candidates import LayoutQuery, parse_memory_size
 from repro.simulate.plan.closed_form import FRAGMENTATION
 
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
-TARGET = "repro.launch.rank.session:run_memory_trial"
-LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
+TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
+TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
@@ -44,7 +44,7 @@ def plan_trials(
         )
         raise ConfigError("expandable", says=what)
     limit = parse_memory_size(asked.memory_limit)
-    on = _this_machine(system, limit)
+    on = _local_system(system, limit)
     world = gpus
     if as_rank is not None:
         require(gpus == 1, "gpus", gpus, "1 with --as-rank: one process is one rank of --of")
@@ -63,7 +63,7 @@ def plan_trials(
     return Trials(question, system, limit, as_rank)
 
 
-def _this_machine(system: str, limit: int | None) -> System:
+def _local_system(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = discover()
     on_cpu = local_capacity.DEVICES[system] == "cpu"
@@ -117,12 +117,12 @@ class Trials:
         experiment = replace(
             self.question.experiment(value),
             system=self.system,
-            limits=replace(LIMITS, memory_bytes=self.limit_bytes),
+            limits=replace(TRIAL_LIMITS, memory_bytes=self.limit_bytes),
             training=Training(seq=self.question.seq, steps=2, untimed_steps=1),
         )
         job = Job(experiments=[experiment], as_rank=-1 if self.as_rank is None else self.as_rank)
-        ending, results = run_once(job, interrupt, target=TARGET)
-        detail = {"memory_of_process": _most([result["memory"] for result in results])}
+        ending, results = run_once(job, interrupt, target=TRIAL_TARGET)
+        detail = {"memory_of_process": _largest_values([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":
             why = memory_failure_kind(
@@ -134,7 +134,7 @@ class Trials:
         return fit.FitTrial(value, ending.outcome, reserved, why, ending.reason, detail)
 
 
-def _most(memories: list[dict[str, Any]]) -> dict[str, Any]:
+def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest of the ranks' numbers."""
     if not memories:
         return {}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from repro.config import words
 from repro.config.enums import Phase
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
+from repro.launch.rank_process import Position
 from repro.util import units
 from repro.util.console import stderr
 

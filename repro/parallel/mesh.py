@@ -163,8 +163,10 @@ def host_group(group: Group) -> Group:
     """The same ranks, for a few numbers that the host must read at once: by gloo, whatever the device."""
     if not isinstance(group.transport, NcclTransport):
         return group
-    process_group = dist.new_group(list(group.ranks), backend="gloo")
-    return Group("host", group.ranks, group.ranks[group.rank], GlooTransport(process_group), group.ledger)
+    make_process_group = dist.new_group(list(group.ranks), backend="gloo")
+    return Group(
+        "host", group.ranks, group.ranks[group.rank], GlooTransport(make_process_group), group.ledger
+    )
 
 
 START, CHANNELS, END = "start", "channels", "end"

@@ -294,7 +294,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`.
     Names of metrics are those of simulated records.  Raises `ConfigError` for what cannot be.
     """
-    from repro.launch.simulated import attempt
+    from repro.launch.simulated import simulate_experiment
 
     known = models.load(model)
     experiment = Experiment(
@@ -304,7 +304,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
         training=Training(seq=known.seq),
         system=system,
     )
-    record = attempt(experiment, load_system(system), "notebook")
+    record = simulate_experiment(experiment, load_system(system), "notebook")
     if record.outcome not in ("ok", "oom"):
         raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
     return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

@@ -15,12 +15,12 @@ import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.models import load
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
 
-RUNS: dict[str, Run] = {}
+RUNS: dict[str, ExperimentRun] = {}
 """Lives in the ranks: engines that were built stay for the following calls."""
 
 
@@ -34,7 +34,7 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
             name=name, model=load("smoke-speed"), layout=layout, training=training, engine=engine
         )
         mesh = meshes.distributed_mesh(layout, "cpu")
-        RUNS[name] = Run(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
+        RUNS[name] = ExperimentRun(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
         RUNS[name].prelude()
     RUNS[name].steps(steps)
     return sum(RUNS[name].rounds[-1]) / steps

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from repro import cli
-from repro.launch.slurm.monitoring.case_states import CaseState
+from repro.launch.slurm.case_states import CaseState
 from repro.report.text.cluster import _print_cases
 from repro.util.console import stdout
 from tests.cli.samples import EXEMPT, SAMPLES, cases

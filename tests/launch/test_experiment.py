@@ -16,8 +16,8 @@ from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.engines.native.learning_rate import learning_rate
 from repro.launch.rank import experiment as experiment_module
-from repro.launch.rank.experiment import Diverged, Run, process_memory
-from repro.launch.rank.step_series import StepSeries
+from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
+from repro.launch.rank.step_data import StepHistory
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StepClock
 from repro.measure.waiting import StageWaits
@@ -27,10 +27,10 @@ from repro.parallel.zero.optimizer import Norms
 from tests.training import tiny
 
 
-def start(experiment: Experiment) -> tuple[Run, list[tuple[int, str]]]:
+def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
     said: list[tuple[int, str]] = []
-    run = Run(
+    run = ExperimentRun(
         experiment,
         meshes.single_rank_mesh(),
         torch.device("cpu"),
@@ -121,10 +121,10 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
 def test_for_whom_a_rank_waits_is_known_of_our_engine_and_of_stages_alone(
     layout: Layout, engine: str, known: bool, by_stages: bool
 ) -> None:
-    run: Any = object.__new__(Run)
+    run: Any = object.__new__(ExperimentRun)
     run.experiment = SimpleNamespace(layout=layout, engine=engine)
     run.clock = StepClock(torch.device("cpu"))
-    assert run._waits_are_known == known
+    assert run._has_known_waits == known
     assert isinstance(run._clocked(), StageWaits) == by_stages
 
 
@@ -133,7 +133,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
         return Norms(**{name: torch.tensor(value) for name, value in found.items()})
 
-    series = StepSeries()
+    series = StepHistory()
     series.norms = [norms(1.0, 2.0, False)] + [norms(1.0, math.inf, True)] * 49 + [norms(3.0, 4.0, False)]
     series.scales = [torch.tensor(8.0)] * 2
     series.read(fp16=True)
@@ -151,7 +151,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
         ((math.inf, math.nan, False), True, "loss is inf at step 0"),
     ):
-        other = StepSeries()
+        other = StepHistory()
         other.norms = [norms(*found)]
         with pytest.raises(Diverged, match=f"^{said}$"):
             other.read(fp16)

@@ -13,9 +13,9 @@ import torch
 from repro import cli
 from repro.config import ConfigError, Layout, Model
 from repro.launch import fit as measured
-from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
 from repro.launch.rank import session
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from repro.launch.supervise import Ending
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
@@ -141,7 +141,7 @@ def test_a_trial_is_a_launch_of_its_own(
     memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
-        assert target == measured.TARGET
+        assert target == measured.TRIAL_TARGET
         jobs.append(job)
         return end, [{"memory": memory} for memory in memories]
 

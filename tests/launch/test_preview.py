@@ -11,7 +11,7 @@ import pytest
 from repro import cli, engines
 from repro.config import ConfigError
 from repro.config.suites import load, packaged
-from repro.launch.preview import preview_run
+from repro.launch.run import preview_run
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up

@@ -14,9 +14,9 @@ import pytest
 from repro import engines
 from repro.config import Experiment, Layout, Limits
 from repro.launch import rank_process
-from repro.launch.heartbeat import HeartbeatReader
 from repro.launch.job import Job, Stopped
 from repro.launch.rank import device_settings, program
+from repro.launch.rank_process import HeartbeatReader
 from tests.training import TINY
 
 

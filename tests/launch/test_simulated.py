@@ -248,8 +248,8 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
             interrupt.signal = 2
 
         recorder.simulated = then_stop  # type: ignore[method-assign]
-        on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in suite.entries}
-        simulated._simulate(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
+        on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in suite.entries}
+        simulated._simulate_entries(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
         assert [record.name for record in store.records()] == ["a"]
 
 
@@ -279,4 +279,4 @@ def test_bad_input_is_one_line(
 def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
     body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
     with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
-        next(measured.run([write_suite(tmp_path, body)], [], tmp_path / "r", False))
+        next(measured.run_suites([write_suite(tmp_path, body)], [], tmp_path / "r", False))

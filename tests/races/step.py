@@ -11,7 +11,7 @@ from torch import Tensor
 from repro.config import Experiment, Layout
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
-from repro.launch.rank.inputs import Inputs
+from repro.launch.rank.step_data import BatchLoader
 from repro.measure.uncompiled import uncompiled
 from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
@@ -63,7 +63,7 @@ def run(
         device.install(patch)
         FakeNccl(device).install(patch)
         patch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: Stream(device, "copies"))
-        patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
+        patch.setattr(BatchLoader, "_copy_stream", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
         patch.setattr(
             meshes, "make_process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
@@ -71,13 +71,13 @@ def run(
         mesh = meshes.build_mesh(layout, rank, lambda ranks: _transport(layout, rank, ranks))
         engine = NativeEngine(experiment, mesh, torch.device("meta"))
         model = experiment.model
-        inputs = Inputs(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
+        inputs = BatchLoader(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
         device.host_waits.clear()
         allocated = []
         for step in range(steps):
             device.allocated = []
-            engine.step(inputs.of(step), lambda phase: None)
-            inputs.fetch(step + 1)
+            engine.step(inputs.micro_batches(step), lambda phase: None)
+            inputs.prefetch(step + 1)
             allocated.append(device.allocated)
         host_waits = list(device.host_waits)
         engine.synchronize()

@@ -12,7 +12,7 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment, Layout, models, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.report.exports.tables import FORMATS, TABLES
 from repro.results.store import Store
 
@@ -103,7 +103,7 @@ def test_what_does_not_fit_has_no_time(tmp_path: Path, capsys: pytest.CaptureFix
             experiment = Experiment(
                 name=name, model=models.load("gpt2-1.5b"), layout=Layout(dp=dp, zero=3), system="lowbw-v100"
             )
-            store.append(attempt(experiment, systems.load("lowbw-v100"), "made-up"))
+            store.append(simulate_experiment(experiment, systems.load("lowbw-v100"), "made-up"))
     text = exported(capsys, "--results", str(tmp_path), "--table", "experiments", "--format", "csv")
     rows = {row["name"]: row for row in csv.DictReader(io.StringIO(text))}
     assert {name: row["outcome"] for name, row in rows.items()} == {"fits": "ok", "does-not": "oom"}

@@ -19,10 +19,10 @@ from repro.accuracy.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.emulate import products
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
-from repro.launch.rank.session import process_group
+from repro.launch.rank.session import joined_process_group
+from repro.launch.rank_process import HeartbeatWriter
 from repro.measure.local_system import has_nvlink
 from repro.measure.provenance import cpu, gpus, memory, versions
 from repro.parallel import mesh as meshes
@@ -66,7 +66,7 @@ def _measure(
     place = rank_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     cores, carrying = usable_cores(), 0
-    with process_group(rank, world, place, rendezvous):
+    with joined_process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
         groups = kinds(world, per_node, device)
         chains = pipelines(world, per_node, device)

@@ -63,7 +63,7 @@ def logs(
     ] = None,
 ) -> int:
     """Show what a case or one of its ranks wrote last."""
-    from repro.launch.slurm.monitoring.commands import print_logs
+    from repro.launch.slurm.commands import print_logs
 
     return print_logs(results, case, rank)
 
@@ -79,7 +79,7 @@ def cancel(
     results: Results = Path("results"),
 ) -> int:
     """Cancel jobs that wait or run."""
-    from repro.launch.slurm.monitoring.commands import cancel_jobs
+    from repro.launch.slurm.commands import cancel_jobs
 
     return cancel_jobs(results, what)
 
@@ -96,6 +96,6 @@ def collect(
     json: Json = False,
 ) -> int:
     """Record what was lost or cancelled without a word, and check every record."""
-    from repro.launch.slurm.monitoring.commands import collect_records
+    from repro.launch.slurm.commands import collect_records
 
     return collect_records(results, into, json)

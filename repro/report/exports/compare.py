@@ -27,7 +27,7 @@ class Change:
     """One experiment or claim on both sides."""
 
     kind: str
-    """`speed` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
+    """`speed_ratio` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
     name: str
     before: str
     after: str
@@ -127,12 +127,12 @@ def speed_ratio(
     import numpy as np
 
     steps = [[s for turn in record.series.step_seconds or () for s in turn] for record in (old, new)]
-    if min(len(side) for side in steps) < 3:
+    if min(len(read_side) for read_side in steps) < 3:
         return None
     draw = np.random.default_rng(seed)
     drawn = [
-        np.median(draw.choice(np.asarray(side), size=(2000, len(side)), replace=True), axis=1)
-        for side in steps
+        np.median(draw.choice(np.asarray(read_side), size=(2000, len(read_side)), replace=True), axis=1)
+        for read_side in steps
     ]
     low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
     return median(steps[0]) / median(steps[1]), float(low), float(high)

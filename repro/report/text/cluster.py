@@ -20,7 +20,7 @@ from repro.emulate import ability, standing
 from repro.emulate.network import NoNetwork
 from repro.emulate.standing import Standing
 from repro.launch.local_capacity import max_ranks
-from repro.launch.slurm.monitoring.case_states import (
+from repro.launch.slurm.case_states import (
     CANCELLED,
     DONE,
     FAILED,
@@ -33,7 +33,7 @@ from repro.launch.slurm.monitoring.case_states import (
     read_case_states,
     status_exit_code,
 )
-from repro.launch.slurm.monitoring.registry import Registry
+from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
 from repro.util.console import print_json, stdout

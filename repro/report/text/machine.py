@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.calibrate.command import Calibrated
-from repro.launch.doctor.check import Check
+from repro.launch.doctor import Check
 from repro.util import units
 from repro.util.console import print_json, stdout
 from repro.util.table import MIN_TABLE_COLUMNS, table
 from repro.util.units import NOTHING
 
 if TYPE_CHECKING:
-    from repro.launch.doctor.kernel_table import KernelRow
+    from repro.launch.doctor.kernels import KernelRow
 
 
 def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
@@ -25,12 +25,12 @@ def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
 
     `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
     """
-    from repro.launch.doctor import kernel_table
-    from repro.launch.doctor.machine import examine
+    from repro.launch.doctor import kernels
+    from repro.launch.doctor.machine import examine_machine
     from repro.measure.provenance import gpus
 
-    checks = examine(results, compile_for)
-    rows = kernel_table.table(compile_for) if compile_for else []
+    checks = examine_machine(results, compile_for)
+    rows = kernels.compile_kernel_rows(compile_for) if compile_for else []
     more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
     code = _print_checks(checks, json=json, undone="run here", more=more)
     if rows and not json:

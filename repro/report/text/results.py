@@ -31,7 +31,7 @@ from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from repro.launch.preview import ExperimentPreview
+    from repro.launch.run import ExperimentPreview
 
 
 EVIDENCE_TITLES = {
@@ -275,10 +275,10 @@ def print_run(
     Returns 0 if every experiment that can be had here has the outcome that its suite expects, 1 if not, and 128
     plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
     """
-    from repro.launch.run import run
+    from repro.launch.run import run_suites
 
     found = []
-    for ended in run(suites, only, results, rerun, evidence, system):
+    for ended in run_suites(suites, only, results, rerun, evidence, system):
         found.append(ended)
         if not json:
             print_run_summary(ended.summary)
@@ -318,7 +318,7 @@ def print_dry_run(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
     """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
-    from repro.launch.preview import ELSEWHERE, KNOWN, TO_RUN, preview_run
+    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN, preview_run
 
     found = preview_run(suites, only, results, rerun, evidence, system)
     if json:
@@ -343,7 +343,7 @@ def print_dry_run(
 
 
 def _duration_cells(each: ExperimentPreview) -> tuple[str, str, str]:
-    from repro.launch.preview import ELSEWHERE
+    from repro.launch.run import ELSEWHERE
 
     if each.state == ELSEWHERE:
         return "", "", ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from repro.config.enums import Category
-from repro.kernels.flops import FORMULAS, cost
+from repro.kernels.families import FORMULAS, cost
 from repro.measure.uncompiled import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import NO_PEER, Address, CommLedger

@@ -24,8 +24,8 @@ from repro.config.links import OPERATIONS
 from repro.config.timing import EXCHANGE, MESSAGE
 from repro.emulate.products import PRODUCTS
 from repro.launch import local_capacity
-from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from repro.report.text import machine as view
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 from repro.simulate.trace.roles import roles, trace

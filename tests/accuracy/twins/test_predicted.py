@@ -55,7 +55,7 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     file.write_text(text([Named(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=()))
     suite = suites.load(file)
     results = tmp_path / "results"
-    list(simulated.run([(suite, list(suite.entries))], results, str(here), rerun=False))
+    list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
     found = {
         line["name"]: line["metrics"]["step_seconds.median"] for line in latest(results, "simulated").values()
     }

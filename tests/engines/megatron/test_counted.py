@@ -11,7 +11,7 @@ import torch
 
 from repro.config import Layout
 from repro.config.enums import Phase
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule as schedule
 from repro.parallel.pipeline.schedule import dependency_of
@@ -26,7 +26,7 @@ B = 8
 
 def seen(layout: Layout, layers: int, engine: str = "megatron") -> dict[str, Any]:
     experiment = tiny(layout, replace(TINY, layers=layers), engine, steps=4, untimed_steps=2)
-    run = Run(
+    run = ExperimentRun(
         experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
     )
     run.prelude()

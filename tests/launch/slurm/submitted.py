@@ -14,7 +14,7 @@ from repro.config import Experiment, suites
 from repro.launch import plan
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation.bundle import SubmissionWork
-from repro.launch.slurm.monitoring.registry import Registry, Submission, SubmittedArray
+from repro.launch.slurm.registry import Registry, Submission, SubmittedArray
 from repro.launch.slurm.submission.job_array import pack_arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store
@@ -34,7 +34,7 @@ class ThreeCases:
     def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
         self.results, self.slurm = folder / "results", slurm
         suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
-        tasks = plan.tasks(suite, list(suite.entries), Store(self.results), rerun=False)
+        tasks = plan.plan_tasks(suite, list(suite.entries), Store(self.results), rerun=False)
         (array,) = pack_arrays(tasks, profile.load_profile(site))
         self.registry = Registry(self.results)
         row = SubmittedArray(

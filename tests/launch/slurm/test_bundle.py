@@ -11,9 +11,9 @@ import pytest
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.config.suites import Comparison
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
+from repro.launch.rank_process import Position
 from repro.launch.slurm.allocation import bundle
 from repro.launch.slurm.allocation.bundle import Bundle, BundleProgress, count_outcomes
 from tests.training import TINY

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.slurm.monitoring.case_states import CaseState
-from repro.launch.slurm.monitoring.commands import count_bad_nodes
+from repro.launch.slurm.case_states import CaseState
+from repro.launch.slurm.commands import count_bad_nodes
 from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest, lines
 

@@ -13,8 +13,8 @@ import pytest
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
 from repro.launch import rank_process
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
+from repro.launch.rank_process import Position
 from repro.launch.slurm.allocation import launch, task
 from repro.launch.slurm.allocation.connection import TASK_ENDED, Message
 from repro.launch.slurm.allocation.launch import ClusterLaunch

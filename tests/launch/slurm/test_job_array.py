@@ -32,7 +32,7 @@ def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path
     suite = suites.load(write_suite(tmp_path, body))
     site = tmp_path / "site.toml"
     site.write_text('[slurm]\ntasks_per_node = 2\ncases_per_job = 2\n[[case]]\nmatch = "c"\nnodes = 2\n')
-    tasks = plan.tasks(suite, list(suite.entries), Store(tmp_path / "results"), rerun=False)
+    tasks = plan.plan_tasks(suite, list(suite.entries), Store(tmp_path / "results"), rerun=False)
     found = pack_arrays(tasks, profile.load_profile(site))
     shapes = {
         (array.shape.nodes, array.shape.tasks_per_node): [

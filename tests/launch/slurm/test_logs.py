@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro import cli
-from repro.launch.slurm.monitoring import commands
+from repro.launch.slurm import commands
 from tests.launch.slurm.submitted import ThreeCases
 
 

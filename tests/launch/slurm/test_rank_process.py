@@ -17,8 +17,8 @@ import pytest
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
 from repro.launch import rank_process
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import STOP_FILE, Job
+from repro.launch.rank_process import HeartbeatWriter
 from repro.launch.slurm.allocation import task
 from repro.launch.slurm.allocation.task import POSITION_INTERVAL_S, RankProcess
 from tests.training import TINY

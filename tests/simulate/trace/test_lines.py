@@ -24,7 +24,7 @@ def module(name: str, file: str = "/somewhere.py") -> Callable[[Callable[[], Any
     ("name", "line"),
     [
         ("repro.model.gpt", "repro/model/gpt.py:4"),
-        ("repro.kernels.cuda.norm", "kernels/cuda/norm.py:4"),
+        ("repro.kernels.norm", "kernels/norm.py:4"),
         ("repro.model_of_others", "?"),
         ("repro.parallel.storage", "?"),
         ("tests.kernels.norm", "?"),

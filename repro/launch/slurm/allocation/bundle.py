@@ -16,10 +16,10 @@ from typing import Any
 
 from repro.config import Experiment, from_dict
 from repro.config.suites import Comparison, Entry, Suite
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
+from repro.launch.rank_process import Position
 from repro.results.store import DISK_FULL
 from repro.util.files import write_json
 

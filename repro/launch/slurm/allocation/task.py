@@ -23,10 +23,10 @@ from types import FrameType
 from typing import Any
 
 from repro.launch import rank_process
-from repro.launch.heartbeat import HeartbeatReader
 from repro.launch.job import STOP_FILE, Job
 from repro.launch.local_launch import read_json, scratch_parent
 from repro.launch.rank import program as rank_program
+from repro.launch.rank_process import HeartbeatReader
 from repro.launch.slurm.allocation.connection import Connection, Message
 from repro.launch.slurm.allocation.stop import SIGNALS, signals_blocked
 from repro.launch.supervise import count_kernel_oom_kills

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from repro.launch.doctor.check import LIMITED, NO, YES, Check
+from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.launch.slurm.allocation.nodes import is_other_gpu
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.scheduler import SchedulerError, run_slurm_command

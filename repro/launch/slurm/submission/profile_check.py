@@ -12,8 +12,7 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.config.words import counted
-from repro.launch.doctor import binding
-from repro.launch.doctor.check import LIMITED, NO, YES, Check
+from repro.launch.doctor import LIMITED, NO, YES, Check, gpu
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import (
     Partition,
@@ -138,7 +137,7 @@ def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
-    yield from binding.of_options(site.slurm.options, site.gpus_per_node)
+    yield from gpu.check_profile_binding(site.slurm.options, site.gpus_per_node)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:

@@ -96,7 +96,7 @@ def plan_submission(
     experiments of live jobs to the job.  Raises `ConfigError`.
     """
     suite = suites.load(suite_file)
-    entries = plan.select(suite, only)
+    entries = plan.select_entries(suite, only)
     if move:
         suite, entries = _moved(suite, entries, profile.system)
     elsewhere = {
@@ -112,7 +112,7 @@ def plan_submission(
         if not (move or first_system in HERE or any(entry.experiment.network for entry in entries)):
             expected += "; --move runs it on them all the same, under a name of its own"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
-    tasks = plan.tasks(suite, here, store, rerun=rerun)
+    tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
     busy = running or {}
     live = {e.name: busy[e.key] for task in tasks for e in task.experiments if e.key in busy}
     tasks = [task for task in tasks if not any(e.name in live for e in task.experiments)]

@@ -18,7 +18,7 @@ from repro.engines.native.checkpoint import files, index
 from repro.engines.native.checkpoint.region import Rectangle, matrix_rows
 from repro.engines.native.checkpoint.state import STATES
 from repro.launch.job import Stopped
-from repro.launch.rank.checkpoints import ABOUT
+from repro.launch.rank.checkpoints import TRAINING_FILE
 from repro.launch.rank.device_settings import DETERMINISTIC_ENVIRONMENT
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
@@ -310,7 +310,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         assert result["checkpoints"]["written"] == [HALF]
         (failure,) = result["checkpoints"]["failures"]
         assert failure["step"] == WHOLE
-        assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / ABOUT}"
+        assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / TRAINING_FILE}"
         assert result["loss"] == uninterrupted
         (disk / "filler").unlink()
         assert index.complete(disk / full.key) == [HALF]

@@ -1,4 +1,4 @@
-"""Binding of `column_sums.cu`, which ends every gradient of a weight or bias, and how rows are spread on threads."""
+"""Sums of columns, the last part of every gradient of a weight or bias, and the distribution of rows over threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ ARGUMENTS = struct.Struct("@PPiii0q")
 
 @cache
 def program(kind: str) -> Program:
-    """For sums of this type."""
+    """Return the program for sums of this type."""
     return Program("column_sums", (("TYPE", kind),), ARGUMENTS, ("column_sums",), 512)
 
 
 def examples() -> list[Program]:
-    """Sums of 16 bits."""
+    """Return the program of 16-bit sums."""
     return [program("half")]
 
 
-def column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 [n, R, C] -> [n, C] in the dtype, [C] where n is 1; `loaded` is the program of that type."""
+def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launch the kernel on fp32 [n, R, C] and return [n, C] in `dtype`, or [C] if n is 1; `loaded` has this type."""
     count, rows, columns = partials.shape
     sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
     arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
@@ -34,12 +34,17 @@ def column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
+def plain_column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of a [R, C] matrix over its rows, accumulated in fp32 at least, as `dtype` [C]."""
+    return rows.sum(0).to(dtype)
+
+
 @cache
 def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[int, int] | None:
-    """(threads, items): a row of `columns` in `items` vectors of `width` elements a thread.
+    """Return (threads, items) of a block: a row of `columns` as `items` vectors of `width` elements per thread.
 
-    At most `most` elements a thread; preferably up to 256 threads, since small blocks hide each other's barriers,
-    few of them idle, with several vectors each, whose loads overlap. None where a row does not fit.
+    A thread has at most `most` elements. Blocks of up to 256 threads are preferred because they hide barriers, then few
+    idle threads, then several vectors per thread, whose loads overlap. Return None for a row that does not fit.
     """
     vectors = -(-columns // width)
     best: tuple[tuple[float, ...], int, int] | None = None
@@ -54,8 +59,8 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
     return None if best is None else (best[1], best[2])
 
 
-def spread(on: KernelLauncher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
-    """(blocks, rows at once) of a grid whose threads keep `width` columns each: 2048 threads a multiprocessor."""
+def row_grid(on: KernelLauncher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
+    """Return (blocks, rows at once) of a grid with `width` columns per thread and 2048 threads per multiprocessor."""
     vectors = columns // width
     work, room = rows * vectors, 2048 * on.processors
     blocks = -(-(work if work < room else vectors if vectors > room else room) // threads)

@@ -9,12 +9,11 @@ import pytest
 
 from repro import cli
 from repro.config import models
-from repro.kernels.cuda import cache
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.launch.doctor import kernel_table
-from repro.launch.doctor.sizes import size_classes
+from repro.kernels.families import size_classes
+from repro.launch.doctor import kernels
 
 LOG = """ptxas info    : Compiling entry function '{kernel}' for 'sm_80'
     0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads
@@ -24,22 +23,22 @@ ptxas info    : Used 40 registers, 64 bytes smem, 400 bytes cmem[0]
 
 @pytest.fixture(autouse=True)
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         if program.source == "norm":
             raise Unavailable("nonsense")
         spilled = 8 * (program.source == "rope" and target.architecture == "sm_70")
-        return Compiled(
+        return CompiledProgram(
             b"code", "".join(LOG.format(kernel=name, spilled=spilled) for name in program.kernels)
         )
 
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
-    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 86, 90, 100))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 86, 90, 100))
 
 
 def test_every_kernel_of_every_size_class_has_a_row() -> None:
-    rows = kernel_table.table("sm_70,sm_90")
+    rows = kernels.compile_kernel_rows("sm_70,sm_90")
     compiled = [each for each in size_classes() if each.program.source != "norm"]
     assert len(rows) == 2 * sum(len(each.program.kernels) for each in compiled)
     assert {row.architecture for row in rows} == {"sm_70", "sm_90"}
@@ -48,7 +47,7 @@ def test_every_kernel_of_every_size_class_has_a_row() -> None:
 
 
 def test_of_a_gpu_of_which_too_little_is_known_what_the_compiler_says() -> None:
-    known, unknown = (kernel_table.table(each) for each in ("sm_80", "sm_86"))
+    known, unknown = (kernels.compile_kernel_rows(each) for each in ("sm_80", "sm_86"))
     assert [(row.kernel, row.registers) for row in unknown] == [(row.kernel, row.registers) for row in known]
     assert {(row.occupancy, row.bandwidth) for row in unknown} == {(None, None)}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout
 from repro.launch.rank import experiment as experiment_module
-from repro.launch.rank.experiment import Run
-from repro.launch.rank.inputs import Inputs
+from repro.launch.rank.experiment import ExperimentRun
+from repro.launch.rank.step_data import BatchLoader
 from repro.measure import timing
 from repro.model.data import TokenStream, open_stream
 from repro.parallel import mesh as meshes
@@ -34,26 +34,26 @@ class AtOnce:
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are fetched a step before, as on a GPU."""
-    monkeypatch.setattr(Inputs, "_side", lambda self: AtOnce())
+    monkeypatch.setattr(BatchLoader, "_copy_stream", lambda self: AtOnce())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: AtOnce())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def inputs_of(experiment: Experiment, rank: int) -> Inputs:
+def inputs_of(experiment: Experiment, rank: int) -> BatchLoader:
     stream = open_stream(experiment.training, experiment.model)
-    return Inputs(stream, experiment.layout, rank, CPU)
+    return BatchLoader(stream, experiment.layout, rank, CPU)
 
 
 def test_samples_follow_from_step_and_global_batch_alone() -> None:
     """Replicas and micro-batches cut the same global batch, in the same order."""
-    (whole,) = inputs_of(tiny(Layout(micro_batch=8)), 0).of(3)
-    cut = inputs_of(tiny(Layout(micro_batch=2, global_batch=8)), 0).of(3)
+    (whole,) = inputs_of(tiny(Layout(micro_batch=8)), 0).micro_batches(3)
+    cut = inputs_of(tiny(Layout(micro_batch=2, global_batch=8)), 0).micro_batches(3)
     assert torch.equal(torch.cat([batch.tokens for batch in cut]), whole.tokens)
     assert [batch.place.first_sample for batch in cut] == [0, 2, 4, 6]
     assert torch.equal(whole.tokens[:, 1:], whole.targets[:, :-1])
     for rank in range(4):
-        (batch,) = inputs_of(tiny(Layout(dp=4, micro_batch=2)), rank).of(3)
+        (batch,) = inputs_of(tiny(Layout(dp=4, micro_batch=2)), rank).micro_batches(3)
         assert torch.equal(batch.tokens, whole.tokens[2 * rank : 2 * rank + 2])
         assert batch.place.first_sample == 2 * rank
 
@@ -61,16 +61,16 @@ def test_samples_follow_from_step_and_global_batch_alone() -> None:
 def test_what_is_fetched_early_is_the_same_and_stays_while_its_step_runs(early: None) -> None:
     experiment = tiny(Layout(dp=2, micro_batch=1, global_batch=4))
     ahead, stream = inputs_of(experiment, 1), open_stream(experiment.training, experiment.model)
-    assert ahead.early
+    assert ahead.can_prefetch
     for step in range(5):
-        batches = ahead.of(step)
-        ahead.fetch(step + 1)
+        batches = ahead.micro_batches(step)
+        ahead.prefetch(step + 1)
         samples = stream.samples(4 * step + 2, 2)
         assert torch.equal(torch.cat([batch.tokens for batch in batches]), samples[:, :-1])
         assert torch.equal(torch.cat([batch.targets for batch in batches]), samples[:, 1:])
 
 
-def slow_run(patch: pytest.MonkeyPatch) -> Run:
+def slow_run(patch: pytest.MonkeyPatch) -> ExperimentRun:
     """A run of four steps whose samples take 5 s, and nothing else takes any."""
     clock = Clock().rules(patch, timing)
 
@@ -81,7 +81,7 @@ def slow_run(patch: pytest.MonkeyPatch) -> Run:
         return stream
 
     patch.setattr(experiment_module, "open_stream", open_slow)
-    run = Run(
+    run = ExperimentRun(
         tiny(Layout(), steps=4, untimed_steps=1), meshes.single_rank_mesh(), CPU, lambda step, phase: None
     )
     run.prelude()

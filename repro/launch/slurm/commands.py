@@ -12,7 +12,7 @@ from typing import Any
 from repro.config import ConfigError
 from repro.config.words import counted
 from repro.launch.slurm.allocation.bundle import Bundle
-from repro.launch.slurm.monitoring.case_states import (
+from repro.launch.slurm.case_states import (
     CANCELLED,
     DONE,
     FAILED,
@@ -23,7 +23,7 @@ from repro.launch.slurm.monitoring.case_states import (
     CaseState,
     CaseSurvey,
 )
-from repro.launch.slurm.monitoring.registry import Registry, Submission
+from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord

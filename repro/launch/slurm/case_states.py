@@ -9,7 +9,7 @@ from typing import Any
 from repro.config import Experiment
 from repro.launch.failures import failure_class
 from repro.launch.slurm.allocation.bundle import Bundle
-from repro.launch.slurm.monitoring.registry import Registry, Submission
+from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import JobState, Scheduler
 from repro.results.schema import ExperimentRecord
 from repro.results.select import by_key

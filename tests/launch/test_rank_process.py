@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from repro.config.enums import Phase
-from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Monitoring of submissions: registry, states of cases, logs, cancellation, and collection of lost cases."""
