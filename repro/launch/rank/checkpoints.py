@@ -88,7 +88,7 @@ class CheckpointManager:
         found = self._choose()
         if found is None:
             return None
-        loaded = index.load(found.folder)
+        loaded = index.read_index(found.folder)
         _same(self.experiment.course, loaded.training, str(found.folder / index.FILE))
         if self.mesh.rank == 0:
             index.check_files(found.folder, loaded)
@@ -99,7 +99,7 @@ class CheckpointManager:
                 fill(*part)
                 self.progress()
 
-            state.restore(self.engine, dict(loaded.scalars), read)
+            state.restore_states(self.engine, dict(loaded.scalars), read)
         return loaded
 
     def _choose(self) -> Found | None:
@@ -135,11 +135,11 @@ class CheckpointManager:
         for fragment in state.fragments(self.engine, owned=True):
             shapes[fragment.name] = fragment.shape
             for kind, tensor in zip(state.STATES, fragment.states, strict=True):
-                entries.append((files.FileEntry(fragment.name, kind, fragment.rectangle), tensor))
+                entries.append((files.TensorEntry(fragment.name, kind, fragment.rectangle), tensor))
         mine = index.rank_file(folder, self.mesh.rank)
         steps: list[Callable[[], None]] = [
             lambda: self._make(folder),
-            lambda: files.write(mine, entries, shapes, self.progress),
+            lambda: files.write_rank_file(mine, entries, shapes, self.progress),
             lambda: self._complete(folder, step, history),
         ]
         if not all(self._all_could(action, step) for action in steps):
@@ -165,7 +165,7 @@ class CheckpointManager:
             return
         e = self.experiment
         sizes, shapes, pieces = index.gather(folder, self.mesh.world.size)
-        index.save(
+        index.write_index(
             folder,
             Index(
                 step=step,
@@ -179,7 +179,7 @@ class CheckpointManager:
             ),
         )
         # Of a run that is done only the end is of use: another may continue it.
-        index.prune(self.root, 1 if step == e.training.steps else index.KEPT)
+        index.prune(self.root, 1 if step == e.training.steps else index.RETAINED_CHECKPOINTS)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
         """Whether no rank's `action` met an error of its disk."""

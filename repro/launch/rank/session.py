@@ -15,7 +15,7 @@ import torch.distributed as dist
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.config.enums import Phase
-from repro.engines import load
+from repro.engines import import_libraries
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.launch.heartbeat import HeartbeatWriter
@@ -192,7 +192,7 @@ def _compare_apart(
     rows: list[list[dict[str, float]]] = [[] for _ in meshes]
     results: dict[str, dict[str, Any]] = {}
     for experiment in job.experiments:
-        load(experiment.engine, device.type)
+        import_libraries(experiment.engine, device.type)
     gc.freeze()  # what was imported, which each collection below would look through: an eighth of the time
     for turn in range(job.rounds):
         for i, experiment in enumerate(job.experiments):
