@@ -27,7 +27,7 @@ def missing_requirement(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
     if DEVICES[experiment.system] == "cpu" and world > max_ranks().value:
         return f"{world} processes, and this machine takes {max_ranks().value} ({max_ranks().why})"
-    if lacking := engines.missing(experiment.engine):
+    if lacking := engines.missing_library(experiment.engine):
         return lacking
     return ability.missing() if experiment.network is not None else ""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.implied import Implied, implied
-from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
+from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
 from repro.claims.again.answers import Answer, answers, systems_of
 from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
@@ -174,9 +174,9 @@ class JudgedStore:
         return _frame([_origin(record) for record in self.records])
 
     @cached_property
-    def shopping_list(self) -> ShoppingList:
+    def shopping_list(self) -> RankedInputs:
         """The unknowns of systems that move a predicted row, the one that settles most first."""
-        return shopping_list(self.judged, self.records)
+        return rank_inputs(self.judged, self.records)
 
     @cached_property
     def implied(self) -> list[Implied]:

@@ -16,7 +16,7 @@ Provenance: TypeAlias = dict[str, Any]
 Bytes: TypeAlias = dict[str, int]
 """By category of memory; a peak has the device's `total` too."""
 Software: TypeAlias = dict[str, Any]
-"""As `repro.engines.about.EngineReport` says it."""
+"""As `repro.engines.EngineReport` says it."""
 KernelsRan: TypeAlias = dict[str, dict[str, int]]
 """Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
 

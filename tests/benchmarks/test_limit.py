@@ -29,8 +29,7 @@ from repro.config import Experiment, Layout, Training
 from repro.config.models import load
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.engines.torch.model import Dropout, PlainGPT
-from repro.engines.torch.weights import initialise
+from repro.engines.torch.model import Dropout, PlainGPT, initialise
 from repro.measure.statistics import ratio_interval
 from repro.model.gpt import Part, Place
 from repro.model.parameters import total

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from repro.accuracy.calibrate.toml import text as toml
+from repro.accuracy.calibrate.document import toml_text as toml
 from repro.config import suites, systems
 from repro.launch.simulated import simulate_experiment
 from repro.results.store import Store

@@ -30,7 +30,9 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
 def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(local_capacity, "usable_cores", lambda: 2)
-    monkeypatch.setattr(engines, "missing", lambda engine: "" if engine == "native" else f"engine {engine}")
+    monkeypatch.setattr(
+        engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
+    )
     monkeypatch.setattr(ability, "missing", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
     needs = local_capacity.missing_requirement

@@ -135,7 +135,7 @@ def test_letters_in_brackets_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rich takes them for a style: of `pip install -e '.[engines]'` it left the extra out."""
-    monkeypatch.setattr(engines, "missing", lambda engine: "b: pip install -e '.[engines]'")
+    monkeypatch.setattr(engines, "missing_library", lambda engine: "b: pip install -e '.[engines]'")
     (tmp_path / "o.toml").write_text(
         '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
     )

@@ -14,7 +14,7 @@ from repro.config.enums import Phase
 from repro.config.operator_set import OperatorSet
 from repro.engines.native.checkpoint import state
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import learning_rate
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import divisor_for
 from repro.simulate.memory.live_bytes import LiveBytes
@@ -233,7 +233,7 @@ def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:
     wrote.optimizer.step_count.fill_(3)
     numbers = state.scalars(wrote)
     assert numbers == {"optimizer_steps": 3, "scaler": {"scale": 2.0**10, "good_steps": 2, "tolerance": 2}}
-    state.restore(reads, numbers, lambda name, state, rectangle, into: None)
+    state.restore_states(reads, numbers, lambda name, state, rectangle, into: None)
     assert state.scalars(reads) == numbers
     for expected in (2.0**10, 2.0**9):  # two more overflows, and it halves
         reads.scaler.update(SKIPPED)

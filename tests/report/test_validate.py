@@ -12,7 +12,6 @@ import synthetic
 from overlaps import troubles
 
 from repro.accuracy.validate import machine as validate_machine
-from repro.accuracy.validate.conformal import margin, score
 from repro.accuracy.validate.published import (
     A100_MEGATRON,
     BOUND,
@@ -24,8 +23,10 @@ from repro.accuracy.validate.published import (
     V100_MEGATRON,
     V100_ZERO,
     Point,
-    claims,
-    families,
+    claim_statistics,
+    conformal_margin,
+    conformity_score,
+    family_statistics,
     points,
 )
 from repro.claims.judge import experiments_read, judge
@@ -135,14 +136,14 @@ def test_statistics_by_family() -> None:
         record("zero_throughput", "fig2-40b-megatron", 5.0e12 * 2),
         record("zero_throughput", "fig2-8b-zero", 36.9e12 * 0.95),
     )
-    by_name = {family.name: family for family in families(seen)}
+    by_name = {family.name: family for family in family_statistics(seen)}
     assert set(by_name) == {V100_MEGATRON, V100_ZERO, "all rates", "ratios"}
     assert by_name[V100_MEGATRON].median == pytest.approx(0.55)
     assert (by_name["all rates"].points, by_name["all rates"].close) == (3, 2)
     assert by_name["all rates"].median == pytest.approx(0.1)
     assert by_name["all rates"].worst.label == "40B: baseline per GPU"
-    assert families([]) == []
-    (slow, _) = families(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
+    assert family_statistics([]) == []
+    (slow, _) = family_statistics(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
     assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
@@ -282,20 +283,20 @@ def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
     )
     for point in rates:
         scores = [
-            score(other.low, other.high, other.published)
+            conformity_score(other.low, other.high, other.published)
             for other in rates
             if not other.reports & point.reports and not set(other.runs) & set(point.runs)
         ]
-        assert point.margin == margin(scores)
+        assert point.margin == conformal_margin(scores)
         assert point.margin is not None
         assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
     assert len({point.margin for point in rates}) == 2
     assert all(point.margin is None for point in seen if point.left_out)
     alone = found(*records_[: len(names)])
     assert all(point.margin is None for point in alone), "no other report"
-    (family,) = (one for one in families(seen) if one.name == "all rates")
+    (family,) = (one for one in family_statistics(seen) if one.name == "all rates")
     assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
-    assert sum(claim.points for claim in claims(seen)) == sum(not point.left_out for point in seen)
+    assert sum(claim.points for claim in claim_statistics(seen)) == sum(not point.left_out for point in seen)
 
 
 def test_measured_runs_are_predicted_on_a_system_file(
@@ -304,7 +305,7 @@ def test_measured_runs_are_predicted_on_a_system_file(
     """Those of this machine that ended ok, and no others; what cannot be predicted says why."""
     names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
     records = [record for record in synthetic.records() if record.name in names]
-    machine = validate_machine.compare(records, load_system("dgx2"))
+    machine = validate_machine.predict_measured_runs(records, load_system("dgx2"))
     measured = {record.at: record.metrics for record in records}
     assert {pair.name: pair.layout for pair in machine.pairs} == {
         "smoke/parity-single": "one rank, fp32",

@@ -1,7 +1,7 @@
-"""Predicted against measured: the measured runs of a store, predicted on a system file of their machine.
+"""Measured against predicted step times: runs of a store, predicted on a system file of their machine.
 
-The file comes from `repro calibrate` on that machine, which measures operators, copies and collectives by
-themselves; no time of a step with messages enters it, and of one without only where ranks share cores.
+`repro calibrate` writes that file from measurements of operators, copies and collectives, without timing a step with
+messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from repro.results.select import select
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One measured experiment and its prediction.  Seconds of a step."""
+    """Measured and predicted step time of one experiment, in seconds."""
 
     name: str
     """`suite/name`."""
@@ -33,27 +33,27 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Relative, of the seconds; positive where the prediction is too slow."""
+        """Return the relative error of the seconds; positive if the prediction is too slow."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineErrors:
-    """All pairs of a store and a system."""
+    """Pairs of a store and a system."""
 
     system: str
     pairs: tuple[Pair, ...]
     missing: Mapping[str, str]
-    """Measured experiments that could not be predicted, and why."""
+    """Measured experiments without a prediction, and the reason."""
 
     @property
     def median(self) -> float:
-        """Of the absolute errors."""
+        """Return the median of the absolute errors."""
         return median(abs(pair.error) for pair in self.pairs)
 
 
-def compare(records: Iterable[Record], system: System) -> MachineErrors:
-    """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
+def predict_measured_runs(records: Iterable[Record], system: System) -> MachineErrors:
+    """Predict on `system` every successful experiment that was measured on this machine."""
     from repro.simulate.time.emulated import emulated_system
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles

@@ -1,29 +1,36 @@
-"""The suite's GPT as a plain torch module: nn.Linear, nn.LayerNorm, nn.Embedding, scaled dot product attention.
+"""The suite's GPT as a plain torch module, and conversion between its parameters and the suite's.
 
-The same function as `repro.model.gpt`, written as one writes it for torch's strategies: nothing in it knows of
-ranks.  Modules bear the names of the suite's model.  Symbols: b samples, s tokens, h hidden, a heads.
+The module computes the function of `repro.model.gpt` with nn.Linear, nn.LayerNorm, nn.Embedding and scaled dot product
+attention, without knowledge of ranks. Symbols: b samples, s tokens, h hidden, a heads.
+
+Parameter names differ in form (`qkv.weight` is `qkv`, `qkv.bias` is `qkv_bias`). Values differ in the rows of `qkv`:
+the suite stores query, key and value of all heads [3, a d, ...], the plain module those of each head [a 3 d, ...].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from repro import kernels
-from repro.config import Model, OperatorSet, Training
+from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Part, Place
+from repro.model.gpt import GPT, Part, Place
+from repro.model.init import initial_values
 from repro.model.operator_sets import WeightDropout, attention
+from repro.parallel import mesh as meshes
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """The suite's, whose random numbers follow from counters; torch's has no parity between layouts.
+    """Dropout of the suite, whose random numbers follow from counters; torch's dropout has no parity between layouts.
 
     A module sees the whole sequence and all heads, or a part of them that begins at `first_position`, `first_head`.
     """
@@ -57,7 +64,7 @@ class Dropout:
         return WeightDropout(p, key, place.first_sample, self.model.heads, self.first_head)
 
 
-class Embedding(nn.Module):
+class PlainEmbedding(nn.Module):
     """Tokens plus positions, then dropout: [b, s] to [b, s, h]."""
 
     def __init__(self, model: Model, dropout: Dropout):
@@ -71,7 +78,7 @@ class Embedding(nn.Module):
         return self.dropout.residual(self.tokens(tokens) + self.positions(positions), place, 0, 0)
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """x + dropout(attention(norm(x))), causal."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
@@ -96,7 +103,7 @@ class Attention(nn.Module):
         return x + self.dropout.residual(y, place, self.layer, 1)
 
 
-class Mlp(nn.Module):
+class PlainMlp(nn.Module):
     """x + dropout(mlp(norm(x)))."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
@@ -111,14 +118,14 @@ class Mlp(nn.Module):
         return x + self.dropout.residual(y, place, self.layer, 2)
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """One transformer layer."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
         super().__init__()
         self.recompute = recompute
-        self.attention = Attention(model, dropout, layer)
-        self.mlp = Mlp(model, dropout, layer)
+        self.attention = PlainAttention(model, dropout, layer)
+        self.mlp = PlainMlp(model, dropout, layer)
 
     def forward(self, x: Tensor, place: Place) -> Tensor:
         if not self.recompute:
@@ -146,7 +153,7 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A part of the model, all of it without pipeline: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
+    """Part of the model, or the full model: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
 
     def __init__(
         self,
@@ -163,9 +170,9 @@ class PlainGPT(nn.Module):
         self.batches: Iterator[MicroBatch] = iter(())
         """The micro-batches to come, for what is not a stage's input: pipelines hand their stages tensors only."""
         if part.first:
-            self.embed = Embedding(model, dropout)
+            self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(model, dropout, i + 1, recompute=recompute) for i in part.layers}
+            {str(i): PlainBlock(model, dropout, i + 1, recompute=recompute) for i in part.layers}
         )
         if part.last:
             self.head = Head(model)
@@ -184,3 +191,58 @@ class PlainGPT(nn.Module):
             for block in self.blocks.values():
                 x = block(x, batch.place)
             return self.head(x, batch.targets) if self.part.last else x
+
+
+def suite_name(name: str) -> str:
+    """Return the suite's name of a parameter of the plain module."""
+    if name == "head.output.weight":
+        return "embed.tokens"
+    module, _, kind = name.rpartition(".")
+    return module if kind == "weight" else f"{module}_{kind}"
+
+
+def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
+    """Return the suite's parameter `name` in the shape of the plain module."""
+    if ".qkv" not in name:
+        return value
+    heads = value.view(3, model.heads, model.head_width, *value.shape[2:])
+    return heads.transpose(0, 1).flatten(0, 2)
+
+
+def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
+    """Return the plain module's parameter in the shape of the suite's parameter `name`."""
+    if ".qkv" not in name:
+        return value
+    heads = value.view(model.heads, 3, model.head_width, *value.shape[1:])
+    return heads.transpose(0, 1).flatten(1, 2)
+
+
+def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -> None:
+    """Set the initial values of the module's parameters, with or without sharding, one full value at a time."""
+    first = _first_values(module, experiment)
+    with torch.no_grad():
+        for plain, parameter in module.named_parameters():
+            name = suite_name(plain)
+            whole = to_plain(name, first[name](device), experiment.model)
+            if isinstance(parameter, DTensor):
+                shards = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+                parameter.to_local().copy_(shards.to_local())
+            else:
+                parameter.copy_(whole)
+
+
+def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:
+    """Return functions by the suite's names that create the full initial value of each parameter of this part."""
+    tp = meshes.single_rank_mesh().tp
+    model = GPT(experiment.model, Layout(), experiment.training, tp, part=module.part)
+    names = [getattr(p, "name_in_model", name) for name, p in model.named_parameters()]
+    parameters = list(model.parameters())
+
+    def make(i: int, device: torch.device) -> Tensor:
+        settings = {"seed": experiment.training.seed, "layers": experiment.model.layers}
+        values = initial_values(names, parameters, **settings, rank=0, ranks=1, device=device)
+        return values(i, 0, parameters[i].numel()).view(parameters[i].shape)
+
+    return {name: partial(make, i) for i, name in enumerate(names)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.emulate import ability
-from repro.engines import missing
+from repro.engines import missing_library
 from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.launch.doctor.gpu import check_gpus
 from repro.launch.doctor.kernels import check_kernels
@@ -156,7 +156,7 @@ def _engines() -> list[Check]:
                 Check(
                     name,
                     LIMITED,
-                    f"not installed: {missing(engine).partition(': ')[2]}",
+                    f"not installed: {missing_library(engine).partition(': ')[2]}",
                     f'no `engine = "{engine}"`',
                 )
             )

@@ -86,7 +86,7 @@ class CheckpointManager:
         found = self._choose()
         if found is None:
             return None
-        loaded = index.load(found.folder)
+        loaded = index.read_index(found.folder)
         _require_same_training(self.experiment.course, loaded.training, str(found.folder / index.FILE))
         if self.mesh.rank == 0:
             index.check_files(found.folder, loaded)
@@ -97,7 +97,7 @@ class CheckpointManager:
                 fill(*part)
                 self.progress()
 
-            state.restore(self.engine, dict(loaded.scalars), read)
+            state.restore_states(self.engine, dict(loaded.scalars), read)
         return loaded
 
     def _choose(self) -> FoundCheckpoint | None:
@@ -131,11 +131,11 @@ class CheckpointManager:
         for fragment in state.fragments(self.engine, owned=True):
             shapes[fragment.name] = fragment.shape
             for kind, tensor in zip(state.STATES, fragment.states, strict=True):
-                entries.append((files.FileEntry(fragment.name, kind, fragment.rectangle), tensor))
+                entries.append((files.TensorEntry(fragment.name, kind, fragment.rectangle), tensor))
         mine = index.rank_file(folder, self.mesh.rank)
         steps: list[Callable[[], None]] = [
             lambda: self._make(folder),
-            lambda: files.write(mine, entries, shapes, self.progress),
+            lambda: files.write_rank_file(mine, entries, shapes, self.progress),
             lambda: self._complete(folder, step, history),
         ]
         if not all(self._all_could(action, step) for action in steps):
@@ -163,7 +163,7 @@ class CheckpointManager:
             return
         e = self.experiment
         sizes, shapes, pieces = index.gather(folder, self.mesh.world.size)
-        index.save(
+        index.write_index(
             folder,
             Index(
                 step=step,
@@ -177,7 +177,7 @@ class CheckpointManager:
             ),
         )
         # Another run may continue a finished one, from its end only.
-        index.prune(self.root, 1 if step == e.training.steps else index.KEPT)
+        index.prune(self.root, 1 if step == e.training.steps else index.RETAINED_CHECKPOINTS)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
         """Return whether `action` succeeded on all ranks, without an error of a disk."""

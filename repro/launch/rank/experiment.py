@@ -277,7 +277,7 @@ class ExperimentRun:
             rounds=self.rounds,
             phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             pipeline=self._pipeline(),
-            software=asdict(self.engine.about()),
+            software=asdict(self.engine.report()),
             environment=device_settings.current_gpu_environment() if self.device.type == "cuda" else None,
             kernels=self.kernels.as_dict(),
             memory=replace(

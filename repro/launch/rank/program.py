@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         diverged = getattr(module, "Diverged", FloatingPointError)
         if job.memory_bytes:
             for engine in {experiment.engine for experiment in job.experiments}:
-                engines.load(engine, options.device)
+                engines.import_libraries(engine, options.device)
         limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.config.enums import Phase
-from repro.engines import load
+from repro.engines import import_libraries
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.launch.job import Job
@@ -195,7 +195,7 @@ def _run_compared_apart(
     rows: list[list[dict[str, float]]] = [[] for _ in meshes]
     results: dict[str, dict[str, Any]] = {}
     for experiment in job.experiments:
-        load(experiment.engine, device.type)
+        import_libraries(experiment.engine, device.type)
     gc.freeze()  # collections below skip the imported modules, an eighth of their time
     for turn in range(job.rounds):
         for i, experiment in enumerate(job.experiments):

@@ -20,7 +20,7 @@ from repro.accuracy.validate.published import (
     V100_ZERO,
     YUAN,
     Point,
-    families,
+    family_statistics,
 )
 from repro.claims.published import UNITS
 from repro.config.systems.unknowns import PACE, SPREAD
@@ -190,7 +190,7 @@ def _validation_caption(found: Sequence[Point]) -> str:
     parts = [
         f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
         f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
-        for family in families(found)
+        for family in family_statistics(found)
     ]
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_by_claim, format_range
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
@@ -90,18 +90,18 @@ def context(
     }
 
 
-def _unknowns(found: ShoppingList) -> dict[str, Any]:
+def _unknowns(found: RankedInputs) -> dict[str, Any]:
     """The shopping list as text."""
     lines = [
         {
             **one.as_dict(),
-            "value": known_as(one),
+            "value": format_range(one),
             "settles": len(one.settles),
             "moves": len(one.rows),
             "share": units.percent(one.share),
-            "possible": by_claim(one.possible),
+            "possible": count_by_claim(one.possible),
         }
-        for one in found.inputs[:SHOWN]
+        for one in found.inputs[:LISTED_INPUTS]
     ]
     return {"words": found.words, "lines": lines}
 

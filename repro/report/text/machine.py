@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.calibrate.command import Calibrated
+from repro.accuracy.calibrate.calibration import Calibrated
 from repro.launch.doctor import Check
 from repro.util import units
 from repro.util.console import print_json, stdout
@@ -134,10 +134,10 @@ def print_calibration(
 ) -> int:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    `gpus`: ranks, of each node.  `suites`: see `repro.accuracy.calibrate.command.calibrate`.  Returns 1 if a rank or
-    the job fails, 130 if interrupted.
+    The options are those of `repro.accuracy.calibrate.calibration.calibrate`. Returns 1 if a rank or the job fails, 130
+    if interrupted.
     """
-    from repro.accuracy.calibrate.command import calibrate
+    from repro.accuracy.calibrate.calibration import calibrate
 
     found = calibrate(system, gpus, output, profile, nodes, quick, suites, quiet=json)
     if found.signal:

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.twins.derive import Choice, Twin, compute_s, derive, useful_rate
-from repro.accuracy.twins.matter import Ratio, ratio_of
-from repro.accuracy.twins.numbers import Number, numbers
-from repro.accuracy.twins.originals import named, of_claim
-from repro.accuracy.twins.suite import Named, text
+from repro.accuracy.twins.derive import Twin, TwinOptions, compute_s, derive, useful_rate
+from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
+from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load as ledger
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import words
@@ -55,7 +53,7 @@ def print_twin(
     require(steps >= 2, "--steps", steps, "2 or more: the first is not timed")
     for key, value in (("--width", width), ("--tp", tp)):
         require(value >= 0, key, value, "0 (chosen) or more")
-    choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    choice = TwinOptions(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
     rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
@@ -66,14 +64,16 @@ def print_twin(
     for inside, outside in itertools.product(*rates):
         chosen = replace(choice, within=inside, between=outside)
         ending = _variant_suffix(inside, outside)
-        found += [Named(derive(members, system, chosen), ending) for members in compared]
+        found += [NamedTwin(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
         options = {"--width": width, "--tp": tp, "--within": within, "--between": between}
         arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
         arguments += ["--steps", steps]
         arguments += [part for pair in options.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
-        files.replace(write, text(found, file=str(write), name=write.stem, arguments=made, claims=claims))
+        files.replace(
+            write, suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
+        )
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
@@ -89,13 +89,13 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     """The comparisons that are asked for, and the claims that they belong to."""
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
-        return named(names, catalogue.suites), []
+        return named_comparisons(names, catalogue.suites), []
     claims = {claim.id: claim for claim in ledger().claims}
     found: list[list[Experiment]] = []
     for name in names:
         if name not in claims:
             raise ConfigError("CLAIM", name, "a claim of the ledger (repro claims), or SUITE/EXPERIMENT...")
-        found += of_claim(claims[name], catalogue.suites)
+        found += claim_comparisons(claims[name], catalogue.suites)
     return found, list(names)
 
 
@@ -116,7 +116,7 @@ def _variant_suffix(within: float, between: float) -> str:
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
 
-def _ratios(twin: Twin) -> list[Ratio]:
+def _ratios(twin: Twin) -> list[ScaledRatio]:
     return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
 
 
@@ -131,7 +131,7 @@ def _print_twin(console: Console, twin: Twin) -> None:
             markup=False,
         )
         rows = table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
-        for number in numbers(member, twin.members[0]):
+        for number in similarity_numbers(member, twin.members[0]):
             change = "kept" if number.kept else _change(number)
             rows.add_row(
                 number.name, units.number(number.original, 4), units.number(number.twin, 4), change, number.by
@@ -158,7 +158,7 @@ def _print_twin(console: Console, twin: Twin) -> None:
         console.print(rows)
 
 
-def _change(number: Number) -> str:
+def _change(number: SimilarityNumber) -> str:
     return "new" if not number.original else units.percent(number.change, sign=True)
 
 
@@ -197,7 +197,8 @@ def _document(twin: Twin, ending: str) -> dict[str, Any]:
                     "twin": useful_rate(member.after),
                 },
                 "numbers": [
-                    {**vars(number), "kept": number.kept} for number in numbers(member, twin.members[0])
+                    {**vars(number), "kept": number.kept}
+                    for number in similarity_numbers(member, twin.members[0])
                 ],
             }
             for member, scale in zip(twin.members, twin.scales, strict=True)

@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.validate.published import (
     ALL_RATES,
     CALIBRATION,
-    CLOSE,
+    CLOSE_ERROR,
     FAMILIES,
     RATE,
     RATIO,
     RATIOS,
-    Family,
+    FamilyStatistics,
     Point,
-    claims,
-    families,
+    claim_statistics,
+    family_statistics,
     points,
 )
-from repro.accuracy.validate.unknowns import SHOWN, Input, ShoppingList, by_claim, known_as
+from repro.accuracy.validate.unknowns import (
+    LISTED_INPUTS,
+    RankedInputs,
+    UncertainInput,
+    count_by_claim,
+    format_range,
+)
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
@@ -57,10 +63,10 @@ def print_validation(
     found = points(seen.judged, seen.records)
     machine = None
     if system:
-        from repro.accuracy.validate.machine import compare
+        from repro.accuracy.validate.machine import predict_measured_runs
         from repro.measure.local_system import load_system
 
-        machine = compare(seen.records, load_system(system))
+        machine = predict_measured_runs(seen.records, load_system(system))
     if svg is not None:
         _write_scatter(found, svg)
     if json:
@@ -81,7 +87,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     seen = evidence.read_store(results, own)
     say(seen.torn)
     console, least, most = stdout(), *between
-    found = families(points(seen.judged, seen.records))
+    found = family_statistics(points(seen.judged, seen.records))
     together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
@@ -117,8 +123,8 @@ def validation_document(found: Sequence[Point], machine: MachineErrors | None = 
             }
             for point in found
         ],
-        "families": [_statistics_of(family) for family in families(found)],
-        "claims": [_statistics_of(claim) for claim in claims(found)],
+        "families": [_statistics_of(family) for family in family_statistics(found)],
+        "claims": [_statistics_of(claim) for claim in claim_statistics(found)],
         "ratios_on_the_right_side_of_1": sum(point.right_side for point in ratios),
         "ratios": len(ratios),
         "calibration": [point.name for point in found if point.left_out == CALIBRATION],
@@ -133,7 +139,7 @@ def validation_document(found: Sequence[Point], machine: MachineErrors | None = 
     return document
 
 
-def _statistics_of(family: Family) -> dict[str, Any]:
+def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
     return {
         "name": family.name,
         "points": family.points,
@@ -162,7 +168,7 @@ def print_points(found: Sequence[Point], console: Console) -> None:
     _print_group("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
     rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
     _print_group("Not counted: bounds, means, and other rows about a run above", rest, console)
-    _print_reasons([point for point in counted if abs(point.error) > CLOSE], console)
+    _print_reasons([point for point in counted if abs(point.error) > CLOSE_ERROR], console)
     _print_statistics(found, console)
 
 
@@ -180,7 +186,7 @@ def _print_reasons(missed: Sequence[Point], console: Console) -> None:
     for note, names in reasons.items():
         grid.add_row(", ".join(names), note)
     console.print()
-    console.print(Text(f"Farther off than {units.number(100 * CLOSE)} %", style="bold cyan"))
+    console.print(Text(f"Farther off than {units.number(100 * CLOSE_ERROR)} %", style="bold cyan"))
     console.print(grid)
 
 
@@ -203,7 +209,9 @@ def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
     grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
-        style = "red" if abs(point.error) > CLOSE or side else "green" if abs(point.error) <= 0.10 else ""
+        style = (
+            "red" if abs(point.error) > CLOSE_ERROR or side else "green" if abs(point.error) <= 0.10 else ""
+        )
         grid.add_row(
             point.claim,
             point.label,
@@ -238,10 +246,10 @@ def _print_statistics(found: Sequence[Point], console: Console) -> None:
         "",
     )
     grid = table(*headings, left={"family", ""}, wrap=headings)
-    for family in families(found):
+    for family in family_statistics(found):
         grid.add_row(*_statistics_cells(family))
     by_claim = table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
-    for claim in claims(found):
+    for claim in claim_statistics(found):
         by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
     console.print()
     console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
@@ -262,7 +270,7 @@ def _print_statistics(found: Sequence[Point], console: Console) -> None:
         console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
 
 
-def _statistics_cells(family: Family) -> tuple[str, ...]:
+def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
     return (
         family.name,
         str(family.points),
@@ -274,7 +282,7 @@ def _statistics_cells(family: Family) -> tuple[str, ...]:
     )
 
 
-def _interval_counts(family: Family) -> tuple[str, str]:
+def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
     wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NOTHING
     return f"{family.held}/{family.points}", wider
 
@@ -331,7 +339,7 @@ MIN_LISTED_WIDTH_SHARE = 0.001
 """Minimum share of the width of all intervals for which an unknown is listed."""
 
 
-def print_measurements(found: ShoppingList, console: Console) -> None:
+def print_measurements(found: RankedInputs, console: Console) -> None:
     """Print the first unknowns in detail, and one line for each other unknown."""
     from rich.text import Text
 
@@ -339,19 +347,19 @@ def print_measurements(found: ShoppingList, console: Console) -> None:
         console.print("No row of this store has a predicted time that unknown numbers leave in doubt.")
         return
     console.print(Text(found.words))
-    for number, one in enumerate(found.inputs[:SHOWN], 1):
+    for number, one in enumerate(found.inputs[:LISTED_INPUTS], 1):
         console.print()
         console.print(Text(f"{number}. {one.key} of {one.system}", style="bold cyan"))
         console.print(_unknown_facts(one, found))
-    rest = [one for one in found.inputs[SHOWN:] if one.share >= MIN_LISTED_WIDTH_SHARE]
+    rest = [one for one in found.inputs[LISTED_INPUTS:] if one.share >= MIN_LISTED_WIDTH_SHARE]
     headings = ("also", "of", "value [range]", "rows", "settles", "width")
     grid = table(*headings, left=2, wrap=headings[:2])
     for one in rest:
         counts = str(len(one.rows)), str(len(one.settles)), units.percent(one.share)
-        grid.add_row(one.key, one.system, known_as(one), *counts)
+        grid.add_row(one.key, one.system, format_range(one), *counts)
     console.print()
     console.print(grid)
-    few = len(found.inputs) - SHOWN - len(rest)
+    few = len(found.inputs) - LISTED_INPUTS - len(rest)
     if few > 0:
         console.print(
             f"{few} more carry less than {units.percent(MIN_LISTED_WIDTH_SHARE)} of the width each: --json has them."
@@ -379,16 +387,16 @@ CONTRADICTION_NOTE = (
 )
 
 
-def _unknown_facts(one: Input, found: ShoppingList) -> object:
+def _unknown_facts(one: UncertainInput, found: RankedInputs) -> object:
     how, grid = one.measured_by, facts()
-    grid.add_row("value [range]", known_as(one))
+    grid.add_row("value [range]", format_range(one))
     grid.add_row(
         "rows",
         f"settles {len(one.settles)} of {found.rows}, moves {len(one.rows)}; {units.percent(one.share)} of the width",
     )
     grid.add_row(
         "possible",
-        f"{len(one.possible)} of {found.possible} verdicts{': ' * bool(one.possible)}{by_claim(one.possible)}",
+        f"{len(one.possible)} of {found.possible} verdicts{': ' * bool(one.possible)}{count_by_claim(one.possible)}",
     )
     grid.add_row("measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate")
     grid.add_row("", how.how)

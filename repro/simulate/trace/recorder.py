@@ -68,7 +68,6 @@ line_of_step = innermost_line(
         "repro.parallel",
         "repro.model",
         "repro.engines.native.part",
-        "repro.engines.native.learning_rate",
         "repro.kernels",
     ),
     but=("repro.parallel.storage",),

@@ -71,7 +71,7 @@ def test_the_chosen_sizes_span_all() -> None:
 def test_what_is_planned_covers_every_strategy() -> None:
     """One process, an odd number, a power of two: each has what its devices allow, all with the same repeats."""
     for ranks in (1, 2, 3, 4, 8):
-        found = plan.experiments("local", ranks, "fp32", quick=False)
+        found = plan.step_experiments("local", ranks, "fp32", quick=False)
         assert {experiment.layout.world for experiment in found} == {ranks}
         assert {experiment.training.steps for experiment in found} == {plan.REPEATS}
         assert any(experiment.layout.zero == 3 for experiment in found)
@@ -80,7 +80,7 @@ def test_what_is_planned_covers_every_strategy() -> None:
 
 
 def test_tensor_parallelism_stays_on_a_node() -> None:
-    found = plan.experiments("local", 8, "fp32", quick=False, per_node=2)
+    found = plan.step_experiments("local", 8, "fp32", quick=False, per_node=2)
     assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
     assert {e.layout.world for e in found} == {8}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from repro.accuracy.twins.derive import Choice, Twin, derive
-from repro.accuracy.twins.originals import named
+from repro.accuracy.twins.derive import Twin, TwinOptions, derive
+from repro.accuracy.twins.suite import named_comparisons
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config.system import System
 from repro.config.systems.load import parse
@@ -69,4 +69,4 @@ def catalogue() -> SuiteCatalogue:
 
 @pytest.fixture(scope="session")
 def lowbw(machine: System, catalogue: SuiteCatalogue) -> Twin:
-    return derive(named(LOWBW, catalogue.suites)[0], machine, Choice(width=400))
+    return derive(named_comparisons(LOWBW, catalogue.suites)[0], machine, TwinOptions(width=400))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from repro.accuracy.calibrate import toml
+from repro.accuracy.calibrate import document
 from repro.accuracy.twins.derive import Twin
-from repro.accuracy.twins.suite import Named, text
-from repro.accuracy.validate.machine import compare
+from repro.accuracy.twins.suite import NamedTwin, suite_text
+from repro.accuracy.validate.machine import predict_measured_runs
 from repro.config import EmulatedNetwork, Layout, suites
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
@@ -51,8 +51,10 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     machine: System, lowbw: Twin, tmp_path: Path
 ) -> None:
     here, file = tmp_path / "here.toml", tmp_path / "windtunnel_x.toml"
-    here.write_text(toml.text(tables()))
-    file.write_text(text([Named(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=()))
+    here.write_text(document.toml_text(tables()))
+    file.write_text(
+        suite_text([NamedTwin(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=())
+    )
     suite = suites.load(file)
     results = tmp_path / "results"
     list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
@@ -121,7 +123,7 @@ def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
         experiment = tiny(Layout(dp=16))
         on = replace(experiment, network=replace(network, **changed))
         record = made_up("a", experiment=on.as_dict(), metrics={STEP_SECONDS: 1.0})
-        found = compare([replace(record, network=NetworkReport.of(ranks))], here)
+        found = predict_measured_runs([replace(record, network=NetworkReport.of(ranks))], here)
         assert not found.missing
         return found.pairs[0].predicted
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from repro.accuracy.calibrate import document
-from repro.accuracy.validate.measurable import measurement
-from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
+from repro.accuracy.validate.unknowns import RankedInputs, measurement_advice, rank_inputs
 from repro.cli import main
 from repro.config import OperatorSet, systems
 from repro.config.systems.unknowns import PACE
@@ -32,8 +31,8 @@ from tests.claims.test_possible import rate
 from tests.records import changed
 
 
-def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> ShoppingList:
-    return shopping_list(judged(path, published, *records), records)
+def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> RankedInputs:
+    return rank_inputs(judged(path, published, *records), records)
 
 
 def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:
@@ -114,10 +113,10 @@ def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
     for name in systems.names():
         system = load_system(name)
         ranks = [rank("nvlink" in system.links)] * 4
-        written = document.tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
+        written = document.system_tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:
             for one in uncertain_numbers(system, calibration_point_of(kernels, system)):
-                seen[one.key] = how = measurement(one.key, name)
+                seen[one.key] = how = measurement_advice(one.key, name)
                 assert how.how, one.key
                 assert bool(how.command) == bool(how.fact), one.key
                 at: Any = written
@@ -128,7 +127,7 @@ def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
     assert {RINGS, PACE, UNCALIBRATED_KERNELS.key} <= set(seen)
     runs_of_others = {"device.time.spread"} | rates & set(seen)
     assert {key for key, how in seen.items() if not how.command} == runs_of_others != {"device.time.spread"}
-    assert "--system dgx2 --profile" in measurement(RINGS, "dgx2").command
+    assert "--system dgx2 --profile" in measurement_advice(RINGS, "dgx2").command
 
 
 @pytest.fixture

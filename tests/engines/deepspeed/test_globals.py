@@ -67,7 +67,7 @@ def test_torch_is_as_it_was(two: RankPool) -> None:
 
 ALONE = """
 from repro import engines
-engines.load("deepspeed", "cpu")  # as before a limit of memory is set
+engines.import_libraries("deepspeed", "cpu")  # as before a limit of memory is set
 from repro.config import Layout
 from tests.training import tiny, train
 trained = train(tiny(Layout(zero=2, micro_batch=8, precision="bf16"), engine="deepspeed", steps=4))

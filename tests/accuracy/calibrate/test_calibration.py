@@ -13,10 +13,9 @@ import pytest
 
 from repro import cli
 from repro.accuracy.calibrate import clock, plan
-from repro.accuracy.calibrate.command import calibrate
+from repro.accuracy.calibrate.calibration import LocalMachine, calibrate
 from repro.accuracy.calibrate.document import STEP
 from repro.accuracy.calibrate.fit import rate_of
-from repro.accuracy.calibrate.machines import Here
 from repro.accuracy.calibrate.target import run_rank
 from repro.config import Layout, suites, systems
 from repro.config.errors import ConfigError
@@ -40,7 +39,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a quick calibration with two ranks."""
     path = tmp_path_factory.mktemp("calibrate") / "here.toml"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("repro.accuracy.calibrate.machines.TARGET", SMALL_CACHE)
+        patch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
         assert (
             cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
         )
@@ -109,7 +108,7 @@ def test_one_rank_has_no_collectives(
 ) -> None:
     """The rank is this process, and measures the operators of one step."""
 
-    def measure(self: Here, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+    def measure(self: LocalMachine, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
         first = job.experiments[0]
         HeartbeatReader(tmp_path / "heartbeat", 1)
         heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
@@ -118,7 +117,7 @@ def test_one_rank_has_no_collectives(
         )
         return {"outcome": "ok", "results": [found[first.key]], "load": 0.0}
 
-    monkeypatch.setattr(Here, "measure", measure)
+    monkeypatch.setattr(LocalMachine, "measure", measure)
     monkeypatch.setattr(clock, "cache_bytes", lambda device: CACHE)
     path = tmp_path / "one.toml"
     asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
@@ -134,7 +133,7 @@ def test_a_rank_that_fails_is_an_outcome(
 ) -> None:
     """Nothing is written, the cause is one line, and the exit code says that it failed."""
     monkeypatch.setattr(
-        "repro.accuracy.calibrate.machines.TARGET", "repro.accuracy.calibrate.target:no_such_function"
+        "repro.accuracy.calibrate.calibration.TARGET", "repro.accuracy.calibrate.target:no_such_function"
     )
     path = tmp_path / "a.toml"
     assert cli.main(["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick"]) == 1
@@ -233,13 +232,13 @@ network = {{ nodes = 2, ranks_per_node = 1, between = 2e7 }}
 name = "alone"
 model = "own"
 """)
-    found = plan.of_suites([suites.load(suite)] * 2, "local", 2, quick=True)
+    found = plan.suite_experiments([suites.load(suite)] * 2, "local", 2, quick=True)
     assert [e.name for e in found] == ["one"]
     assert found[0].network is None
     with pytest.raises(ConfigError, match="3 ranks"):
-        plan.of_suites([suites.load(suite)], "local", 3, quick=True)
+        plan.suite_experiments([suites.load(suite)], "local", 3, quick=True)
     output = tmp_path / "here.toml"
-    monkeypatch.setattr("repro.accuracy.calibrate.machines.TARGET", SMALL_CACHE)
+    monkeypatch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:

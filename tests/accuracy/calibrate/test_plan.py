@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from repro.accuracy.calibrate import document_links, spans
-from repro.accuracy.calibrate.spans import BETWEEN, INSIDE, Kind
+from repro.accuracy.calibrate import link_tables, plan
+from repro.accuracy.calibrate.plan import BETWEEN, INSIDE, GroupKind
 from repro.parallel import mesh as meshes
 
 
@@ -13,12 +13,12 @@ from repro.parallel import mesh as meshes
     ("world", "per_node", "expected"),
     [
         (1, 1, []),
-        (2, 2, [Kind(2, 2, 1)]),
-        (4, 4, [Kind(4, 4, 1), Kind(2, 2, 1), Kind(2, 2, 2)]),
-        (3, 3, [Kind(3, 3, 1)]),
-        (4, 2, [Kind(4, 2, 1), Kind(2, 2, 1), Kind(2, 1, 2)]),
-        (4, 1, [Kind(4, 1, 1)]),
-        (6, 3, [Kind(6, 3, 1), Kind(3, 3, 1), Kind(2, 1, 3)]),
+        (2, 2, [GroupKind(2, 2, 1)]),
+        (4, 4, [GroupKind(4, 4, 1), GroupKind(2, 2, 1), GroupKind(2, 2, 2)]),
+        (3, 3, [GroupKind(3, 3, 1)]),
+        (4, 2, [GroupKind(4, 2, 1), GroupKind(2, 2, 1), GroupKind(2, 1, 2)]),
+        (4, 1, [GroupKind(4, 1, 1)]),
+        (6, 3, [GroupKind(6, 3, 1), GroupKind(3, 3, 1), GroupKind(2, 1, 3)]),
         (16, 8, [(16, 8, 1), (8, 8, 1), (8, 4, 2), (4, 4, 1), (4, 2, 4), (2, 2, 1), (2, 1, 8)]),
     ],
 )
@@ -29,7 +29,7 @@ def test_kinds(
         monkeypatch.setattr(
             meshes, "distributed_mesh", lambda layout, kind, r=rank: meshes.shape_only_mesh(layout, r)
         )
-        found = spans.kinds(world, per_node, "cpu")
+        found = plan.group_kinds(world, per_node, "cpu")
         assert list(found) == expected
         for kind, group in found.items():
             assert group.size == kind.ranks
@@ -52,7 +52,7 @@ def test_pipelines(
 ) -> None:
     """Neighbours on a node, and the ranks of one place on each node."""
     monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
-    found = {place: group.ranks for place, group in spans.pipelines(4, per_node, "cpu").items()}
+    found = {place: group.ranks for place, group in plan.pipeline_groups(4, per_node, "cpu").items()}
     expected = {INSIDE: inside, BETWEEN: between}
     assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}
 
@@ -76,7 +76,7 @@ def test_tables_of_two_nodes() -> None:
         "overlap": {INSIDE: {"all_reduce": 0.5}, BETWEEN: {"all_reduce": 0.1}},
     }
     links = {"memory": {"per": "device", "bandwidth": {"value": "unknown", "source": "x"}}}
-    found = document_links.tables([result] * 4, links, "all at once")
+    found = link_tables.link_tables([result] * 4, links, "all at once")
     assert found["memory"]["bandwidth"]["value"] == pytest.approx(1e9)
     assert found["memory"]["collectives"]["all_reduce"]["ranks"] == 2
     network = found["inter-node"]

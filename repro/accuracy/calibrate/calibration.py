@@ -1,4 +1,7 @@
-"""What is measured: this machine, or nodes that SLURM gives; both answer alike."""
+"""Calibration of a machine: check the options, measure on its ranks and write the system file.
+
+The ranks run on this machine or on nodes that SLURM allocates.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,141 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from repro.accuracy.calibrate import plan
+from repro.accuracy.calibrate.document import system_tables, toml_text
 from repro.config.errors import ConfigError, require
+from repro.config.files import check_writable
 from repro.config.sizes import at_most
-from repro.config.systems.load import HERE
+from repro.config.suites import load
+from repro.config.systems.load import HERE, names, parse
 from repro.launch import local_capacity
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover, load_system
+from repro.util import files
 from repro.util.resources import usable_cores
 
 TARGET = "repro.accuracy.calibrate.target:run_rank"
 TWIN_TARGET = "repro.accuracy.calibrate.target:run_rank_of_twin"
-RANKS_ON_CORES = 2
+DEFAULT_CORE_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Outcome of a calibration, and the system file if the outcome is `ok`."""
+
+    outcome: str
+    """`ok`, or the failure of an experiment."""
+    reason: str
+    signal: int
+    """Signal that stopped the calibration; 0 for none."""
+    seconds: float
+    path: Path
+    document: dict[str, Any] = field(default_factory=dict)
+    """Tables of the system file."""
+
+
+def calibrate(
+    system: str,
+    gpus: int,
+    output: Path | None,
+    profile: Path | None,
+    nodes: int,
+    quick: bool,
+    suites: Sequence[Path] = (),
+    *,
+    quiet: bool,
+) -> Calibrated:
+    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
+
+    `gpus` counts the ranks of each node. `suites` replace the steps of usual sizes by the steps of these suites: their
+    twins run on emulated networks, so only single messages are measured. `quiet` silences standard error.
+
+    Raises:
+        ConfigError: An option is wrong, or two options contradict each other.
+    """
+    path = _checked_output(output or Path(f"{system}-calibrated.toml"))
+    if profile is None and nodes:
+        raise ConfigError("--nodes", nodes, says="needs --profile, whose cluster has them")
+    if profile is not None and suites:
+        right = "goes without --profile: a twin runs on this machine"
+        raise ConfigError("--suite", str(suites[0]), says=right)
+    machine: Machine = (
+        LocalMachine(system, gpus, target=TWIN_TARGET if suites else TARGET)
+        if profile is None
+        else ClusterNodes(system, profile, nodes or 1, gpus, path)
+    )
+    if suites:
+        experiments = plan.suite_experiments(list(map(load, suites)), machine.system, machine.ranks, quick)
+    else:
+        experiments = plan.step_experiments(
+            machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
+        )
+    began = time.perf_counter()
+    with Interrupt() as interrupt:
+        answer = machine.measure(Job(experiments=experiments), interrupt, quiet=quiet)
+    document: dict[str, Any] = {}
+    if answer["outcome"] == "ok" and not interrupt:
+        document = system_tables(
+            system,
+            machine.precision,
+            answer["results"],
+            repeats=experiments[0].training.steps,
+            load=answer["load"],
+            quick=quick,
+            site=allocation_facts(answer["place"]) if "place" in answer else None,
+        )
+        parse(document, name=path.stem, file=str(path))
+        files.replace(path, toml_text(document))
+    seconds = round(time.perf_counter() - began, 1)
+    return Calibrated(answer["outcome"], answer.get("reason", ""), interrupt.signal, seconds, path, document)
+
+
+def _checked_output(path: Path) -> Path:
+    """Return `path` if a system file can be written to it; check before the measurement, which takes minutes."""
+    require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
+    require(
+        path.stem not in names(),
+        "--output",
+        str(path),
+        f"a file that is not called as the packaged system {path.stem}",
+    )
+    check_writable("--output", path)
+    return path
 
 
 class Machine(Protocol):
-    """Where ranks run, and how many."""
+    """Machine or cluster on which the ranks run."""
 
     system: str
-    """As an experiment names it: it decides between processor cores and GPUs."""
+    """System name of an experiment; it selects processor cores or GPUs."""
     ranks: int
     per_node: int
     precision: str
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """`outcome`, `reason`, `results` of the ranks, `load` before they began, and `place`, of an
-        allocation what `repro.launch.slurm.allocation.nodes.slurm_provenance` says."""
+        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the `load` before they started.
+
+        An allocation adds `place`: see `repro.launch.slurm.allocation.nodes.slurm_provenance`.
+        """
 
 
-class Here:
+class LocalMachine:
     """This machine."""
 
-    def __init__(self, system: str, gpus: int, *, target: str = ""):
-        """`gpus`: ranks; 0: every GPU, or 2 on cores.  `target`: what they do, if not all that is usual.
+    def __init__(self, system: str, gpus: int, *, target: str):
+        """Check the options.
 
-        Raises `ConfigError`.
+        `gpus` counts the ranks; 0 stands for all GPUs, or for 2 ranks on cores. `target` names the function of a rank.
+
+        Raises:
+            ConfigError: The machine does not have the requested devices.
         """
         self.target = target
         if system not in local_capacity.DEVICES:
@@ -59,26 +159,29 @@ class Here:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
         if on_cpu:
             at_most("--gpus", gpus, local_capacity.max_ranks())
-        self.ranks = gpus or (min(RANKS_ON_CORES, usable_cores()) if on_cpu else visible)
+        self.ranks = gpus or (min(DEFAULT_CORE_RANKS, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """See `Machine`."""
         if not quiet:
             print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
-        ending, results = run_once(job, interrupt, target=self.target or TARGET)
+        ending, results = run_once(job, interrupt, target=self.target)
         return {"outcome": ending.outcome, "reason": ending.reason, "results": results, "load": load}
 
 
-class Nodes:
-    """Nodes of a cluster, in one job."""
+class ClusterNodes:
+    """Nodes of a cluster in one SLURM job."""
 
     def __init__(self, system: str, profile_file: Path, nodes: int, per_node: int, output: Path):
-        """`per_node`: 0: all that the profile allows.  `output`: in a folder that the nodes see.
+        """Check the options against the profile and the partition.
 
-        Raises `ConfigError`.
+        `per_node` counts the ranks of a node; 0 stands for all ranks that the profile allows. The nodes must share the
+        folder of `output`.
+
+        Raises:
+            ConfigError: The cluster does not have the requested nodes, or SLURM does not answer.
         """
         from repro.launch.slurm import profile
         from repro.launch.slurm.submission import profile_check
@@ -96,7 +199,7 @@ class Nodes:
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
         on_cpu = local_capacity.DEVICES.get(system) == "cpu"
-        # What a site's "local-gpu" is cannot be known here; every GPU has fp16.
+        # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
         self.precision = (
             "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision
         )
@@ -117,7 +220,6 @@ class Nodes:
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """See `Machine`."""
         from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
         from repro.launch.slurm.submission import submit
         from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
@@ -147,8 +249,8 @@ class Nodes:
         return answer
 
 
-def facts(place: dict[str, Any]) -> dict[str, Any]:
-    """Of an allocation, what a system file keeps: job, partition, nodes."""
+def allocation_facts(place: dict[str, Any]) -> dict[str, Any]:
+    """Return job, partition and nodes of an allocation as facts of a system file."""
     return {
         "slurm_job": place["job_id"],
         **({"slurm_partition": place["partition"]} if place["partition"] else {}),

@@ -12,7 +12,7 @@ import torch
 
 from repro.accuracy.calibrate import document
 from repro.accuracy.calibrate.clock import OperatorClock
-from repro.accuracy.calibrate.silent import STEPS, Silent, silent_step
+from repro.accuracy.calibrate.timed_steps import TIMED_STEPS, SilentTransport, time_silent_step
 from repro.config import Layout
 from repro.config.timing import OperatorRate
 from repro.parallel import mesh as meshes
@@ -33,7 +33,7 @@ LAYOUTS = {
 def test_it_calls_the_operators_of_the_real_step(layout: Layout) -> None:
     experiment = tiny(layout)
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
-    found = silent_step(experiment, clock)
+    found = time_silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     expected = Counter[str]()
     for times, operator in traced.operators():
@@ -51,11 +51,11 @@ def test_it_tells_what_is_computed_between_messages() -> None:
     """Of each step as many parts as it has messages: together no more than the step, whose end has none."""
     experiment = tiny(LAYOUTS["tp"])
     clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
-    found = silent_step(experiment, clock)
+    found = time_silent_step(experiment, clock)
     traced = trace(experiment, roles(experiment)[0], gloo=True)
     sent = sum(isinstance(event, Message) and event.op != SEND for event in traced.step)
-    assert [len(parts) for parts in found["between"]] == [sent] * STEPS
-    assert 0 < sum(map(sum, found["between"])) / STEPS <= found["seconds"]
+    assert [len(parts) for parts in found["between"]] == [sent] * TIMED_STEPS
+    assert 0 < sum(map(sum, found["between"])) / TIMED_STEPS <= found["seconds"]
 
 
 @pytest.mark.parametrize(("jitter", "spread"), [(1e-3, 0.05), (1e-3, 0.0), (0.0, 0.05), (0.0, 0.0)])
@@ -67,10 +67,12 @@ def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, s
 
     def rank() -> dict[str, object]:
         slower = draw.gauss(1, spread)
-        steps = [[slower * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(STEPS)]
-        return {"between": steps, "seconds": sum(map(sum, steps)) / STEPS}
+        steps = [
+            [slower * draw.gauss(mean, (jitter * mean) ** 0.5) for mean in parts] for _ in range(TIMED_STEPS)
+        ]
+        return {"between": steps, "seconds": sum(map(sum, steps)) / TIMED_STEPS}
 
-    said = document._unlike([tuple(rank() for _ in range(ranks))])
+    said = document._rank_differences([tuple(rank() for _ in range(ranks))])
     found = {key: number["value"] for key, number in said.items()}
     assert found["jitter_s"] == pytest.approx(jitter, rel=0.1, abs=1e-12)
     assert found["spread"] == pytest.approx(spread, rel=0.2, abs=3e-3)
@@ -79,11 +81,11 @@ def test_ranks_differ_from_moment_to_moment_and_from_each_other(jitter: float, s
 def test_what_a_message_brings_is_never_tiny() -> None:
     gathered, received = torch.full((2, 12), 1e-40)
     gathered[4:8] = torch.arange(1.0, 5)
-    Silent().all_gather(gathered, gathered[4:8]).wait()
+    SilentTransport().all_gather(gathered, gathered[4:8]).wait()
     assert gathered.tolist() == [1, 2, 3, 4] * 3, (
         "every rank's part is like this one's, which is a part of the result"
     )
-    Silent().receive(received, 1, 0).wait()
+    SilentTransport().receive(received, 1, 0).wait()
     assert received.tolist() == [0.5] * 12
 
 
@@ -100,7 +102,7 @@ def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
 
 FAULTS = """
 import resource, torch
-from repro.accuracy.calibrate import silent
+from repro.accuracy.calibrate import timed_steps
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Experiment, Layout, Model
 from repro.util import heap
@@ -119,8 +121,8 @@ heap.keep_freed()
 heap.reserve, before = counted, None
 model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
 layout = Layout(dp=4, zero=3, micro_batch=4, global_batch=16)
-clock = OperatorClock(torch.device("cpu"), meshes.single().world, repeats=1, neighbours=64)
-silent.silent_step(Experiment(name="one", model=model, layout=layout), clock)
+clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
+timed_steps.time_silent_step(Experiment(name="one", model=model, layout=layout), clock)
 print(faults() - before)
 """
 
