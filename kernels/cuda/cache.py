@@ -15,7 +15,7 @@ from pathlib import Path
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.compile import Compiled, Target
 from repro.kernels.cuda.program import Program, headers
-from repro.util.files import replace
+from repro.util.files import replace_file
 
 FOLDER = "REPRO_KERNEL_CACHE"
 """The variable that names another folder."""
@@ -86,4 +86,4 @@ def _read(path: Path) -> Compiled | None:
 def _write(path: Path, content: Compiled) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"sha256": hashlib.sha256(content.code).hexdigest(), "log": content.log}
-    replace(path, json.dumps(about).encode() + b"\n" + content.code)
+    replace_file(path, json.dumps(about).encode() + b"\n" + content.code)

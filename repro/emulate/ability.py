@@ -19,7 +19,7 @@ def missing() -> str:
     if not sys.platform.startswith("linux"):
         return "network namespaces, which only Linux has"
     if not extras.is_installed("pyroute2"):
-        return extras.missing("pyroute2")
+        return extras.missing_package_hint("pyroute2")
     if not shutil.which("nsenter"):
         return "nsenter, of util-linux"
     try:

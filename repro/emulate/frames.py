@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from repro.config import EmulatedNetwork
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 ETHERNET, HEADERS = 14, 52
 """Bytes of an Ethernet header, which a token bucket counts; of IPv4 and TCP with a time stamp, within the MTU."""

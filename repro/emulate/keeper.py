@@ -16,8 +16,7 @@ from typing import Any
 from repro.config import EmulatedNetwork
 from repro.config.errors import require
 from repro.emulate.frames import mtu, payload_share
-from repro.util.processes import die_with_parent
-from repro.util.resources import usable_cores
+from repro.util.processes import die_with_parent, usable_cores
 
 
 def main() -> int:

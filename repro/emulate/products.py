@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 from repro.config.network import core_share
 from repro.emulate.network import NoNetwork
-from repro.util.cores import computing
-from repro.util.resources import usable_cores
+from repro.util.processes import count_compute_cores, usable_cores
 
 PRODUCTS = "products_flops_per_s"
 """The fact of a calibrated file that has it."""
@@ -28,7 +27,7 @@ WIDTH = 192
 
 def of_a_rank(world: int) -> float:
     """FLOP/s of each of `world` ranks on this machine, held to their share of the cores.  Raises `NoNetwork`."""
-    cores = computing(usable_cores())
+    cores = count_compute_cores(usable_cores())
     running = [
         subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
         for _ in range(min(cores, world))

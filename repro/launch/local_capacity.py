@@ -12,7 +12,7 @@ from repro.emulate import ability
 from repro.model.parameters import total
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
-from repro.util.resources import memory_and_swap, usable_cores
+from repro.util.processes import memory_and_swap, usable_cores
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Device type of each system that the local launcher supports."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from repro import __version__
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 PACKAGES = (
     *(

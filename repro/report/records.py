@@ -100,7 +100,7 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
         "resident": units.size(of("memory.rss_peak_bytes")),
         "of_gpu": "" if beside is None else f"{units.size(beside)} of its GPU",
         "sent": units.size(of("comm.sent_bytes")),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NOTHING,
+        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
         **record_identity(record),
     }
 
@@ -125,7 +125,7 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
         "layout": f"{words.layout(values)}, micro-batch {values.micro_batch}",
         "outcome": record.outcome,
         "reason": units.readable(record.reason),
-        "step": units.seconds(metrics.get(STEP_SECONDS)) if basis else units.NOTHING,
+        "step": units.seconds(metrics.get(STEP_SECONDS)) if basis else units.NO_VALUE,
         "rests_on": basis,
         "states": units.size(metrics.get("memory.states_bytes")),
         "peak": units.size(metrics.get("memory.peak_bytes")),

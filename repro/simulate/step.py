@@ -16,7 +16,7 @@ from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 NO_STEP_TIME = "the step does not fit"
 """Why nothing is said of its time."""
@@ -170,7 +170,7 @@ def _sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
     return found
 
 
-@uncollected()
+@pause_garbage_collection()
 def simulate(
     experiment: Experiment,
     system: System,

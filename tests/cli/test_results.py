@@ -16,7 +16,7 @@ from repro.launch.simulated import attempt
 from repro.report.text import results as view
 from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
-from repro.util.table import sparkline
+from repro.util.console import sparkline
 from tests.launch.runs import experiments, run, write_suite
 from tests.records import changed
 from tests.report import synthetic

@@ -29,10 +29,8 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         emulated_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world]
     )
     monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.2)
-    monkeypatch.setattr(
-        emulated_network.DividedCores, "divide", lambda self: None
-    )  # of the tests' own process
-    monkeypatch.setattr(emulated_network.heap, "keep_freed", lambda: None)
+    monkeypatch.setattr(emulated_network.CoreAssignment, "apply", lambda self: None)
+    monkeypatch.setattr(emulated_network.processes, "keep_freed_memory", lambda: None)
     return path
 
 

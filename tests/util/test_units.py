@@ -63,7 +63,7 @@ def test_numbers(value: float | None, text: str) -> None:
 
 def test_parameters_and_arithmetic() -> None:
     counts = (842, 236_928, 39_594_240, 1_557_611_200, 1_008_038_758_400)
-    assert [units.parameters(n) for n in counts] == ["842", "236.9K", "39.59M", "1.558B", "1.008T"]
+    assert [units.parameter_count(n) for n in counts] == ["842", "236.9K", "39.59M", "1.558B", "1.008T"]
     assert units.flop(1.683e14) == "168 TFLOP"
     assert (units.flop_rate(312e12), units.flop_rate(None)) == ("312 TFLOP/s", "–")
     assert (units.percent(37 / 480), units.percent(-0.05, sign=True)) == ("7.7 %", "-5.0 %")

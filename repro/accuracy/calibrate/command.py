@@ -83,7 +83,7 @@ def calibrate(
             site=facts(answer["place"]) if "place" in answer else None,
         )
         parse(document, name=path.stem, file=str(path))
-        files.replace(path, toml.text(document))
+        files.replace_file(path, toml.text(document))
     seconds = round(time.perf_counter() - began, 1)
     return Calibrated(answer["outcome"], answer.get("reason", ""), interrupt.signal, seconds, path, document)
 

@@ -16,7 +16,7 @@ from repro.launch import local_capacity
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover, load_system
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 TARGET = "repro.accuracy.calibrate.target:run_rank"
 TWIN_TARGET = "repro.accuracy.calibrate.target:run_rank_of_twin"

@@ -28,7 +28,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import roles, trace
-from repro.util import heap
+from repro.util import processes
 
 STEPS = 3
 """Timed, of each rank, after one that is not."""
@@ -67,7 +67,7 @@ def silent_step(
     spent, between = [], []
     for turn in range(1 + STEPS):
         if turn == 1:
-            heap.reserve(tracker.peak["total"], clock.group.size)
+            processes.reserve_heap(tracker.peak["total"], clock.group.size)
         clock.group.barrier()
         marks.clear()
         began = time.thread_time()

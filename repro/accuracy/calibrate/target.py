@@ -30,9 +30,8 @@ from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
 from repro.simulate.time.emulated import RING_COLLECTIVE
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
-from repro.util.resources import usable_cores
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 MOST_CALLS, QUICK_CALLS = 6, 3
 """Sizes at which an operator is measured; products and attention, whose shapes matter, at twice as many."""
@@ -71,10 +70,10 @@ def _measure(
         groups = kinds(world, per_node, device)
         chains = pipelines(world, per_node, device)
         if not collectives:
-            heap.keep_freed()
-            divided = DividedCores(rank)
-            divided.divide()
-            cores, carrying = computing(cores), len(divided.carrying)
+            processes.keep_freed_memory()
+            divided = CoreAssignment(rank)
+            divided.apply()
+            cores, carrying = count_compute_cores(cores), len(divided.messages)
         whole = next(iter(groups.values()), meshes.single().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0

@@ -21,5 +21,5 @@ def write(path: Path) -> Suite:
     check_name("FILE", path.stem)
     check_writable("FILE", path)
     text = TEMPLATE.read_text(encoding="utf-8").replace("FILE", str(path))
-    files.replace(path, text.replace('name = "NAME"', f"name = {json.dumps(path.stem)}"))
+    files.replace_file(path, text.replace('name = "NAME"', f"name = {json.dumps(path.stem)}"))
     return load(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro.launch.doctor.kernels import asked
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _memory() -> Check:
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
-    most = f"{units.parameters(free / 16)} parameters in all ranks together, at 16 bytes each"
+    most = f"{units.parameter_count(free / 16)} parameters in all ranks together, at 16 bytes each"
     psi = f"mixed-precision model states of at most {most}"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 

@@ -17,8 +17,8 @@ from repro.emulate import products
 from repro.launch.job import NETWORK_FILE, Job
 from repro.launch.rank.throttle import Throttle
 from repro.results.record_parts import RankOnNetwork
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores
 
 RATE_PROBE_S = 0.6
 MAX_RATE_ATTEMPTS = 15
@@ -37,10 +37,10 @@ class EmulatedNetworkRank:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        heap.keep_freed()
-        self._cores = DividedCores(rank)
-        self._cores.divide()
-        self.throttle = Throttle(core_share(network.world, computing(found["cores"])))
+        processes.keep_freed_memory()
+        self._cores = CoreAssignment(rank)
+        self._cores.apply()
+        self.throttle = Throttle(core_share(network.world, count_compute_cores(found["cores"])))
         self.throttle.start()
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
@@ -64,8 +64,8 @@ class EmulatedNetworkRank:
     def timed(self, peak_bytes: int) -> None:
         """Timed steps begin, which hold `peak_bytes`.  Threads that carry messages are there by now, and go where
         these are carried."""
-        self._cores.divide()
-        heap.reserve(peak_bytes, self._world)
+        self._cores.apply()
+        processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:

@@ -7,8 +7,8 @@ before each message, before each wait for one (which goes on meanwhile, as besid
 libraries that do not say when they send, whenever the kernel's timer of processor time says so; not again before each
 of the thirty messages that gloo makes of a collective of sixteen ranks, since whoever wakes finds others' data in the
 cache and computes for longer.  Only the thread that computes is held; those that carry messages are not, and are on
-other cores (`repro.util.cores`): a kernel without `IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames that
-come there.
+other cores (`repro.util.processes`): a kernel without `IRQ_TIME_ACCOUNTING` charges whoever has a core with the frames
+that come there.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     if output is None:
         sys.stdout.write(appendix(own))
         return 0
-    files.write(output, appendix(own))
+    files.write_file(output, appendix(own))
     return 0
 
 

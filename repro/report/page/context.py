@@ -23,7 +23,7 @@ from repro.report.evidence import JudgedStore
 from repro.report.records import Machines, measured_row, record_identity, simulated_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
-from repro.util.units import NOTHING, interval
+from repro.util.units import NO_VALUE, interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -115,7 +115,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
             "note": answers[0].question.note,
             "published": answers[0].published,
             "answers": [
-                {"text": one.text or NOTHING, "word": one.word or one.lacks, "rests_on": one.rests_on}
+                {"text": one.text or NO_VALUE, "word": one.word or one.lacks, "rests_on": one.rests_on}
                 for one in answers
             ],
         }

@@ -36,8 +36,7 @@ from repro.launch.slurm.monitoring.case_states import (
 from repro.launch.slurm.monitoring.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
-from repro.util.console import print_json, stdout
-from repro.util.table import table
+from repro.util.console import new_table, print_json, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +89,7 @@ def _print_cases(cases: list[CaseState], warnings: list[str], console: Console) 
 def _cases_table(cases: list[CaseState]) -> Table:
     from rich.text import Text
 
-    made = table("case", "job", "state", "nodes", "", left=5, wrap=("",))
+    made = new_table("case", "job", "state", "nodes", "", left=5, wrap=("",))
     for case in cases:
         state = (
             f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state

@@ -18,8 +18,7 @@ from repro.measure.local_system import load_system
 from repro.model.parameters import count, total
 from repro.model.states import states_bytes
 from repro.util import units
-from repro.util.console import print_json, stdout
-from repro.util.table import table
+from repro.util.console import new_table, print_json, stdout
 
 ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
@@ -65,7 +64,7 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 def _print_all_models(models: list[Model]) -> None:
     headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
-    rows = table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
+    rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total(model)
         rows.add_row(
@@ -96,7 +95,7 @@ def _print_model(model: Model) -> None:
     psi = total(model)
     published = f", published as {model.published_name}" if model.published_name else ""
     console.print(
-        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameters(psi)}{published})"
+        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameter_count(psi)}{published})"
     )
     console.print(
         f"{_layer_count(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
@@ -105,13 +104,13 @@ def _print_model(model: Model) -> None:
     if other := model.departures():
         keys = ", ".join(f"{key} {value}" for key, value in other.items())
         console.print(f"Not as in GPT-2: {keys}\n", markup=False)
-    parts = table("part", "parameters", "share")
+    parts = new_table("part", "parameters", "share")
     for part, size in count(model).items():
         parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
     console.print(parts)
 
     console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
-    states = table("stage", *map(str, ZERO_DEGREES))
+    states = new_table("stage", *map(str, ZERO_DEGREES))
     for stage, label in enumerate(ZERO_STAGES):
         states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in ZERO_DEGREES))
     console.print(states)
@@ -180,7 +179,7 @@ def _bandwidth(system: System, link: str) -> str:
 def _print_all_systems(systems: list[System]) -> None:
     headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
-    rows = table("system", "device", *headings, left=2, wrap=("device",), gap=1)
+    rows = new_table("system", "device", *headings, left=2, wrap=("device",), gap=1)
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")

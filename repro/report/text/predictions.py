@@ -22,7 +22,7 @@ from repro.simulate.plan.candidates import (
     device_memory_limit,
     parse_memory_size,
 )
-from repro.util.console import print_json, waiting
+from repro.util.console import print_json, show_progress
 
 
 def print_simulation(model: str, asked: LayoutQuery, timeline: Path | None, json: bool) -> int:
@@ -36,7 +36,7 @@ def print_simulation(model: str, asked: LayoutQuery, timeline: Path | None, json
     from repro.simulate.step import NO_STEP_TIME
     from repro.simulate.step import simulate as run
 
-    with waiting(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
+    with show_progress(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
         found = run(
             experiment,
             on,
@@ -100,7 +100,7 @@ def print_fit(asked: LayoutQuery, model: str, sizes: dict[str, int], search: str
 
     known = models.load(model) if model else None
     question = fits.question_of(_system(asked), asked, known, sizes, search)
-    with waiting(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
+    with show_progress(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
         answer = fits.fit_by_simulation(question)
     document = fits.fit_document(question, answer)
     if json:
@@ -179,7 +179,7 @@ def print_plan(
     count = len(candidates.candidates(request))
     from repro.util.workers import Workers
 
-    with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
+    with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
         from repro.report.text.fit_and_plan import print_layouts
         from repro.simulate.plan.plan import search_layouts as run
@@ -202,7 +202,7 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
 
     tensor, stages = map_axes(request)
     what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
-    with waiting(what), Workers() as workers:
+    with show_progress(what), Workers() as workers:
         cells = search_map(request, tensor, stages, limits, workers)
     if json:
         print_json(map_document(request, cells, limits))

@@ -30,7 +30,7 @@ from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Ti
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
 from repro.simulate.trace.repeat import BlockRepeater, recordings_of
 from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 ORDINARY = 1
 """The micro-batch that stands for those that were not run."""
@@ -179,7 +179,7 @@ def trace(
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    with uncollected(), uncompiled(), recorder:
+    with pause_garbage_collection(), uncompiled(), recorder:
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
         recorder.under_way = lambda: (

@@ -21,7 +21,7 @@ from repro.launch.rank.device_settings import cuda_device_index
 from repro.launch.slurm.allocation import nodes
 from repro.launch.slurm.allocation.nodes import hardware_mismatch, is_other_gpu
 from repro.measure import provenance
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 from tests.launch.slurm.reports import V100, card, node
 
 

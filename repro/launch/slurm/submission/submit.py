@@ -64,7 +64,7 @@ def submit_suite(
         return 0
     if site.private:
         os.umask(site.umask)
-    extras.require("slurm")
+    extras.require_extras("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
     profile_check.require_writable_folder(site, results)
     with registry.submitting():

@@ -35,7 +35,7 @@ from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import ORDINARY, Trace
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 SCHEDULED_STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""
@@ -198,7 +198,7 @@ class StepTimes:
         return found
 
 
-@uncollected()
+@pause_garbage_collection()
 def times_of(
     model: Model,
     seq: int,
@@ -210,7 +210,7 @@ def times_of(
     return [times.family(layouts, traced) for layouts, traced in families]
 
 
-@uncollected()
+@pause_garbage_collection()
 def intervals_of(
     model: Model,
     seq: int,
