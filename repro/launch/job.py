@@ -16,7 +16,7 @@ STOP_FILE = "stop"
 """A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
 
 NETWORK_FILE = "network.json"
-"""In the launch's folder: `repro.emulate.network.Facts` of the network that the ranks are on, if they are on one."""
+"""File in the launch's folder with the `repro.emulate.network.NetworkFacts` of the ranks' network, if they have one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from repro import engines
 from repro.config import Experiment
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.sizes import RANKS_PER_CORE, Most
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.model.parameters import total
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
@@ -29,7 +29,7 @@ def missing_requirement(experiment: Experiment) -> str:
         return f"{world} processes, and this machine takes {max_ranks().value} ({max_ranks().why})"
     if lacking := engines.missing(experiment.engine):
         return lacking
-    return ability.missing() if experiment.network is not None else ""
+    return lab.missing_requirement() if experiment.network is not None else ""
 
 
 def max_ranks() -> Most:

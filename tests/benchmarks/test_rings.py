@@ -18,9 +18,8 @@ from typing import IO, Any
 import pytest
 
 from repro.config import EmulatedNetwork
-from repro.emulate.frames import payload_share
 from repro.emulate.links import address
-from repro.emulate.network import RunningNetwork
+from repro.emulate.network import RunningNetwork, payload_share
 from tests.launch.runs import ROOT
 
 NETWORK = EmulatedNetwork(nodes=4, ranks_per_node=4, between=6.3e6, within=7.8e6)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from repro.config import EmulatedNetwork
-from repro.emulate.frames import ETHERNET, HEADERS
+from repro.emulate.network import ETHERNET_BYTES, HEADER_BYTES
 from repro.results.record_parts import NetworkReport
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -45,5 +45,5 @@ def experiments(results: Path) -> Iterator[ExperimentRecord]:
 
 def most_over_ledger(network: NetworkReport) -> float:
     """Data has a header for each packet at most, and an acknowledgement comes back for each at most."""
-    packet = network.mtu - HEADERS
-    return (packet + 2 * (HEADERS + ETHERNET)) / packet
+    packet = network.mtu - HEADER_BYTES
+    return (packet + 2 * (HEADER_BYTES + ETHERNET_BYTES)) / packet

@@ -103,7 +103,7 @@ def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         for rank, rate in enumerate(rates):
             rate.copy_(mine * (1 + rank))
 
-    monkeypatch.setattr(emulated_network.products, "flop_in", flop_in)
+    monkeypatch.setattr(emulated_network.compute_rate, "count_flop", flop_in)
     monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("all there"))
     monkeypatch.setattr(emulated_network.dist, "all_gather", all_gather)
     throttle: Any = SimpleNamespace(settle=settle)

@@ -13,7 +13,7 @@ from repro.accuracy.calibrate.fit import Measurement
 from repro.accuracy.calibrate.numbers import middle, quantity, rounded
 from repro.config.network import core_share
 from repro.config.timing import EXCHANGE, MESSAGE, OperatorRate
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.measure.statistics import quantile
 from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
@@ -252,7 +252,7 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     """What a rank's products reach when it is held to its share of a core."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
-    return {PRODUCTS: rounded(middle(rates) * share), MESSAGE_CORES_FACT: ranks[0]["carrying"]}
+    return {COMPUTE_RATE_FACT: rounded(middle(rates) * share), MESSAGE_CORES_FACT: ranks[0]["carrying"]}
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:

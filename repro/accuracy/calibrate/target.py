@@ -18,7 +18,7 @@ from repro.accuracy.calibrate.silent import silent_step
 from repro.accuracy.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
@@ -185,12 +185,12 @@ def operators(
 
 def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
     """FLOP/s of this core's products while each core runs one rank, as a run measures it to scale its links
-    (`repro.emulate.products.of_a_rank`): ranks that take turns on a core take its caches from each other.
+    (`repro.emulate.compute_rate.rank_flops_per_s`): ranks that take turns on a core take its caches from each other.
 
     `place`: of this rank on its node; None on those that leave the `cores` to others meanwhile.
     """
     group.barrier()
-    found = products.of_this_core() if place < cores else None
+    found = compute_rate.core_flops_per_s() if place < cores else None
     group.barrier()
     return found
 

@@ -15,7 +15,7 @@ from repro.config.errors import ConfigError
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.emulate.frames import payload_share
+from repro.emulate.network import payload_share
 from repro.measure.local_system import load_system
 from repro.model import flops, parameters
 from repro.simulate.placement import BETWEEN_NODES, Placement

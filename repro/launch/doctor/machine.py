@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.engines import missing
 from repro.launch.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.doctor.gpu import devices
@@ -138,7 +138,7 @@ def _slurm() -> Check:
 
 def _lab() -> Check:
     """Emulated networks: one is made and taken down."""
-    lacking = ability.missing()
+    lacking = lab.missing_requirement()
     if lacking:
         return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
     meaning = "experiments with a `network`: ranks of this machine behind links of any rate"

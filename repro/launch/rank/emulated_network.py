@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.job import NETWORK_FILE, Job
 from repro.launch.rank.throttle import Throttle
 from repro.results.record_parts import RankOnNetwork
@@ -113,7 +113,7 @@ def _compute_rates(world: int, throttle: Throttle) -> list[float]:
     """FLOP/s of matrix products on every rank, all at once."""
     dist.barrier()
     began = time.perf_counter()
-    done = products.flop_in(RATE_PROBE_S, time.perf_counter)
+    done = compute_rate.count_flop(RATE_PROBE_S, time.perf_counter)
     throttle.settle()
     rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]

@@ -22,7 +22,7 @@ from repro.config import Layout, suites, systems
 from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
 from repro.config.timing import EXCHANGE, MESSAGE
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import local_capacity
 from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
@@ -57,7 +57,9 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
     assert {"device", "threads", "load_before", "spread_of_calls", "error_of_rates"} <= set(
         system.provenance.facts
     )
-    assert 1e8 < float(system.provenance.facts[PRODUCTS]) < 1e13, "of one rank, for the twins of `repro twin`"
+    assert 1e8 < float(system.provenance.facts[COMPUTE_RATE_FACT]) < 1e13, (
+        "of one rank, for the twins of `repro twin`"
+    )
     link = system.links["memory"]
     assert set(link.collectives) == set(OPERATIONS)
     for collective in link.collectives.values():

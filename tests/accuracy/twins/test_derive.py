@@ -22,7 +22,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.systems.load import parse
 from repro.config.twin import RATIO
-from repro.emulate.frames import payload_share
+from repro.emulate.network import payload_share
 from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT
 from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
