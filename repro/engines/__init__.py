@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from repro.config.engines import NATIVE
-from repro.measure.provenance import release, versions
+from repro.measure.provenance import major_minor, versions
 from repro.util import extras
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def missing(engine: str) -> str:
 def _older_torch() -> str:
     """The version of this torch if it is older; empty where it is not, or nobody can say."""
     version = versions(["torch"]).get("torch", "")
-    return version if () < release(version) < _TORCH else ""
+    return version if () < major_minor(version) < _TORCH else ""
 
 
 def load(engine: str, device_type: str) -> None:

@@ -156,8 +156,10 @@ class MemoryTracker(UncompiledMode):
             _with_total(self._now)
         if self._now["total"] > self._peak["total"]:
             self._peak, self._peak_phase = dict(self._now), self._now_phase
+        most = self._most
         for name, size in self._now.items():
-            self._most[name] = max(self._most[name], size)
+            if size > most[name]:
+                most[name] = size
 
     def _see(self, whole: torch.UntypedStorage) -> None:
         key = whole._cdata

@@ -15,7 +15,7 @@ from repro.config.enums import STEP_PHASES, Phase
 
 COMPUTE_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 CORE_TIME = "core"
-"""Processor time of the thread in the compute phases; less than the phases' seconds if the thread waited for its core."""
+"""Processor time of the thread in the compute phases, without the time in which it waited for its core."""
 
 
 @dataclass

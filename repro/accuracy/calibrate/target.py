@@ -24,7 +24,7 @@ from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.session import process_group
 from repro.measure.local_system import has_nvlink
-from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.measure.provenance import cpu, gpus, host_memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
@@ -200,7 +200,7 @@ def machine(cores: int) -> dict[str, Any]:
     return {
         "cpu": cpu()["model"],
         "cores": cores,
-        "memory": memory(),
+        "memory": host_memory(),
         "gpus": gpus(),
         "nvlink": has_nvlink(),
         "versions": versions(["torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]),

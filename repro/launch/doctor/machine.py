@@ -14,7 +14,7 @@ from repro.engines import missing
 from repro.launch.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.doctor.gpu import devices
 from repro.launch.doctor.kernels import kernels
-from repro.measure.provenance import cpu, memory, release, versions
+from repro.measure.provenance import cpu, host_memory, major_minor, versions
 from repro.util import units
 from repro.util.extras import installation
 
@@ -71,7 +71,7 @@ def _processor() -> Check:
 
 
 def _memory() -> Check:
-    state = memory()
+    state = host_memory()
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
@@ -100,7 +100,7 @@ def _torch(torch: Any) -> Check:
     if torch.version.cuda:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
-    if () < release(version) < OLDEST_TORCH:
+    if () < major_minor(version) < OLDEST_TORCH:
         return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
     if not torch.distributed.is_available():
         return Check(

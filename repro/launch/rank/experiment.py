@@ -22,11 +22,9 @@ from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.inputs import Inputs
 from repro.launch.rank.step_series import Diverged, StepSeries
-from repro.measure.collectives import CollectiveWatch
-from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import COMPUTING, CORE, StepClock
-from repro.measure.waiting import StageWaits
+from repro.measure.operators import CollectiveCounter, KernelCounter
+from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
 from repro.model import flops
 from repro.model.data import open_stream
 from repro.parallel.mesh import END, Mesh, bytes_outside_torch
@@ -65,7 +63,7 @@ class Run:
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
         self.inputs = Inputs(stream, experiment.layout, mesh.rank, device)
-        self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
+        self.kernels = KernelCounter(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
         self.network = network
@@ -230,7 +228,7 @@ class Run:
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
-        with CollectiveWatch(self.mesh) as watch:
+        with CollectiveCounter(self.mesh) as watch:
             yield
             self.engine.synchronize()
         self.comm = [TrafficRow.read(row) for row in watch.ledger.rows()]
@@ -320,8 +318,8 @@ class Run:
         return StageReport(
             **self.engine.pipeline_report(),
             idle_s=[row[Phase.IDLE] for row in rows],
-            busy_s=[sum(row[phase] for phase in COMPUTING) for row in rows],
-            core_s=[row[CORE] for row in rows],
+            busy_s=[sum(row[phase] for phase in COMPUTE_PHASES) for row in rows],
+            core_s=[row[CORE_TIME] for row in rows],
         )
 
 

@@ -17,7 +17,7 @@ from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
 from repro.config.words import counted
-from repro.measure.provenance import program
+from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.records import Machines, measured_row, record_identity, simulated_row
@@ -67,7 +67,7 @@ def context(
     named |= {row["machine"] for row in compared}
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "program": program(),
+        "program": program_version(),
         "results": str(found.results),
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),

@@ -20,7 +20,7 @@ import torch
 from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.measure.uncompiled import uncompiled
+from repro.measure.operators import without_compiler
 from repro.model.gpt import Place
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
@@ -179,7 +179,7 @@ def trace(
 
     mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    with pause_garbage_collection(), uncompiled(), recorder:
+    with pause_garbage_collection(), without_compiler(), recorder:
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
         recorder.under_way = lambda: (
