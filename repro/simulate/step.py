@@ -9,7 +9,7 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.results.record_parts import TrafficRow
 from repro.simulate.memory.allocator import Replay, replay
 from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
@@ -32,7 +32,7 @@ class RoleResult:
     traffic: list[TrafficRow]
     operator_flops: int
     """FLOP of the role's operators in a step."""
-    parameters: int
+    counts: int
 
     @property
     def by_fragmentation(self) -> bool:
@@ -111,7 +111,7 @@ class Simulation:
             "system": self.system,
             "gpus": e.layout.world,
             "layout": e.as_dict()["layout"],
-            "params": parameters.total(e.model),
+            "params": counts.total_parameters(e.model),
             "memory": {
                 "peak_bytes": fullest.memory.peak_bytes,
                 "reserved_bytes": fullest.replay.peak_reserved,
@@ -138,10 +138,10 @@ class Simulation:
                 "rows": [t.as_dict() for t in busiest.traffic],
             },
             "flops": {
-                "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
-                "hardware": flops.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
+                "model": counts.model_flops(e.model, e.seq, e.layout.global_batch),
+                "hardware": counts.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
-                "formula": flops.formula(e.model),
+                "formula": counts.flops_formula(e.model),
             },
             "time": None if self.time is None or not self.fits else self.time.as_dict(),
             "no_time": self.no_time if self.fits else NO_STEP_TIME,

@@ -32,8 +32,8 @@ from repro.engines.native.part import MicroBatch
 from repro.engines.torch.model import Dropout, PlainGPT
 from repro.engines.torch.weights import initialise
 from repro.measure.statistics import ratio_interval
-from repro.model.gpt import Part, Place
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
+from repro.model.gpt import BatchPosition, Part
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool
 
@@ -53,7 +53,9 @@ def batch() -> MicroBatch:
     model = load("smoke-speed")
     numbers = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(model.vocab, (4, model.seq + 1), generator=numbers)
-    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), Place(0, 4 * dist.get_rank()))
+    return MicroBatch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), BatchPosition(0, 4 * dist.get_rank())
+    )
 
 
 def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[], None]:
@@ -97,7 +99,7 @@ def native(layout: Layout) -> Callable[[], None]:
 def messages(zero: int) -> Callable[[], None]:
     """The gradients and parameters of a step on their way, and nothing else."""
     group = meshes.distributed(Layout(dp=2), "cpu").dp
-    whole = torch.zeros(total(load("smoke-speed")))
+    whole = torch.zeros(total_parameters(load("smoke-speed")))
     shard = whole.chunk(2)[group.rank]
 
     def step() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from repro.config import ConfigError
 from repro.config.models import load, names
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
 from repro.report.text.models_and_systems import print_models
 
 
@@ -21,7 +21,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line for line in lines if line.strip()}
     for name in names():
-        assert f"{total(load(name)):,}" in rows[name]
+        assert f"{total_parameters(load(name)):,}" in rows[name]
 
 
 def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:

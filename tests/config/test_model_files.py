@@ -12,7 +12,7 @@ from repro.config import ConfigError, Layout, spread
 from repro.config.files import build
 from repro.config.model import Model
 from repro.config.models import FILES, _packaged, load, names
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
 
 SMALL = (
     *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny"),
@@ -228,13 +228,13 @@ def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) ->
     assert model.source
     digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
     assert float(digits) * unit == pytest.approx(model.published_params)
-    psi = total(model) / unit
+    psi = total_parameters(model) / unit
     if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
         assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
 
 
 def test_small_models_are_small() -> None:
-    assert {name: round(total(load(name)) / 1e6, 1) for name in SMALL} == {
+    assert {name: round(total_parameters(load(name)) / 1e6, 1) for name in SMALL} == {
         "smoke-states": 0.2,
         "smoke-speed": 4.9,
         "char-1m": 0.8,

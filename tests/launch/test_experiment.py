@@ -20,7 +20,7 @@ from repro.launch.rank.experiment import Diverged, Run, process_memory
 from repro.launch.rank.step_series import StepSeries
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StageWaits, StepClock
-from repro.model.flops import hardware_flops, model_flops
+from repro.model.counts import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
 from tests.training import tiny

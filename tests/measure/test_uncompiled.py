@@ -33,8 +33,8 @@ RECORDS = """
 import sys
 from repro.config import systems
 from repro.config import OperatorSet
-from repro.simulate.record import facts
-assert all(facts(systems.load("selene"), kernels).numbers for kernels in OperatorSet)
+from repro.simulate.record import simulation_facts
+assert all(simulation_facts(systems.load("selene"), kernels).numbers for kernels in OperatorSet)
 assert "torch" not in sys.modules
 """
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from repro.config import ConfigError, Model
 from repro.config.models import load, names
-from repro.model.flops import hardware_flops, layers_forward, logits_forward, model_flops
+from repro.model.counts import hardware_flops, layers_forward, logits_forward, model_flops
 
 GPTS = [n for n in names() if (m := load(n)).architecture == "gpt" and not m.ffn and not m.departures()]
 """GPT-2's layer with an MLP of 4h, as the equation has it."""

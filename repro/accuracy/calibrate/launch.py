@@ -12,7 +12,7 @@ from repro.accuracy.calibrate.clock import OperatorClock, timing
 from repro.config import Experiment, Layout, Model
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.simulate.trace.roles import roles, trace
 
@@ -33,7 +33,7 @@ class LaunchBench:
         ]
         self._engine = NativeEngine(experiment, meshes.single(), clock.device)
         tokens = torch.zeros(1, WIDTH, dtype=torch.int64, device=clock.device)
-        self._batches = [MicroBatch(tokens, tokens, Place(0, 0))]
+        self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
         self._seconds: list[float] = []
         for _ in range(2):
             self._step()

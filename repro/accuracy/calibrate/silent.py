@@ -23,7 +23,7 @@ from repro.config import Experiment
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.measure.memory import MemoryTracker
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
 from repro.simulate.trace.events import Operator
@@ -60,7 +60,7 @@ def silent_step(
         engine = NativeEngine(short, mesh, clock.device)
     shape = traced.layout.micro_batch, experiment.seq
     tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
-    batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
+    batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))] * traced.layout.accumulation
     marks: list[float] = []
     mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
     mesh.ledger.observers.append(lambda *_: beat())

@@ -17,7 +17,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.emulate.network import payload_share
 from repro.measure.local_system import load_system
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.simulate.placement import BETWEEN_NODES, Placement
 from repro.simulate.time.emulated import emulated_system, product_rate
 from repro.simulate.time.network import Network
@@ -105,7 +105,7 @@ def compute_s(prediction: Prediction) -> float:
 def useful_rate(prediction: Prediction) -> float:
     """F: FLOP/s of a device while it computes."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+    work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
     return work / layout.world / compute_s(prediction)
 
 
@@ -161,7 +161,7 @@ def small(original: Experiment, shape: Shape, tp: int, choice: Choice) -> Experi
     layers = -(-choice.layers // parts) * parts
     name = f"{before.name}-twin-{width}x{layers}-tp{tp}"
     model = model_of(before, original.seq, name=name, width=width, layers=layers, tp=tp)
-    sizes = parameters.total(model) / parameters.total(before) * original.layout.tp / layout.tp
+    sizes = counts.total_parameters(model) / counts.total_parameters(before) * original.layout.tp / layout.tp
     sizes *= ELEMENT_BYTES["fp32"] / ELEMENT_BYTES[original.layout.precision]
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
     training = Training(steps=choice.steps, untimed_steps=1)

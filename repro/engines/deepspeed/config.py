@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from repro.config import Layout, Model, Training
-from repro.model import parameters
+from repro.model import counts
 from repro.parallel.storage import DTYPES
 
 _PERSISTED_PER_HIDDEN = 10
@@ -53,7 +53,7 @@ def configuration(model: Model, layout: Layout, training: Training) -> dict[str,
 
 def _zero(model: Model, layout: Layout) -> dict[str, Any]:
     # It sets whole buckets aside, two of them with overlap; a small model does not fill what a large one does.
-    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, parameters.total(model))
+    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, counts.total_parameters(model))
     elements += elements % 2  # DeepSpeed asks for an even number
     found: dict[str, Any] = {
         "stage": layout.zero,
@@ -69,7 +69,7 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
         # limit of what is live, every module of the pass gathers a further block ahead.
         block = _block(model) // layout.tp
         found["stage3_prefetch_bucket_size"] = block
-        parts = parameters.count(model)
+        parts = counts.parameters_by_part(model)
         ends = parts["token_embedding"] // layout.tp + parts.get("position_embedding", 0)
         found["stage3_max_live_parameters"] = 2 * block + ends
         found["stage3_max_reuse_distance"] = 0

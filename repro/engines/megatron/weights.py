@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.model.gpt import GPT
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, initial_values
 from repro.parallel.mesh import Mesh
 
 OUTER = {

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from repro.config import Experiment, Layout, Model
 from repro.engines.torch.model import PlainGPT
-from repro.model.gpt import GPT
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, initial_values
 from repro.parallel import mesh as meshes
 
 

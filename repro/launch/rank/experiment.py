@@ -25,7 +25,7 @@ from repro.launch.rank.step_series import Diverged, StepSeries
 from repro.measure.memory import MemoryTracker
 from repro.measure.operators import CollectiveCounter, KernelCounter
 from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
-from repro.model import flops
+from repro.model import counts
 from repro.model.data import open_stream
 from repro.parallel.mesh import END, Mesh, bytes_outside_torch
 from repro.results.metrics import per_layer
@@ -290,9 +290,9 @@ class Run:
             network=self.network.report(self.carried, timed) if self.network else None,
             tokens_per_step=samples * e.seq,
             samples_per_step=samples,
-            model_flops_per_step=flops.model_flops(e.model, e.seq, samples),
-            hardware_flops_per_step=flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            flops_formula=flops.formula(e.model),
+            model_flops_per_step=counts.model_flops(e.model, e.seq, samples),
+            hardware_flops_per_step=counts.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
+            flops_formula=counts.flops_formula(e.model),
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )

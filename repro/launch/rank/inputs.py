@@ -14,7 +14,7 @@ from torch import Tensor
 from repro.config import Layout
 from repro.engines.native.part import MicroBatch
 from repro.model.data import TokenStream
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 
 
 class _Ahead(NamedTuple):
@@ -72,7 +72,7 @@ class Inputs:
             both = self._ahead.both
         (tokens, targets), size = both, self._layout.micro_batch
         return [
-            MicroBatch(tokens[k : k + size], targets[k : k + size], Place(step, self._first + k))
+            MicroBatch(tokens[k : k + size], targets[k : k + size], BatchPosition(step, self._first + k))
             for k in range(0, self._layout.replica_batch, size)
         ]
 

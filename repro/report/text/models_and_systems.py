@@ -15,8 +15,7 @@ from repro.config.models import names as model_names
 from repro.config.system import Quantity, System
 from repro.config.systems import names as system_names
 from repro.measure.local_system import load_system
-from repro.model.parameters import count, total
-from repro.model.states import states_bytes
+from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
 from repro.util.console import new_table, print_json, stdout
 
@@ -40,25 +39,25 @@ def print_models(name: str | None, json: bool) -> int:
 
 def describe_model(model: Model) -> dict[str, Any]:
     """Return the properties of one model as JSON data; memory in bytes per device."""
-    from repro.model import flops
+    from repro.model import counts
 
     gpt = model.architecture == "gpt"
-    psi = total(model)
+    psi = total_parameters(model)
     return {
         **dataclasses.asdict(model),
         "ffn": model.ffn_width,
         "head_dim": model.head_width,
         "parameters": psi,
-        "parameters_by_part": count(model),
+        "parameters_by_part": parameters_by_part(model),
         "states_bytes": {
             f"zero{stage}": {str(nd): states_bytes(psi, nd, stage) for nd in ZERO_DEGREES}
             for stage in range(4)
         },
-        "model_flops_per_token": flops.model_flops(model, model.seq, 1) // model.seq if gpt else None,
+        "model_flops_per_token": counts.model_flops(model, model.seq, 1) // model.seq if gpt else None,
         "hardware_flops_per_token_recompute": (
-            flops.hardware_flops(model, model.seq, 1, True) // model.seq if gpt else None
+            counts.hardware_flops(model, model.seq, 1, True) // model.seq if gpt else None
         ),
-        "flops_formula": flops.formula(model) if gpt else "",
+        "flops_formula": counts.flops_formula(model) if gpt else "",
     }
 
 
@@ -66,7 +65,7 @@ def _print_all_models(models: list[Model]) -> None:
     headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
     rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
-        psi = total(model)
+        psi = total_parameters(model)
         rows.add_row(
             model.name,
             _layer_count(model),
@@ -89,10 +88,10 @@ def _layer_count(model: Model) -> str:
 
 
 def _print_model(model: Model) -> None:
-    from repro.model import flops
+    from repro.model import counts
 
     console = stdout()
-    psi = total(model)
+    psi = total_parameters(model)
     published = f", published as {model.published_name}" if model.published_name else ""
     console.print(
         f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameter_count(psi)}{published})"
@@ -105,7 +104,7 @@ def _print_model(model: Model) -> None:
         keys = ", ".join(f"{key} {value}" for key, value in other.items())
         console.print(f"Not as in GPT-2: {keys}\n", markup=False)
     parts = new_table("part", "parameters", "share")
-    for part, size in count(model).items():
+    for part, size in parameters_by_part(model).items():
         parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
     console.print(parts)
 
@@ -116,10 +115,10 @@ def _print_model(model: Model) -> None:
     console.print(states)
 
     if model.architecture == "gpt":
-        plain = flops.model_flops(model, model.seq, 1) / model.seq
-        repeated = flops.hardware_flops(model, model.seq, 1, True) / model.seq
+        plain = counts.model_flops(model, model.seq, 1) / model.seq
+        repeated = counts.hardware_flops(model, model.seq, 1, True) / model.seq
         console.print(f"\n{units.flop(plain)} per token, {units.flop(repeated)} with recomputation")
-        console.print(flops.formula(model).replace("; ", ";\n"))
+        console.print(counts.flops_formula(model).replace("; ", ";\n"))
     for label, text in (("source", model.source), ("note", model.note)):
         if text:
             console.print(f"{label}: {text}", markup=False)

@@ -49,7 +49,7 @@ class CalibrationPoint:
     layout: Layout
     """Of one device, or of one node."""
     flops_per_device: float
-    """Published, with the FLOPs of `repro.model.flops` including recomputation."""
+    """Published, with the FLOPs of `repro.model.counts` including recomputation."""
     claim: str
     """What it is published as; predictions of it are no evidence."""
     source: str

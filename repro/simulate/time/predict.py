@@ -18,7 +18,7 @@ import numpy as np
 from repro.config import Experiment, models, systems
 from repro.config.system import System
 from repro.config.systems.unknowns import HIGH, JOINT, LOW, PACE, Case, Unknown, drawn, with_values
-from repro.model import flops
+from repro.model import counts
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time.breakdown import StageTime
@@ -62,7 +62,7 @@ def calibrated_kernels_in(
     """
     system = systems.load(generation.system)
     whole, layout = models.load(generation.model), generation.layout
-    work = flops.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
+    work = counts.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
     itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
 
     def value(of: Unknown | None) -> Lanes:
@@ -193,17 +193,17 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.flops.formula`, recomputation counted."""
+        """FLOP/s of one device under `repro.model.counts.flops_formula`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+        work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
     @property
     def utilisation(self) -> float | None:
         """MFU, which counts no recomputation; None where the device's peak is not known."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.model_flops(e.model, e.seq, layout.global_batch)
-        return flops.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
+        work = counts.model_flops(e.model, e.seq, layout.global_batch)
+        return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
     def rests_on(self) -> str:
@@ -230,7 +230,7 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
-            "formula": flops.formula(self.experiment.model),
+            "formula": counts.flops_formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.kernels.others,

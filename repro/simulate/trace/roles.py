@@ -21,7 +21,7 @@ from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.measure.operators import without_compiler
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build, in_flight
@@ -193,7 +193,7 @@ def trace(
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
-        engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.

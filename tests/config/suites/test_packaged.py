@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.config import models, systems
-from repro.model import parameters
+from repro.model import counts
 from tests import committed
 
 FILES = sorted((Path(__file__).parents[3] / "suites").glob("*.toml"))
@@ -55,6 +55,6 @@ def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
         experiment = suite.entry(f"limit{name}").experiment
         whole = v100.device.memory_bytes.known("memory") - v100.context()
         assert experiment.limits.memory_bytes == int(whole / 40)
-        assert parameters.total(experiment.model) == pytest.approx(
-            parameters.total(models.load(published)) / 40, rel=1e-3
+        assert counts.total_parameters(experiment.model) == pytest.approx(
+            counts.total_parameters(models.load(published)) / 40, rel=1e-3
         )

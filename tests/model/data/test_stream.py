@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Model, Training
 from repro.config.models import load
 from repro.model.data import open_stream
-from repro.model.data.corpus import SHAKESPEARE
+from repro.model.data.stream import SHAKESPEARE
 
 MODEL = Model(name="m", layers=1, hidden=8, heads=1, vocab=256, seq=16)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from repro.config import ConfigError, Layout, Training
 from repro.config.models import load
-from repro.model.gpt import GPT, Place
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
+from repro.model.gpt import GPT, BatchPosition
 from repro.parallel import mesh as meshes
 from repro.quality.weights.export import export
 from repro.quality.weights.huggingface import family_for
@@ -80,7 +80,7 @@ def ours(source: Source, tokens: Tensor) -> Tensor:
     if source.model.tied:
         module.head.tokens = module.embed.tokens
     module.head.of_logits = lambda logits, targets: logits
-    x = module.hidden(tokens, tokens.shape[1], Place(0, 0))
+    x = module.hidden(tokens, tokens.shape[1], BatchPosition(0, 0))
     return module.head(x, tokens).view(*tokens.shape, -1)
 
 
@@ -119,7 +119,7 @@ def test_transformers_counts_as_many_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs.tie_weights()
-    assert sum(p.numel() for p in theirs.parameters()) == total(model)
+    assert sum(p.numel() for p in theirs.parameters()) == total_parameters(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-40b", "neox"])

@@ -14,7 +14,7 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems import load
 from repro.config.systems.unknowns import BEST, HIGH, LOW, Case, drawn, unknowns, with_values
-from repro.model import flops
+from repro.model import counts
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
 from repro.simulate.time.calibration import UNCALIBRATED_KERNELS, calibration_points, uncertain_numbers
@@ -203,7 +203,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
         alone = with_values(load(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0})
         (found,) = calibrated_kernels_in(point, tuple(cases))
         (seconds,) = step_seconds(experiment, [alone], trace_roles(experiment), [found])
-        work = flops.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
+        work = counts.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
         best = calibrated_kernels(point)
         if best.others < 1:  # they beat the model, and do so alike

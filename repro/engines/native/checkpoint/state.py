@@ -3,7 +3,7 @@
 Per element of a parameter: the fp32 weight that the optimizer updates, and Adam's two moments.  For the whole:
 the optimizer's count of steps, and the loss scaler's three numbers.  Everything else follows from the step:
 the learning rate, the samples (`repro.model.data.stream`) and the keys of dropout
-(`repro.model.gpt.Place`).
+(`repro.model.gpt.BatchPosition`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.systems.unknowns import Case
-from repro.model import flops
+from repro.model import counts
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
@@ -185,12 +185,12 @@ class StepTimes:
                 found[key] = {name: max(0.0, value) for name, value in sums.items()}
             elif key.endswith("_s"):
                 found[key] = max(0.0, sum(weight * part[key] for weight, part in parts))
-        work = flops.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
+        work = counts.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
         generation = calibration.calibration_point_of(layout.kernels, self.system)
         found["samples_per_s"] = layout.global_batch / found["step_s"]
         found["flops_per_device"] = work / found["step_s"] / layout.world
-        rate = flops.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
-        found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
+        rate = counts.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
+        found["mfu"] = counts.utilisation(rate, layout.world, self.system, layout.precision)
         found["rests_on"] = prediction_basis(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
         kernels = self.rates.cost(layout).kernels
