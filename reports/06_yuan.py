@@ -88,7 +88,7 @@ bubble.pivot(index="stages", columns="micro-batches", values="idle over computin
 # %%
 GPUS, GLOBAL_BATCH, SHARE_OF_PEAK = 2128, 2688, 0.45
 
-model, device = models.load("yuan-1.0-245b"), systems.load("yuan").device
+model, device = models.load_model("yuan-1.0-245b"), systems.load_system_file("yuan").device
 work = counts.hardware_flops(model, model.seq, GLOBAL_BATCH, recompute=True)
 f"{work / 1e18:.1f} EFLOP a step; {work / (GPUS * SHARE_OF_PEAK * device.peak_flops['fp16'].value):.1f} s"
 

@@ -7,7 +7,7 @@ import os
 from repro import engines
 from repro.config import Experiment
 from repro.config.layout import ELEMENT_BYTES
-from repro.config.sizes import RANKS_PER_CORE, Most
+from repro.config.sizes import RANKS_PER_CORE, SizeLimit
 from repro.emulate import lab
 from repro.model.counts import total_parameters
 from repro.simulate.plan.closed_form import state_bytes
@@ -32,10 +32,10 @@ def missing_requirement(experiment: Experiment) -> str:
     return lab.missing_requirement() if experiment.network is not None else ""
 
 
-def max_ranks() -> Most:
+def max_ranks() -> SizeLimit:
     """Return the maximum number of ranks that can share this machine's processor cores."""
     cores = usable_cores()
-    return Most(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
+    return SizeLimit(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
 
 
 def count_cuda_devices() -> int:

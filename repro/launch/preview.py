@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from repro.config import Experiment, words
 from repro.config.suites import Entry, Suite
-from repro.config.systems import HERE
-from repro.config.systems import load as load_system
+from repro.config.systems import LOCAL_SYSTEMS
+from repro.config.systems import load_system_file as load_system
 from repro.launch import plan, simulated
 from repro.launch.local_capacity import DEVICES
 from repro.launch.run import load_suites, missing_requirement
@@ -92,7 +92,7 @@ def _measured(
 
 def _processes(experiment: Experiment) -> str:
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
-    said = words.counted(experiment.layout.world, what)
+    said = words.count_noun(experiment.layout.world, what)
     return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
 
 
@@ -109,14 +109,14 @@ def _simulated(
             yield ExperimentPreview(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
         else:
             state = TO_RUN if name in todo else KNOWN
-            where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
+            where = f"{words.count_noun(ranks, 'rank')} of {entry.experiment.system}, traced here"
             memory, last_s = _memory(entry.experiment, traced), took.get((suite.name, name))
             yield ExperimentPreview(suite.name, name, state, where, 1, last_s, 0.0, memory)
 
 
 def _memory(experiment: Experiment, traced: Traced) -> str:
     """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
-    if experiment.system in HERE:
+    if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)
     known = system.device.memory_bytes.value is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.config.suites import Entry, Suite, load
+from repro.config.suites import Entry, Suite, load_suite
 from repro.launch import local_capacity, plan, simulated
 from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
@@ -53,7 +53,7 @@ def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite
         right = f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
         raise ConfigError("--system", system, says=right)
     found: dict[str, Suite] = {}
-    for suite in map(load, files):
+    for suite in map(load_suite, files):
         if suite.name in found:
             right = f"a name that no other suite of this run has, as {found[suite.name].file} has it"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)

@@ -100,9 +100,9 @@ def needs(experiment: Experiment) -> str:
 
 def system_of(experiment: Experiment) -> System:
     """The system that `experiment` is simulated on, its network included.  Raises `ConfigError`."""
-    if experiment.system in systems.HERE:
+    if experiment.system in systems.LOCAL_SYSTEMS:
         return _anywhere()
-    system = systems.load(experiment.system)
+    system = systems.load_system_file(experiment.system)
     if experiment.network is None:
         return system
     from repro.simulate.time.emulated import emulated_system

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from repro.config import systems
 from repro.config.system import Device, Link, Quantity, System
-from repro.config.systems.load import LOCAL
+from repro.config.systems import LOCAL
 from repro.measure.provenance import cpu, gpus, host_memory, nvml
 
 NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
@@ -18,7 +18,7 @@ def load_system(name: str | Path) -> System:
     Raises:
         ConfigError: No system has this name, or the file is missing or has a wrong key or value.
     """
-    return discover() if str(name) == LOCAL else systems.load(name)
+    return discover() if str(name) == LOCAL else systems.load_system_file(name)
 
 
 def discover() -> System:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from repro import kernels
 from repro.config import OperatorSet
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 
 MASK_PENALTY = 10000.0
 """Penalty on the score of a key after the query."""

@@ -296,7 +296,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     """
     from repro.launch.simulated import attempt
 
-    known = models.load(model)
+    known = models.load_model(model)
     experiment = Experiment(
         name="what-if",
         model=known,

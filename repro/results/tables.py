@@ -71,10 +71,10 @@ def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
 def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
     """Return the MFU on a system with a file; None on the local machine, whose peak is unknown."""
     layout, system = experiment.layout, experiment.system
-    if rate is None or system in systems.HERE:
+    if rate is None or system in systems.LOCAL_SYSTEMS:
         return None
     try:
-        return counts.utilisation(rate, layout.world, systems.load(system), layout.precision)
+        return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
     except ConfigError:  # a file that has gone since
         return None
 

@@ -84,8 +84,8 @@ def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     point = calibration_point_of(kernels, system)
     run = point and (
         *(point.rate, point.products, point.passes, point.attention, point.attention_start),
-        point.experiment(models.load(point.model)).key,
-        systems.load(point.system),
+        point.experiment(models.load_model(point.model)).key,
+        systems.load_system_file(point.system),
     )
     numbers = REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(

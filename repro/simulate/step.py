@@ -32,7 +32,7 @@ class RoleResult:
     traffic: list[TrafficRow]
     operator_flops: int
     """FLOP of the role's operators in a step."""
-    counts: int
+    parameters: int
 
     @property
     def by_fragmentation(self) -> bool:

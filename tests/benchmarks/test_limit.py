@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import repro
 from repro.config import Experiment, Layout, Training
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.engines.torch.model import Dropout, PlainGPT
@@ -45,12 +45,12 @@ STEPS: dict[str, Callable[[], Any]] = {}
 
 def experiment(layout: Layout) -> Experiment:
     training = Training(steps=10_000, clip=CLIP, dropout=0.0, attention_dropout=0.0)
-    return Experiment(name="limit", model=load("smoke-speed"), layout=layout, training=training)
+    return Experiment(name="limit", model=load_model("smoke-speed"), layout=layout, training=training)
 
 
 def batch() -> MicroBatch:
     """This rank's samples, the same in every step."""
-    model = load("smoke-speed")
+    model = load_model("smoke-speed")
     numbers = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(model.vocab, (4, model.seq + 1), generator=numbers)
     return MicroBatch(
@@ -79,7 +79,7 @@ def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[]
 
 def ours(zero: int) -> Callable[[], None]:
     """`repro.parallelize`."""
-    blocks = [f"blocks.{i}" for i in range(load("smoke-speed").layers)]
+    blocks = [f"blocks.{i}" for i in range(load_model("smoke-speed").layers)]
     return stock(lambda m, o: repro.parallelize(m, o, Layout(dp=2, zero=zero), blocks=blocks))
 
 
@@ -99,7 +99,7 @@ def native(layout: Layout) -> Callable[[], None]:
 def messages(zero: int) -> Callable[[], None]:
     """The gradients and parameters of a step on their way, and nothing else."""
     group = meshes.distributed(Layout(dp=2), "cpu").dp
-    whole = torch.zeros(total_parameters(load("smoke-speed")))
+    whole = torch.zeros(total_parameters(load_model("smoke-speed")))
     shard = whole.chunk(2)[group.rank]
 
     def step() -> None:

@@ -99,7 +99,7 @@ def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float 
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answers(asked(folder, text).asked, records, systems.load(system))
+    (found,) = answers(asked(folder, text).asked, records, systems.load_system_file(system))
     return found
 
 

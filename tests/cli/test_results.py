@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = next(r for r in measured if isinstance(r, ExperimentRecord) and r.name == "parity-z1-dp2")
     emulated = changed(one, name="lowbw", experiment={**one.conditions, "network": asdict(NETWORK)})
     asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16", kernels="reference")
-    fits = attempt(replace(asked, system="selene"), systems.load("selene"), "smoke")
+    fits = attempt(replace(asked, system="selene"), systems.load_system_file("selene"), "smoke")
     tight = changed(fits, name="tight", outcome="oom", reason="out of memory, 8599967744 bytes requested")
     with Store(root) as opened:
         for record in (*measured, emulated, fits, tight):

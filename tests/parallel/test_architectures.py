@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from repro.config import ConfigError, Layout, spread
+from repro.config import ConfigError, Layout, engines
 from repro.model.counts import total_parameters
 from tests.parallel.test_parity import BATCH, alone, assert_same, name_of
 from tests.pool import RankPool
@@ -171,7 +171,7 @@ def test_what_is_refused(family: str, layout: dict[str, Any], engine: str, says:
 
 def test_heads_that_no_split_has() -> None:
     model = replace(TINY, heads=12, hidden=48, kv_heads=3)
-    spread.check(Layout(tp=3), model)
-    spread.check(Layout(tp=6), model)
+    engines.check_layout_fits(Layout(tp=3), model)
+    engines.check_layout_fits(Layout(tp=6), model)
     with pytest.raises(ConfigError, match="tp = 2: must be a divisor or a multiple of kv_heads = 3"):
-        spread.check(Layout(tp=2), model)
+        engines.check_layout_fits(Layout(tp=2), model)

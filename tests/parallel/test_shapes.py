@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.model.counts import total_parameters
@@ -56,7 +56,7 @@ def test_shape_only_counts_what_gloo_sends(two: RankPool, layout: Layout) -> Non
 
 def test_a_published_model_at_its_published_layout() -> None:
     """100B on 400 GPUs, MP 16 (1910.02054 Table 5) passes through the step as shapes, and is 100B."""
-    model = load("zero-100b")
+    model = load_model("zero-100b")
     layout = Layout(dp=25, tp=16, zero=2, micro_batch=1, precision="fp16", recompute=True)
     seen = step_on_meta(Experiment(name="100b", model=model, layout=layout))
     # Each rank holds a sixteenth of the matrices and all of the norms and row-parallel biases.

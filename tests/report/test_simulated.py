@@ -29,7 +29,10 @@ def traced() -> list[ExperimentRecord]:
     layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
-    records = [attempt(e, systems.load("selene"), "smoke") for e in (replace(ONE, system="selene"), small)]
+    records = [
+        attempt(e, systems.load_system_file("selene"), "smoke")
+        for e in (replace(ONE, system="selene"), small)
+    ]
     records[1].metrics.pop("memory.reserved_bytes")
     reason = "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480"
     records[1] = replace(records[1], outcome="oom", reason=reason)

@@ -75,7 +75,7 @@ def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
 )
 def test_full_scale(name: str, keys: dict[str, int]) -> None:
     """It is traced, fits or not, and takes longer than its arithmetic at peak, by less than ten times."""
-    model, system = models.load(name), systems.load("dgx-h100")
+    model, system = models.load_model(name), systems.load_system_file("dgx-h100")
     layout = Layout(**keys, micro_batch=1, global_batch=keys["dp"] * 16, precision="bf16")
     found = simulate(Experiment(name=name, model=model, layout=layout, system="dgx-h100"), system, time=True)
     assert found.time is not None

@@ -13,8 +13,8 @@ from repro.accuracy.calibrate.document import tables
 from repro.accuracy.calibrate.machines import TWIN_TARGET, Here, Machine, Nodes, facts
 from repro.config.errors import ConfigError, require
 from repro.config.files import check_writable
-from repro.config.suites import load
-from repro.config.systems.load import names, parse
+from repro.config.suites import load_suite
+from repro.config.systems import parse_system, system_names
 from repro.launch.job import Interrupt, Job
 from repro.util import files
 
@@ -63,7 +63,7 @@ def calibrate(
         else Nodes(system, profile, nodes or 1, gpus, path)
     )
     if suites:
-        experiments = plan.of_suites(list(map(load, suites)), machine.system, machine.ranks, quick)
+        experiments = plan.of_suites(list(map(load_suite, suites)), machine.system, machine.ranks, quick)
     else:
         experiments = plan.experiments(
             machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
@@ -82,7 +82,7 @@ def calibrate(
             quick=quick,
             site=facts(answer["place"]) if "place" in answer else None,
         )
-        parse(document, name=path.stem, file=str(path))
+        parse_system(document, name=path.stem, file=str(path))
         files.replace_file(path, toml.text(document))
     seconds = round(time.perf_counter() - began, 1)
     return Calibrated(answer["outcome"], answer.get("reason", ""), interrupt.signal, seconds, path, document)
@@ -92,7 +92,7 @@ def _checked(path: Path) -> Path:
     """`path`, or the error that would come after the minute that measuring takes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
     require(
-        path.stem not in names(),
+        path.stem not in system_names(),
         "--output",
         str(path),
         f"a file that is not called as the packaged system {path.stem}",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import at_most
-from repro.config.systems.load import HERE
+from repro.config.systems import LOCAL_SYSTEMS
 from repro.launch import local_capacity
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
@@ -98,7 +98,7 @@ class Nodes:
         on_cpu = local_capacity.DEVICES.get(system) == "cpu"
         # What a site's "local-gpu" is cannot be known here; every GPU has fp16.
         self.precision = (
-            "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision
+            "fp32" if on_cpu else "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
         )
         self._check_partition()
 

@@ -9,7 +9,7 @@ from repro.claims.ledger import Claim
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.suites import Suite
-from repro.config.systems import HERE
+from repro.config.systems import LOCAL_SYSTEMS
 
 
 def of_claim(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
@@ -57,7 +57,7 @@ def checked(members: Iterable[Experiment]) -> list[Experiment]:
     """`members`, which all have a published system.  Raises `ConfigError`."""
     found = list(members)
     for experiment in found:
-        if experiment.system in HERE:
+        if experiment.system in LOCAL_SYSTEMS:
             right = "an experiment of a published system, whose time can be predicted"
             raise ConfigError("SUITE/EXPERIMENT", experiment.name, right)
     return found

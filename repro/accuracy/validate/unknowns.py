@@ -14,7 +14,7 @@ from typing import Any
 from repro.accuracy.validate.measurable import Measurement, measurement
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
@@ -78,7 +78,7 @@ class ShoppingList:
     def words(self) -> str:
         """What the list says, in a sentence."""
         return (
-            f"Unknown numbers leave the predicted times of {counted(self.rows, 'row')} in doubt. A number settles a "
+            f"Unknown numbers leave the predicted times of {count_noun(self.rows, 'row')} in doubt. A number settles a "
             f"row if it carries more than half of what all of them move it, one at a time; the first {SHOWN} settle "
             f"{self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
         )

@@ -7,9 +7,8 @@ from functools import cache
 from typing import NamedTuple
 
 from repro.config import Model, models
-from repro.config.operator_set import OperatorSet
-from repro.config.suites import load
-from repro.config.suites.packaged import SUITES
+from repro.config.enums import OperatorSet
+from repro.config.suites import SUITES, load_suite
 from repro.kernels.cuda import (
     adamw,
     columns,
@@ -41,9 +40,11 @@ class SizeClass(NamedTuple):
 @cache
 def size_classes() -> list[SizeClass]:
     """Of all suites' experiments and of all model files in every precision, at the addresses that our tensors have."""
-    experiments = [entry.experiment for path in SUITES.files() for entry in load(path).entries]
+    experiments = [entry.experiment for path in SUITES.files() for entry in load_suite(path).entries]
     rows = {(e.model, e.layout.precision) for e in experiments}
-    rows |= {(model, precision) for model in map(models.load, models.names()) for precision in KINDS}
+    rows |= {
+        (model, precision) for model in map(models.load_model, models.model_names()) for precision in KINDS
+    }
     scores = {
         (e.seq, e.layout.precision)
         for e in experiments

@@ -65,7 +65,7 @@ def evaluate(question: Question, results: Path) -> tuple[EvaluationRecord, int]:
     """
     began = time.perf_counter()
     protocol = protocols.find(question.task, question.protocol)
-    source = open_weights(question.weights, models.load(question.model) if question.model else None)
+    source = open_weights(question.weights, models.load_model(question.model) if question.model else None)
     source.check()
     experiment = _experiment(question, source)
     tokenizer = open_tokenizer(question.tokenizer, question.weights)

@@ -16,7 +16,7 @@ from repro.accuracy.validate.unknowns import SHOWN, ShoppingList, by_claim, know
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
@@ -147,7 +147,7 @@ def template(name: str) -> Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
-    environment.filters["counted"] = counted
+    environment.filters["counted"] = count_noun
     environment.filters["breaking"] = _breaking
     return environment.get_template(name)
 

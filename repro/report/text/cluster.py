@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.config import ConfigError, EmulatedNetwork, suites
-from repro.config.files import build
+from repro.config.files import build_dataclass
 from repro.config.sizes import at_most
 from repro.emulate import lab
 from repro.emulate.lab import LabNetwork
@@ -152,7 +152,9 @@ def check_lab() -> int:
 
 def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
-    network = _network_of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
+    network = (
+        _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
+    )
     at_most("nodes x ranks_per_node", network.world, max_ranks())
     if lacking := lab.missing_requirement():
         raise ConfigError("lab", says=f"missing: {lacking}")
@@ -166,7 +168,7 @@ def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> 
 
 def _network_of(suite: Path, name: str) -> EmulatedNetwork:
     """The network of an experiment of `suite`."""
-    known = {entry.experiment.name: entry.experiment for entry in suites.load(suite).entries}
+    known = {entry.experiment.name: entry.experiment for entry in suites.load_suite(suite).entries}
     having = [name for name, experiment in known.items() if experiment.network is not None]
     network = known[name].network if name in known else None
     if network is None:

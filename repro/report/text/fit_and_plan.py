@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro.config import words
-from repro.config.attention import unfused
+from repro.config.engines import unfused_attention_note
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
 from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
@@ -45,14 +45,16 @@ def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
     what = (
         "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
     )
-    console.print(f"[bold]{what}[/] on {words.devices(document['gpus'], question.system)}")
+    console.print(f"[bold]{what}[/] on {words.describe_devices(document['gpus'], question.system)}")
     width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
-    console.print(f"{width}; {words.layout(question.layout, batches=True)}")
+    console.print(f"{width}; {words.describe_layout(question.layout, batches=True)}")
     console.print(
         f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
         "beside it\n"
     )
-    if note := unfused(question.model, question.layout, question.system.device.compute_capability):
+    if note := unfused_attention_note(
+        question.model, question.layout, question.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
     rows = new_table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
     for name, key in (("fits", "largest"), ("does not", "first_failing")):
@@ -115,13 +117,15 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     left = sum(row.open for row in fits)
     slower = f"; {left} cannot be among the first {max(top, COMPARED_ROWS)} and are left open" if left else ""
     console.print(
-        f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
+        f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
     )
-    if note := unfused(request.model, rows[0].layout, request.system.device.compute_capability):
+    if note := unfused_attention_note(
+        request.model, rows[0].layout, request.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
     shown = fits[:top]
     if shown:
@@ -296,8 +300,8 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
     limits = sorted(limits)
     there = [cell for cell in cells if cell.rows]
     layout = there[0].rows[limits[0]].layout
-    strategy = words.layout(layout, degrees=False, batches=True)
-    console.print(f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}")
+    strategy = words.describe_layout(layout, degrees=False, batches=True)
+    console.print(f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}")
     console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
     columns = sorted({cell.pp for cell in there})
     rows = sorted({cell.tp for cell in there}, reverse=True)

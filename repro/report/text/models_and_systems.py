@@ -10,10 +10,9 @@ from typing import Any
 
 from repro.config.links import KEYS
 from repro.config.model import Model
-from repro.config.models import load
-from repro.config.models import names as model_names
+from repro.config.models import load_model, model_names
 from repro.config.system import Quantity, System
-from repro.config.systems import names as system_names
+from repro.config.systems import system_names
 from repro.measure.local_system import load_system
 from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
@@ -26,7 +25,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 def print_models(name: str | None, json: bool) -> int:
     """Print all models, or all about one.  Raises `ConfigError` for an unknown name or a wrong file."""
-    models = [load(name)] if name else [load(each) for each in model_names()]
+    models = [load_model(name)] if name else [load_model(each) for each in model_names()]
     if json:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)

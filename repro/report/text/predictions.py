@@ -83,7 +83,7 @@ def _system(asked: LayoutQuery) -> System:
 
 
 def _experiment(model: str, system: System, asked: LayoutQuery) -> Experiment:
-    sizes, layout = models.load(model), complete_layout(asked.layout, asked.gpus, system)
+    sizes, layout = models.load_model(model), complete_layout(asked.layout, asked.gpus, system)
     training = _training(asked.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
@@ -98,7 +98,7 @@ def print_fit(asked: LayoutQuery, model: str, sizes: dict[str, int], search: str
     from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
-    known = models.load(model) if model else None
+    known = models.load_model(model) if model else None
     question = fits.question_of(_system(asked), asked, known, sizes, search)
     with show_progress(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
         answer = fits.fit_by_simulation(question)
@@ -124,7 +124,7 @@ def print_measured_fit(
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
 
-    trials = plan_trials(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    trials = plan_trials(asked, models.load_model(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)
@@ -152,7 +152,7 @@ def print_plan(
     from repro.simulate.plan import candidates
 
     on, gpus, seq = _system(asked), asked.gpus, asked.seq
-    sizes = models.load(model)
+    sizes = models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")

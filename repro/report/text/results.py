@@ -99,14 +99,14 @@ def _suite_pattern(what: str) -> str:
         return what
     from repro.config import suites
 
-    return suites.load(Path(what)).name
+    return suites.load_suite(Path(what)).name
 
 
 def print_result_tables(found: Iterable[ComparableResults]) -> None:
     """Print every group: its table, what failed, and its comparisons."""
     console = stdout(least=WIDE_PAGE_COLUMNS)
     for group in found:
-        count = words.counted(len(group.records), "experiment")
+        count = words.count_noun(len(group.records), "experiment")
         console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
         _print_experiments(console, group)
         for record in group.records:

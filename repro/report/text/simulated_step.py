@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from repro.config import words
-from repro.config.attention import unfused
+from repro.config.engines import unfused_attention_note
 from repro.config.system import System
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
@@ -28,15 +28,15 @@ def print_simulated_step(simulation: Simulation, system: System) -> None:
     if simulation.limit_bytes is None:
         verdict = "[bold]no limit known[/]"
     e = simulation.experiment
-    console.print(f"{e.model.name} on {words.devices(e.layout.world, system)}: {verdict}")
+    console.print(f"{e.model.name} on {words.describe_devices(e.layout.world, system)}: {verdict}")
     if simulation.reason:
         console.print(units.readable(simulation.reason), style="red", markup=False)
     console.print(
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens a sample; "
-        f"{words.layout(e.layout, batches=True)}"
+        f"{words.describe_layout(e.layout, batches=True)}"
     )
     if not e.training.attention_dropout and (
-        note := unfused(e.model, e.layout, system.device.compute_capability)
+        note := unfused_attention_note(e.model, e.layout, system.device.compute_capability)
     ):
         console.print(note, style="yellow", markup=False)
     _memory(console, simulation, document["memory"])

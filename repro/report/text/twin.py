@@ -169,7 +169,7 @@ def _comparison_table(member: Member) -> Any:
     for key in ("layers", "hidden", "heads", "vocab"):
         rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
     rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
-    rows.add_row("degrees", *(words.layout(e.layout).partition(",")[0] for e in (before, after)))
+    rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
     rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
     both = (member.before, member.after)
     rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))

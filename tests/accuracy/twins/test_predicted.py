@@ -15,7 +15,7 @@ from repro.config import EmulatedNetwork, Layout, suites
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
 from repro.config.system import System
-from repro.config.systems.load import parse
+from repro.config.systems import parse_system
 from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
@@ -53,7 +53,7 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     here, file = tmp_path / "here.toml", tmp_path / "windtunnel_x.toml"
     here.write_text(toml.text(tables()))
     file.write_text(text([Named(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=()))
-    suite = suites.load(file)
+    suite = suites.load_suite(file)
     results = tmp_path / "results"
     list(simulated.run([(suite, list(suite.entries))], results, str(here), rerun=False))
     found = {
@@ -69,7 +69,7 @@ def calibrated(**facts: float) -> System:
     """The machine with what its file says of itself."""
     found = tables()
     found["provenance"]["facts"] |= facts
-    return parse(found, name="here", file="here.toml")
+    return parse_system(found, name="here", file="here.toml")
 
 
 def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:

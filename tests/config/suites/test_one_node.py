@@ -92,7 +92,7 @@ def test_what_is_held_back_is_near_and_was_far_without_a_generation() -> None:
                 continue
             experiment = EXPERIMENTS[f"{PREFIX[claim]}-{row.variables['at']}"]
             traces = trace_roles(experiment)
-            system = systems.load(experiment.system)
+            system = systems.load_system_file(experiment.system)
             found, bound = (
                 predict(experiment, system, traces),
                 predict(experiment, system, traces, kernels=MODELLED_KERNELS),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Layout, Training
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.model.counts import total_parameters
 from repro.model.gpt import GPT, BatchPosition
 from repro.parallel import mesh as meshes
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "bloom-176b", "gpt-neox-20b", "qwen2.5-7b"])
 def test_transformers_counts_as_many_parameters(name: str) -> None:
     """Of its own modules, in shape only."""
-    model = load(name)
+    model = load_model(name)
     family = family_for(model)
     assert family is not None
     document = family.document(model, model.vocab)

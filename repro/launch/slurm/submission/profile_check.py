@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.launch.doctor import binding
 from repro.launch.doctor.check import LIMITED, NO, YES, Check
 from repro.launch.slurm.profile import CaseClass, Profile
@@ -232,7 +232,7 @@ def _request(site: Profile) -> Check:
 
 
 def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
-    print(f"waiting for a job on {counted(nodes, 'node')} to look from there ...", file=sys.stderr)
+    print(f"waiting for a job on {count_noun(nodes, 'node')} to look from there ...", file=sys.stderr)
     try:
         seen = probe.probe_nodes(site, results, nodes)
     except SchedulerError as error:

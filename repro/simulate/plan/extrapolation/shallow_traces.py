@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 from repro.parallel.pipeline.schedule import build, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.extrapolation.lower_bound import MinimumWork

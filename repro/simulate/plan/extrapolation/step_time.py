@@ -17,7 +17,7 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.config.systems.unknowns import Case
+from repro.config.systems.unknowns import QuantileCase
 from repro.model import counts
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
@@ -90,7 +90,9 @@ class StepTimes:
             return None
         key = layout.precision, layout.kernels
         if key not in self._cases:
-            systems, kernels = systems_and_kernels(self.system, generation, (Case(), *all_cases(found)))
+            systems, kernels = systems_and_kernels(
+                self.system, generation, (QuantileCase(), *all_cases(found))
+            )
             self._cases[key] = systems, SeveralDevices(systems, layout.precision, kernels, layout.world)
         systems, cost = self._cases[key]
         network = SeveralNetworks(systems, network_layout(layout))
