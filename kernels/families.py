@@ -119,13 +119,16 @@ def size_classes() -> list[SizeClass]:
     Their tensors have the alignment of our allocations.
     """
     from repro.config import models
-    from repro.config.operator_set import OperatorSet
-    from repro.config.suites import load
-    from repro.config.suites.packaged import SUITES
+    from repro.config.enums import OperatorSet
+    from repro.config.suites import SUITES, load_suite
 
-    experiments = [entry.experiment for path in SUITES.files() for entry in load(path).entries]
+    experiments = [entry.experiment for path in SUITES.files() for entry in load_suite(path).entries]
     rows = {(e.model, e.layout.precision) for e in experiments}
-    rows |= {(model, precision) for model in map(models.load, models.names()) for precision in SOURCE_TYPES}
+    rows |= {
+        (model, precision)
+        for model in map(models.load_model, models.model_names())
+        for precision in SOURCE_TYPES
+    }
     scores = {
         (e.seq, e.layout.precision)
         for e in experiments

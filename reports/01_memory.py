@@ -75,7 +75,7 @@ pd.DataFrame(rows) if rows else "nothing measured yet: repro run suites/smoke.to
 # %%
 MODEL, SYSTEM, GPUS, MICRO_BATCH = "gpt2-1.5b", "dgx2", 16, 4
 
-psi = models.load(MODEL).published_params
+psi = models.load_model(MODEL).published_params
 rows = []
 for stage in (0, 3):
     step = simulated_step(

@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro.config.words import layout
+from repro.config.words import describe_layout
 from repro.report import evidence
 from repro.report.exports.compare import compare_results
 from repro.report.records import Machines
@@ -53,7 +53,7 @@ pd.DataFrame(Machines(measured).entries, columns=shown)
 rows = [
     {
         "experiment": record.at,
-        "layout": layout(record.experiment.layout),
+        "layout": describe_layout(record.experiment.layout),
         "outcome": record.outcome,
         "tokens/s": record.metrics.get("tokens_per_s"),
         "TFLOP/s": record.metrics.get("model_flops_per_s", float("nan")) / 1e12,

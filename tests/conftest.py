@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.engines import missing_library
 from repro.util import workers
 from tests.pool import PRELOADED, RankPool
@@ -56,7 +56,7 @@ def eight() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def emulation() -> None:
     """Emulated networks, or a skip that says what they lack here; to find out, a small one is made."""
-    if missing := ability.missing():
+    if missing := lab.missing_requirement():
         pytest.skip(missing)
 
 

@@ -114,9 +114,7 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     python = environment(tmp_path / "venv", wheel)
     here = tmp_path / "elsewhere"
     here.mkdir()
-    found = run(
-        python, "-c", "import repro.config.suites.packaged as p; print(p.SUITES.folder)", cwd=here
-    ).strip()
+    found = run(python, "-c", "import repro.config.suites as p; print(p.SUITES.folder)", cwd=here).strip()
     assert Path(found).is_relative_to(tmp_path / "venv")
     said = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
     assert "all that can run here as expected" in said or "all as expected" in said

@@ -12,7 +12,7 @@ from torch import Tensor
 from repro.config import Experiment, Layout, Model, Training
 from repro.engines import build_engine
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 
@@ -82,7 +82,9 @@ def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str =
     for k in range(layout.accumulation):
         first = dp_rank * layout.replica_batch + k * layout.micro_batch
         part = whole[first : first + layout.micro_batch]
-        found.append(MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), Place(step, first)))
+        found.append(
+            MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), BatchPosition(step, first))
+        )
     return found
 
 

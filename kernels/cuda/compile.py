@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from repro.kernels.cuda.program import Program, Unavailable, headers
-from repro.util.files import replace
+from repro.util.files import replace_file
 
 COMPILER_PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
 """Requirements of a compiler for every supported GPU."""
@@ -204,4 +204,4 @@ def _read_cached(path: Path) -> CompiledProgram | None:
 def _write_cached(path: Path, content: CompiledProgram) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"sha256": hashlib.sha256(content.code).hexdigest(), "log": content.log}
-    replace(path, json.dumps(about).encode() + b"\n" + content.code)
+    replace_file(path, json.dumps(about).encode() + b"\n" + content.code)

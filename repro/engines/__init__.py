@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from repro.config.engines import NATIVE
-from repro.measure.provenance import release, versions
+from repro.measure.provenance import major_minor, versions
 from repro.util import extras
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def missing_library(engine: str) -> str:
 def _older_torch() -> str:
     """Return the version of torch if it is older than required; empty otherwise, or if the version is unknown."""
     version = versions(["torch"]).get("torch", "")
-    return version if () < release(version) < _MIN_TORCH else ""
+    return version if () < major_minor(version) < _MIN_TORCH else ""
 
 
 def import_libraries(engine: str, device_type: str) -> None:

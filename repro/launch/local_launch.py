@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.emulate.network import RunningNetwork
 from repro.launch import rank_process, supervise
 from repro.launch.job import NETWORK_FILE, STOP_FILE, Interrupt, Job
@@ -57,7 +57,7 @@ class LocalLaunch:
         if self.job.network is not None:
             network = self.job.network
             if network.flops_per_s:
-                network = network.scaled(products.of_a_rank(self.world))
+                network = network.scaled(compute_rate.rank_flops_per_s(self.world))
             self._network = RunningNetwork(network)
             write_json(self.folder / NETWORK_FILE, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
@@ -68,7 +68,7 @@ class LocalLaunch:
             )
             own = rank_environment(rank, self.world, limited=bool(self.job.memory_bytes))
             if self._network is not None:
-                command = self._network.facts.command(rank, command)
+                command = self._network.facts.exec_command(rank, command)
                 own |= _on_node(self._network.network.ranks_per_node, rank)
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from repro.config import ConfigError, Experiment, words
-from repro.config.suites import Entry, Suite, load
-from repro.config.systems import HERE
-from repro.config.systems import load as load_system
+from repro.config.suites import Entry, Suite, load_suite
+from repro.config.systems import LOCAL_SYSTEMS
+from repro.config.systems import load_system_file as load_system
 from repro.launch import local_capacity, plan, simulated
 from repro.launch.job import Interrupt
 from repro.launch.local_capacity import DEVICES
@@ -61,7 +61,7 @@ def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite
         right = f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
         raise ConfigError("--system", system, says=right)
     found: dict[str, Suite] = {}
-    for suite in map(load, files):
+    for suite in map(load_suite, files):
         if suite.name in found:
             right = f"a name that no other suite of this run has, as {found[suite.name].file} has it"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)
@@ -204,7 +204,7 @@ def _preview_measured(
 
 def _describe_processes(experiment: Experiment) -> str:
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
-    said = words.counted(experiment.layout.world, what)
+    said = words.count_noun(experiment.layout.world, what)
     return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
 
 
@@ -221,14 +221,14 @@ def _preview_simulated(
             yield ExperimentPreview(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
         else:
             state = TO_RUN if name in todo else KNOWN
-            where = f"{words.counted(ranks, 'rank')} of {entry.experiment.system}, traced here"
+            where = f"{words.count_noun(ranks, 'rank')} of {entry.experiment.system}, traced here"
             memory, last_s = _describe_memory(entry.experiment, traced), took.get((suite.name, name))
             yield ExperimentPreview(suite.name, name, state, where, 1, last_s, 0.0, memory)
 
 
 def _describe_memory(experiment: Experiment, traced: Traced) -> str:
     """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
-    if experiment.system in HERE:
+    if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)
     known = system.device.memory_bytes.value is not None

@@ -98,9 +98,9 @@ def missing_for_simulation(experiment: Experiment) -> str:
 
 def simulated_system(experiment: Experiment) -> System:
     """Return the system on which `experiment` is simulated, with its network.  Raises `ConfigError`."""
-    if experiment.system in systems.HERE:
+    if experiment.system in systems.LOCAL_SYSTEMS:
         return _unlimited_machine()
-    system = systems.load(experiment.system)
+    system = systems.load_system_file(experiment.system)
     if experiment.network is None:
         return system
     from repro.simulate.time.emulated import emulated_system

@@ -36,7 +36,7 @@ from repro.results.metrics import shown
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
-from repro.util.units import NOTHING
+from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,7 +112,7 @@ class JudgedStore:
                 continue
             for row in result.rows:
                 view = row_view(row, result.claim)
-                seen = dict.fromkeys(KINDS, NOTHING)
+                seen = dict.fromkeys(KINDS, NO_VALUE)
                 for finding in reversed(view["findings"]):  # the strongest of a kind comes first, and so wins
                     seen[finding["kind"]] = f"{finding['value']} {finding['sign']}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
@@ -296,7 +296,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     """
     from repro.launch.simulated import simulate_experiment
 
-    known = models.load(model)
+    known = models.load_model(model)
     experiment = Experiment(
         name="what-if",
         model=known,

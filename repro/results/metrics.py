@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.results.record_parts import LayerTraffic, StageReport, TrafficRow
 
@@ -196,9 +196,9 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
     """FLOP of a step by the formulas, and by the operators of the busiest rank; micro-batches in flight."""
     model, layout = experiment.model, experiment.layout
     metrics: Metrics = {
-        "model.parameters": parameters.total(model),
-        "flops.model": flops.model_flops(model, experiment.seq, layout.global_batch),
-        "flops.hardware": flops.hardware_flops(model, experiment.seq, layout.global_batch, layout.recompute),
+        "model.parameters": counts.total_parameters(model),
+        "flops.model": counts.model_flops(model, experiment.seq, layout.global_batch),
+        "flops.hardware": counts.hardware_flops(model, experiment.seq, layout.global_batch, layout.recompute),
         "flops.operators": operator_flops,
     }
     if layout.pp > 1:

@@ -213,7 +213,7 @@ class RankOnNetwork(RecordPart):
     node_received_bytes: float | None = None
     """Of one step, by its node's interface: of the first rank of each node."""
     facts: dict[str, Any] | None = None
-    """As `repro.emulate.network.Facts` says it: of rank 0."""
+    """As `repro.emulate.network.NetworkFacts` says it: of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

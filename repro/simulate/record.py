@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment, OperatorSet, models, systems
 from repro.config.system import System
-from repro.model import flops
+from repro.model import counts
 from repro.results import metrics
 from repro.results.metrics import Held, Metrics
 from repro.results.record_parts import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
@@ -61,7 +61,7 @@ def simulated_record(
         reason=simulation.reason,
         metrics=found,
         series=_series(experiment, simulation, system),
-        flops_formula=flops.formula(experiment.model),
+        flops_formula=counts.flops_formula(experiment.model),
         comm=traffic[0],
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],
@@ -84,8 +84,8 @@ def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     point = calibration_point_of(kernels, system)
     run = point and (
         *(point.rate, point.products, point.passes, point.attention, point.attention_start),
-        point.experiment(models.load(point.model)).key,
-        systems.load(point.system),
+        point.experiment(models.load_model(point.model)).key,
+        systems.load_system_file(point.system),
     )
     numbers = SIMULATOR_REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(
@@ -125,8 +125,8 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
         prediction.step_s,
         samples=samples,
         tokens=samples * experiment.seq,
-        model_flops=flops.model_flops(model, experiment.seq, samples),
-        hardware_flops=flops.hardware_flops(model, experiment.seq, samples, layout.recompute),
+        model_flops=counts.model_flops(model, experiment.seq, samples),
+        hardware_flops=counts.hardware_flops(model, experiment.seq, samples, layout.recompute),
         devices=layout.world,
     )
     return {**speed, **metrics.parts(prediction.as_dict(), prediction.kernels.others)}

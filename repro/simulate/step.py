@@ -9,14 +9,14 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.results.record_parts import TrafficRow
 from repro.simulate.memory.allocator import Replay, replay
 from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 NO_STEP_TIME = "the step does not fit"
 """Why nothing is said of its time."""
@@ -111,7 +111,7 @@ class Simulation:
             "system": self.system,
             "gpus": e.layout.world,
             "layout": e.as_dict()["layout"],
-            "params": parameters.total(e.model),
+            "params": counts.total_parameters(e.model),
             "memory": {
                 "peak_bytes": fullest.memory.peak_bytes,
                 "reserved_bytes": fullest.replay.peak_reserved,
@@ -138,10 +138,10 @@ class Simulation:
                 "rows": [t.as_dict() for t in busiest.traffic],
             },
             "flops": {
-                "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
-                "hardware": flops.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
+                "model": counts.model_flops(e.model, e.seq, e.layout.global_batch),
+                "hardware": counts.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
-                "formula": flops.formula(e.model),
+                "formula": counts.flops_formula(e.model),
             },
             "time": None if self.time is None or not self.fits else self.time.as_dict(),
             "no_time": self.no_time if self.fits else NO_STEP_TIME,
@@ -170,7 +170,7 @@ def _sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
     return found
 
 
-@uncollected()
+@pause_garbage_collection()
 def simulate(
     experiment: Experiment,
     system: System,

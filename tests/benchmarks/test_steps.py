@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
@@ -31,7 +31,7 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
         layout = Layout(dp=2, zero=zero, micro_batch=4)
         training = Training(steps=10_000, untimed_steps=2)
         experiment = Experiment(
-            name=name, model=load("smoke-speed"), layout=layout, training=training, engine=engine
+            name=name, model=load_model("smoke-speed"), layout=layout, training=training, engine=engine
         )
         mesh = meshes.distributed_mesh(layout, "cpu")
         RUNS[name] = ExperimentRun(experiment, mesh, torch.device("cpu"), lambda step, phase: None)

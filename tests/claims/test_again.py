@@ -51,11 +51,11 @@ def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
 
 
 def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
-    from repro.model.parameters import total
+    from repro.model.counts import total_parameters
 
     for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
         model = entry.experiment.model
-        assert total(model) == pytest.approx(model.published_params, rel=0.05), model.name
+        assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
 
 def asked(folder: Path, text: str) -> Questions:
@@ -99,7 +99,7 @@ def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float 
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answers(asked(folder, text).asked, records, systems.load(system))
+    (found,) = answers(asked(folder, text).asked, records, systems.load_system_file(system))
     return found
 
 

@@ -80,7 +80,9 @@ def test_simulate_says_what_a_person_wants_to_know(
     for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--memory-limit", str(systems.load("dgx2").context() + 2_000_000))
+    code, out = run(
+        capsys, *asked, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
+    )
     assert code == 1
     assert "does not fit" in out
     assert "out of memory" in out
@@ -105,7 +107,7 @@ def test_a_step_says_how_sure_it_is(
 def test_what_does_not_fit_takes_no_time_and_ends_alike(
     capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
 ) -> None:
-    least = str(systems.load("dgx2").context() + 2_000_000)
+    least = str(systems.load_system_file("dgx2").context() + 2_000_000)
     asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
     timeline = tmp_path / "step.json"
     code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
@@ -148,7 +150,7 @@ def test_a_prediction_says_what_it_rests_on(
     rows = json.loads(run(capsys, "plan", *few, "--json")[1])
     assert {row["time"]["rests_on"] for row in rows} == {step["rests_on"]} == {basis}
     assert 0 < step["mfu"] < 1
-    peak = systems.load(system).peak("fp16" if system == "dgx2" else "bf16")
+    peak = systems.load_system_file(system).peak("fp16" if system == "dgx2" else "bf16")
     assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
     page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
     for said in (page, table):

@@ -11,8 +11,7 @@ import torch
 from repro.config import Layout
 from repro.config.enums import Phase
 from repro.engines import build_engine
-from repro.measure.timing import COMPUTING, StepClock
-from repro.measure.waiting import StageWaits
+from repro.measure.timing import COMPUTE_PHASES, StageWaits, StepClock
 from repro.parallel import mesh as meshes
 from tests.engines.told_time import ToldTime, told_time
 from tests.pool import RankPool
@@ -61,7 +60,7 @@ def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, fl
     for clock in (seen, said):
         clock.mark("end")
     ((row,), (own,)) = seen.read(), said.read()
-    return sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]
+    return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], own[Phase.IDLE]
 
 
 PLAIN = Layout(pp=2, micro_batch=1, global_batch=4)

@@ -38,10 +38,8 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         emulated_network, "_compute_rates", lambda world, throttle: [1e9, 2e9, 3e9, 4e9][:world]
     )
     monkeypatch.setattr(emulated_network, "MAX_RATE_SPREAD", 1.2)
-    monkeypatch.setattr(
-        emulated_network.DividedCores, "divide", lambda self: None
-    )  # of the tests' own process
-    monkeypatch.setattr(emulated_network.heap, "keep_freed", lambda: None)
+    monkeypatch.setattr(emulated_network.CoreAssignment, "apply", lambda self: None)
+    monkeypatch.setattr(emulated_network.processes, "keep_freed_memory", lambda: None)
     return path
 
 
@@ -114,7 +112,7 @@ def test_rates_are_of_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         for rank, rate in enumerate(rates):
             rate.copy_(mine * (1 + rank))
 
-    monkeypatch.setattr(emulated_network.products, "flop_in", flop_in)
+    monkeypatch.setattr(emulated_network.compute_rate, "count_flop", flop_in)
     monkeypatch.setattr(emulated_network.dist, "barrier", lambda: done.append("all there"))
     monkeypatch.setattr(emulated_network.dist, "all_gather", all_gather)
     throttle: Any = SimpleNamespace(settle=settle)

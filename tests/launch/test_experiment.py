@@ -19,9 +19,8 @@ from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
 from repro.launch.rank.step_data import StepHistory
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import StepClock
-from repro.measure.waiting import StageWaits
-from repro.model.flops import hardware_flops, model_flops
+from repro.measure.timing import StageWaits, StepClock
+from repro.model.counts import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
 from tests.training import tiny
@@ -101,7 +100,9 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
     run.steps(2)
     assert resets == [3, 4, 5, 6]
     assert run.left == 2
-    monkeypatch.setattr(experiment_module, "CollectiveWatch", None)  # the ledger counts what our engine sends
+    monkeypatch.setattr(
+        experiment_module, "CollectiveCounter", None
+    )  # the ledger counts what our engine sends
     with run._counting():
         pass
 

@@ -15,7 +15,7 @@ import pytest
 from repro import engines
 from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.sizes import RANKS_PER_CORE
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.launch import local_capacity, local_launch, rank_process
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch

@@ -47,7 +47,7 @@ def planned(
 
 
 def test_conclusive_outcomes_are_not_repeated(tmp_path: Path, store: Store) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments(*"abcdef")))
+    suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcdef")))
     for name, outcome in zip(
         "abcdef", ("ok", "oom", "diverged", "hang", "error", "interrupted"), strict=True
     ):
@@ -61,14 +61,14 @@ def test_launches_are_shared(tmp_path: Path, store: Store) -> None:
     body = experiments("a") + "\n".join(
         f'[[experiment]]\nname = "{name}"\nlaunch = "two"\ntraining.seed = {ord(name)}' for name in "bcd"
     )
-    suite = suites.load(write_suite(tmp_path, body))
+    suite = suites.load_suite(write_suite(tmp_path, body))
     assert planned(store, suite) == ["a", "bcd"]
     put(store, suite, "c")
     assert planned(store, suite) == ["a", "bd"]
 
 
 def test_a_comparison_needs_its_baseline_again(tmp_path: Path, store: Store) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
+    suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
     assert planned(store, suite) == ["ABC", "d"]
     for name in "abcd":
         put(store, suite, name)
@@ -82,7 +82,7 @@ def test_a_comparison_needs_its_baseline_again(tmp_path: Path, store: Store) -> 
 @pytest.mark.parametrize("outcome", ["oom", "diverged"])
 def test_what_cannot_be_had_is_not_compared(tmp_path: Path, store: Store, outcome: str) -> None:
     """Nor is anything run again beside a baseline that will diverge again."""
-    suite = suites.load(write_suite(tmp_path, experiments(*"abc") + COMPARE))
+    suite = suites.load_suite(write_suite(tmp_path, experiments(*"abc") + COMPARE))
     put(store, suite, "b", outcome)
     assert planned(store, suite) == ["AC"]
     put(store, suite, "a", outcome)
@@ -92,18 +92,18 @@ def test_what_cannot_be_had_is_not_compared(tmp_path: Path, store: Store, outcom
 
 
 def test_a_part_of_a_comparison(tmp_path: Path, store: Store) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
+    suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcd") + COMPARE))
     assert planned(store, suite, ["a", "c"]) == ["AC"]
     assert planned(store, suite, ["b", "c"]) == ["b", "c"]
     assert planned(store, suite, ["a"]) == ["a"]
     second = '\n[[compare]]\nbaseline = "d"\nsubjects = ["e"]\nrounds = 4'
-    suite = suites.load(write_suite(tmp_path, experiments(*"abcde") + COMPARE + second))
+    suite = suites.load_suite(write_suite(tmp_path, experiments(*"abcde") + COMPARE + second))
     for without in ("a", "b"):  # the baseline or the subject of the first says nothing of the second
         assert planned(store, suite, ["d", "e", without]) == [without, "DE"]
 
 
 def test_only_must_match_something(tmp_path: Path) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
+    suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
     with pytest.raises(ConfigError, match=r"--only = 'x\*': must be a glob that matches .*: a, b"):
         plan.select_entries(suite, ["a", "x*"])
 

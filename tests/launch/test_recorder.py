@@ -37,7 +37,7 @@ def test_every_selected_experiment_has_its_row(tmp_path: Path) -> None:
     body = experiments("ok", "hung", "new", "far") + experiments(
         "any", extra='expect = ""\ntraining.lr = 0.5\n'
     )
-    suite = suites.load(write_suite(tmp_path, body))
+    suite = suites.load_suite(write_suite(tmp_path, body))
     keys = {entry.experiment.name: entry.experiment.key for entry in suite.entries}
     with Store(tmp_path / "results") as store:
         for name, outcome, reason in (("ok", "ok", ""), ("hung", "hang", "rank 1"), ("any", "oom", "much")):

@@ -84,7 +84,7 @@ def test_the_record_has_a_measured_ones_shape_and_more(
     suite = write_suite(tmp_path, FULL)
     run(suite, tmp_path / "results", capsys)
     (record,) = lines(tmp_path / "results")
-    experiment = suites.load(suite).entry("full").experiment
+    experiment = suites.load_suite(suite).entry("full").experiment
     assert (record["evidence"], record["key"], record["name"]) == ("simulated", experiment.key, "full")
     assert record["provenance"]["packages"]["torch"]
     metrics = record["metrics"]
@@ -172,7 +172,7 @@ def test_a_corrected_system_makes_older_records_stale(
 def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
     monkeypatch: pytest.MonkeyPatch, corrected: dict[str, Any]
 ) -> None:
-    selene = systems.load("selene")
+    selene = systems.load_system_file("selene")
     before = {kernels: simulation_facts(selene, kernels) for kernels in OperatorSet}
     points = tuple(
         replace(point, **corrected) if point.layout.kernels is OperatorSet.FUSED else point
@@ -184,7 +184,7 @@ def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
 
 
 def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    selene = systems.load("selene")
+    selene = systems.load_system_file("selene")
     before = simulation_facts(selene, OperatorSet.SOFTMAX)
     monkeypatch.setattr(record, "SIMULATOR_REVISION", record.SIMULATOR_REVISION + 1)
     assert simulation_facts(selene, OperatorSet.SOFTMAX) != before
@@ -237,7 +237,7 @@ def test_several_suites_are_simulated_one_after_the_other(
 
 
 def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
+    suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
     interrupt = Interrupt()
     with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
         recorder = Recorder(suite, store, progress, SIMULATED)

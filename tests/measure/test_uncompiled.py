@@ -19,7 +19,7 @@ from repro.config import Experiment, Layout
 from repro.simulate.trace.roles import roles, trace
 
 layout = Layout(tp=2, dp=2, zero=2, precision="fp16", recompute=True, micro_batch=1, global_batch=2)
-experiment = Experiment(name="x", model=models.load("tiny-parity"), layout=layout)
+experiment = Experiment(name="x", model=models.load_model("tiny-parity"), layout=layout)
 (role,) = roles(experiment)
 before = trace(experiment, role)
 assert "torch._dynamo" not in sys.modules

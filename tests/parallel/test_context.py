@@ -106,14 +106,14 @@ def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     """The attention of one step of one rank of cp, on shapes."""
     from repro.engines.native.engine import NativeEngine
     from repro.engines.native.part import MicroBatch
-    from repro.model.gpt import Place
+    from repro.model.gpt import BatchPosition
 
     layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
         engine = NativeEngine(experiment, meshes.shape_only_mesh(layout, rank), torch.device("meta"))
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
-        engine.step([MicroBatch(tokens, tokens, Place(0, 0))], recorder.phase)
+        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))], recorder.phase)
     return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import repro
 from repro.config import Layout
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 from repro.model.operator_sets import _softmax_apart
 from repro.simulate.plan.extrapolation.shallow_traces import family_of
 from repro.simulate.time.device import MATMULS

@@ -12,7 +12,7 @@ import torch
 import repro
 from repro.config import ConfigError, Layout, Model
 from repro.engines.native.engine import NativeEngine
-from repro.model.operator_sets import WeightDropout, past
+from repro.model.operator_sets import WeightDropout, causal_mask
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
 from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
@@ -285,7 +285,9 @@ def test_operators_do_not_decide_what_tensor_parallelism_overlaps(kernels: str, 
 
 
 def test_the_mask_and_what_is_dropped() -> None:
-    assert past(3, torch.empty(0, dtype=torch.float16)).tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+    assert causal_mask(3, torch.empty(0, dtype=torch.float16)).tolist() == [
+        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    ]
     weights = torch.rand(2, 3, 5, 5)
     dropout = WeightDropout(0.4, 1234, first_sample=7, heads=6, first_head=3)
     torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights, weights.shape[-1]) / 0.6)

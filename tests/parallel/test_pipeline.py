@@ -12,7 +12,7 @@ from torch import Tensor
 from repro.config import ConfigError, Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from tests.parallel.test_parity import EVERYTHING, alone, assert_same
@@ -262,7 +262,7 @@ def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layou
         tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
         for step in range(2):
             mesh.ledger.reset()
-            batch = MicroBatch(tokens, tokens, Place(step, 0))
+            batch = MicroBatch(tokens, tokens, BatchPosition(step, 0))
             engine.step([batch] * layout.accumulation, lambda phase: None)
             engine.synchronize()
         assert mesh.ledger.rows() == found[rank].traffic

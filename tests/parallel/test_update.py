@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from repro.config import Layout, Training
-from repro.config.enums import Phase
-from repro.config.operator_set import OperatorSet
+from repro.config.enums import OperatorSet, Phase
 from repro.engines.native.checkpoint import state
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import learning_rate

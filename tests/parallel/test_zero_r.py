@@ -13,7 +13,7 @@ from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.measure.memory import MemoryTracker
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.wrap.parallelize import parallelize
@@ -121,7 +121,7 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
             batches = micro_batches(experiment, mesh.dp.rank, step)
             if device == "meta":
                 tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
-                batches = [MicroBatch(tokens, tokens, Place(step, 0)) for _ in batches]
+                batches = [MicroBatch(tokens, tokens, BatchPosition(step, 0)) for _ in batches]
             engine.step(batches, observe)
             engine.synchronize()
         del batches

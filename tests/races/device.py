@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from repro.config.enums import Category
-from repro.measure.uncompiled import UncompiledMode
+from repro.measure.operators import UncompiledMode
 from repro.parallel import storage as marks
 from repro.simulate.trace.recorder import innermost_line
 from tests.races.order import HOST, Moment, Order

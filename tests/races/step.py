@@ -12,7 +12,7 @@ from repro.config import Experiment, Layout
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.launch.rank.step_data import BatchLoader
-from repro.measure.uncompiled import uncompiled
+from repro.measure.operators import without_compiler
 from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
@@ -59,7 +59,7 @@ def run(
     rank = _rank(layout, stage)
     device = Device()
     device.dropped = dropped
-    with pytest.MonkeyPatch.context() as patch, uncompiled(), device:
+    with pytest.MonkeyPatch.context() as patch, without_compiler(), device:
         device.install(patch)
         FakeNccl(device).install(patch)
         patch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: Stream(device, "copies"))

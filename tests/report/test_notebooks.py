@@ -32,8 +32,8 @@ def traced() -> dict[str, float | str]:
 
 def tiny_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
     """Stands for a trace of the notebook's own model, which the run in kernels does."""
-    assert model in models.names()
-    assert system in systems.names()
+    assert model in models.model_names()
+    assert system in systems.system_names()
     return traced()
 
 

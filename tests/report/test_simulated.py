@@ -30,7 +30,7 @@ def traced() -> list[ExperimentRecord]:
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
     records = [
-        simulate_experiment(e, systems.load("selene"), "smoke")
+        simulate_experiment(e, systems.load_system_file("selene"), "smoke")
         for e in (replace(ONE, system="selene"), small)
     ]
     records[1].metrics.pop("memory.reserved_bytes")

@@ -31,7 +31,7 @@ from repro.accuracy.validate.published import (
 )
 from repro.claims.judge import experiments_read, judge
 from repro.cli import main
-from repro.config.systems import load as load_system
+from repro.config.systems import load_system_file as load_system
 from repro.report.figures import draw_all, validation
 from repro.report.figures.style import figure_style
 from repro.report.text import validate

@@ -9,7 +9,7 @@ import pytest
 import synthetic
 
 from repro.config import EmulatedNetwork, Layout, TwinOf
-from repro.config.twin import RATIO
+from repro.config.experiment import TWIN_RATIO
 from repro.report.figures import comparisons
 from repro.report.figures.style import figure_style
 from repro.results.measured import comparison_record, experiment_record
@@ -22,7 +22,7 @@ def twins(suite: str, link: str, rate: float, ratio: float) -> tuple[list[Any], 
     """A pair of twins for `rate` GB/s, of which the subject is `ratio` times as fast, and their comparison."""
     common = {"suite": suite, "provenance": synthetic.PROVENANCE}
     sides = {"between": 4.8e9, "within": 6e9, link: rate * 1e9}
-    numbers = [{}, {RATIO: (ratio + 0.1, ratio + 0.2)}]
+    numbers = [{}, {TWIN_RATIO: (ratio + 0.1, ratio + 0.2)}]
     made = [
         replace(
             synthetic.experiment(f"{name}-{link}{rate}"),

@@ -73,7 +73,9 @@ def test_an_outcome_may_be_passed_over() -> None:
 def test_a_published_value_is_not_held_against_a_record_of_another_protocol() -> None:
     """`repro validate` once gave the FLOP/s of the newest record of any protocol."""
     name = "fig2-8b-megatron"
-    (entry,) = (e for e in suites.load(SUITES / "zero_throughput.toml").entries if e.experiment.name == name)
+    (entry,) = (
+        e for e in suites.load_suite(SUITES / "zero_throughput.toml").entries if e.experiment.name == name
+    )
     run = {"suite": "zero_throughput", "evidence": "simulated", "experiment": entry.experiment.as_dict()}
     rates = {day: {"hardware_flops_per_s.device": day * 1e12} for day in (1, 2)}
     ours = made_up(name, **run, written="2026-01-01", metrics=rates[1])

@@ -38,7 +38,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_estimates_are_full_traces(name: str) -> None:
     layout = LAYOUTS[name]
-    system = systems.load("dgx1-v100-16gb")
+    system = systems.load_system_file("dgx1-v100-16gb")
     families, traces = families_of(MODEL, layout)
     assert traces <= 11
     roles = linear.estimate_memory(MODEL, layout, families)
@@ -94,14 +94,14 @@ UNDER_WAY = {
 def test_shallow_traces_hold_all_that_is_under_way_at_once(name: str) -> None:
     model, layout, room = UNDER_WAY[name]
     families, _ = families_of(model, layout, layout.micro_batch, layout.micro_batch)
-    full = simulate(Experiment(name="x", model=model, layout=layout), systems.load("dgx2"))
+    full = simulate(Experiment(name="x", model=model, layout=layout), systems.load_system_file("dgx2"))
     by_name = {role.role.name.partition(" (")[0]: role.memory.peak_bytes for role in full.roles}
     for role, found in linear.estimate_memory(model, layout, families).items():
         assert found.peak_bytes == pytest.approx(by_name[role], rel=room)
 
 
 def test_closed_form_is_what_is_traced() -> None:
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     for layout in (LAYOUTS["z2"], LAYOUTS["pp6-tp2"], replace(BASE, tp=4, precision="fp32")):
         full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
         parameters = stage_parameters(MODEL, layout)

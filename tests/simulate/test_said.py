@@ -20,7 +20,7 @@ EXPERIMENT = Experiment(
     layout=Layout(dp=3, tp=2, pp=2, precision="fp16", micro_batch=2, global_batch=24),
     system="dgx2",
 )
-DGX2 = systems.load("dgx2")
+DGX2 = systems.load_system_file("dgx2")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
-    layout, system = LAYOUTS[name], systems.load("dgx2")
+    layout, system = LAYOUTS[name], systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
     found = StepTimes(MODEL, MODEL.seq, system).of_layout(layout, families)
     whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
@@ -68,7 +68,7 @@ def test_lines_through_few_schedules() -> None:
 
 def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
     """Told twice the seconds, each of an interval is twice as long; the ends are those of the whole step's."""
-    layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load("dgx2")
+    layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
     times = StepTimes(MODEL, MODEL.seq, system)
     experiment = Experiment(name="x", model=MODEL, layout=layout)

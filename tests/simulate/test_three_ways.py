@@ -13,7 +13,7 @@ from repro.config import Experiment, Layout, Model
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
-from repro.model.states import states_bytes
+from repro.model.counts import states_bytes
 from repro.parallel import mesh as meshes
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
@@ -171,9 +171,11 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
             from repro.engines.native.part import MicroBatch
-            from repro.model.gpt import Place
+            from repro.model.gpt import BatchPosition
 
-            engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, lambda phase: None)
+            engine.step(
+                [MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, lambda phase: None
+            )
             engine.synchronize()
             sent = sum(row["sent_bytes"] for row in mesh.ledger.rows())
             assert sum(times * message.sent for times, message in short.messages()) == sent

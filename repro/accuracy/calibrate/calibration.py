@@ -20,14 +20,14 @@ from repro.accuracy.calibrate.document import system_tables, toml_text
 from repro.config.errors import ConfigError, require
 from repro.config.files import check_writable
 from repro.config.sizes import at_most
-from repro.config.suites import load
-from repro.config.systems.load import HERE, names, parse
+from repro.config.suites import load_suite
+from repro.config.systems import LOCAL_SYSTEMS, parse_system, system_names
 from repro.launch import local_capacity
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover, load_system
 from repro.util import files
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 TARGET = "repro.accuracy.calibrate.target:run_rank"
 TWIN_TARGET = "repro.accuracy.calibrate.target:run_rank_of_twin"
@@ -80,7 +80,9 @@ def calibrate(
         else ClusterNodes(system, profile, nodes or 1, gpus, path)
     )
     if suites:
-        experiments = plan.suite_experiments(list(map(load, suites)), machine.system, machine.ranks, quick)
+        experiments = plan.suite_experiments(
+            list(map(load_suite, suites)), machine.system, machine.ranks, quick
+        )
     else:
         experiments = plan.step_experiments(
             machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
@@ -99,8 +101,8 @@ def calibrate(
             quick=quick,
             site=allocation_facts(answer["place"]) if "place" in answer else None,
         )
-        parse(document, name=path.stem, file=str(path))
-        files.replace(path, toml_text(document))
+        parse_system(document, name=path.stem, file=str(path))
+        files.replace_file(path, toml_text(document))
     seconds = round(time.perf_counter() - began, 1)
     return Calibrated(answer["outcome"], answer.get("reason", ""), interrupt.signal, seconds, path, document)
 
@@ -109,7 +111,7 @@ def _checked_output(path: Path) -> Path:
     """Return `path` if a system file can be written to it; check before the measurement, which takes minutes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
     require(
-        path.stem not in names(),
+        path.stem not in system_names(),
         "--output",
         str(path),
         f"a file that is not called as the packaged system {path.stem}",
@@ -201,7 +203,7 @@ class ClusterNodes:
         on_cpu = local_capacity.DEVICES.get(system) == "cpu"
         # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
         self.precision = (
-            "fp32" if on_cpu else "fp16" if system in HERE else load_system(system).best_precision
+            "fp32" if on_cpu else "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
         )
         self._check_partition()
 

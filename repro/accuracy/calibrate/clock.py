@@ -13,7 +13,7 @@ import torch
 
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 ASSUMED_CACHE = 64 * 2**20
 """Default size of the last-level cache, in bytes."""

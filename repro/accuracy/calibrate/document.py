@@ -15,7 +15,7 @@ from repro.accuracy.calibrate import fit, link_tables
 from repro.accuracy.calibrate.fit import TimedCall, quantity, round_digits
 from repro.config.network import core_share
 from repro.config.timing import EXCHANGE, MESSAGE, OperatorRate
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.measure.statistics import quantile
 from repro.simulate.time.device import expected_maximum
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
@@ -259,7 +259,7 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
     return {
-        PRODUCTS: round_digits(statistics.median(rates) * share),
+        COMPUTE_RATE_FACT: round_digits(statistics.median(rates) * share),
         MESSAGE_CORES_FACT: ranks[0]["carrying"],
     }
 

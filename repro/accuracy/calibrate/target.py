@@ -25,21 +25,20 @@ from repro.accuracy.calibrate.plan import (
 from repro.accuracy.calibrate.timed_steps import LaunchBench, time_silent_step
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.session import joined_process_group
 from repro.launch.rank_process import HeartbeatWriter
 from repro.measure.local_system import has_nvlink
-from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.measure.provenance import cpu, gpus, host_memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
 from repro.simulate.time.emulated import RING_COLLECTIVE
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
-from repro.util.resources import usable_cores
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
 CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
 """Measured sizes of an operator; twice as many for products and attention, whose shapes matter."""
@@ -64,10 +63,10 @@ def _measure(
         groups = group_kinds(world, per_node, device)
         chains = pipeline_groups(world, per_node, device)
         if not collectives:
-            heap.keep_freed()
-            divided = DividedCores(rank)
-            divided.divide()
-            cores, carrying = computing(cores), len(divided.carrying)
+            processes.keep_freed_memory()
+            divided = CoreAssignment(rank)
+            divided.apply()
+            cores, carrying = count_compute_cores(cores), len(divided.messages)
         whole = next(iter(groups.values()), meshes.single_rank_mesh().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0
@@ -186,11 +185,11 @@ def operators(
 def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
     """Return the FLOP/s of products while each of `cores` runs one rank; None on ranks that leave the cores to others.
 
-    A run measures the same number to scale its links (`repro.emulate.products.of_a_rank`). `place` is the index of this
-    rank on its node.
+    A run measures the same number to scale its links (`repro.emulate.compute_rate.rank_flops_per_s`). `place` is the
+    index of this rank on its node.
     """
     group.barrier()
-    found = products.of_this_core() if place < cores else None
+    found = compute_rate.core_flops_per_s() if place < cores else None
     group.barrier()
     return found
 
@@ -200,7 +199,7 @@ def machine(cores: int) -> dict[str, Any]:
     return {
         "cpu": cpu()["model"],
         "cores": cores,
-        "memory": memory(),
+        "memory": host_memory(),
         "gpus": gpus(),
         "nvlink": has_nvlink(),
         "versions": versions(["torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]),

@@ -23,12 +23,12 @@ from repro.config import Experiment, Layout, Model
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.measure.memory import MemoryTracker
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import roles, trace
-from repro.util import heap
+from repro.util import processes
 
 WIDTH, LAYERS = 8, 4
 """Sizes of a model whose operators have nothing to compute."""
@@ -50,7 +50,7 @@ class LaunchBench:
         ]
         self._engine = NativeEngine(experiment, meshes.single_rank_mesh(), clock.device)
         tokens = torch.zeros(1, WIDTH, dtype=torch.int64, device=clock.device)
-        self._batches = [MicroBatch(tokens, tokens, Place(0, 0))]
+        self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
         self._seconds: list[float] = []
         for _ in range(2):
             self._step()
@@ -101,14 +101,14 @@ def time_silent_step(
         engine = NativeEngine(short, mesh, clock.device)
     shape = traced.layout.micro_batch, experiment.seq
     tokens = torch.randint(experiment.model.vocab, shape, device=clock.device)
-    batches = [MicroBatch(tokens, tokens, Place(0, 0))] * traced.layout.accumulation
+    batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))] * traced.layout.accumulation
     marks: list[float] = []
     mesh.ledger.observers.append(lambda *_: marks.append(time.thread_time()))
     mesh.ledger.observers.append(lambda *_: beat())
     spent, between = [], []
     for turn in range(1 + TIMED_STEPS):
         if turn == 1:
-            heap.reserve(tracker.peak["total"], clock.group.size)
+            processes.reserve_heap(tracker.peak["total"], clock.group.size)
         clock.group.barrier()
         marks.clear()
         began = time.thread_time()

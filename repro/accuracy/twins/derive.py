@@ -14,9 +14,9 @@ from repro.config.errors import ConfigError
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.emulate.frames import payload_share
+from repro.emulate.network import payload_share
 from repro.measure.local_system import load_system
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.simulate.placement import BETWEEN_NODES, Placement
 from repro.simulate.time.emulated import emulated_system, product_rate
 from repro.simulate.time.network import Network
@@ -104,7 +104,7 @@ def compute_s(prediction: Prediction) -> float:
 def useful_rate(prediction: Prediction) -> float:
     """Return F, the FLOP/s of a device during compute."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+    work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
     return work / layout.world / compute_s(prediction)
 
 
@@ -164,7 +164,7 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
     layers = -(-options.layers // parts) * parts
     name = f"{before.name}-twin-{width}x{layers}-tp{tp}"
     model = scaled_model(before, original.seq, name=name, width=width, layers=layers, tp=tp)
-    sizes = parameters.total(model) / parameters.total(before) * original.layout.tp / layout.tp
+    sizes = counts.total_parameters(model) / counts.total_parameters(before) * original.layout.tp / layout.tp
     sizes *= ELEMENT_BYTES["fp32"] / ELEMENT_BYTES[original.layout.precision]
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
     training = Training(steps=options.steps, untimed_steps=1)

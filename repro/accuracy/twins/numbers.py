@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from repro.accuracy.twins.derive import Member, compute_s, useful_rate
 from repro.accuracy.twins.scaling import Scale
 from repro.config import TwinOf
+from repro.config.experiment import TWIN_RATIO
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
-from repro.config.twin import RATIO
 from repro.simulate.placement import BETWEEN_NODES, GROUPS
 from repro.simulate.time.emulated import sourced_quantity
 from repro.simulate.time.network import Network
@@ -99,7 +99,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
         rates = before.flops_per_device / baseline.before.flops_per_device
         found.append(
             SimilarityNumber(
-                RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked"
+                TWIN_RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked"
             )
         )
     return [number for number in found if number.original or number.twin]

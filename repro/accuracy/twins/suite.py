@@ -18,7 +18,7 @@ from repro.config import EmulatedNetwork, Experiment, Layout, Model
 from repro.config.engines import NATIVE
 from repro.config.errors import ConfigError
 from repro.config.suites import Suite
-from repro.config.systems import HERE
+from repro.config.systems import LOCAL_SYSTEMS
 
 
 def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
@@ -68,7 +68,7 @@ def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[li
 def _check_published(members: list[Experiment]) -> list[Experiment]:
     """Return `members` if all have a published system; raise `ConfigError` otherwise."""
     for experiment in members:
-        if experiment.system in HERE:
+        if experiment.system in LOCAL_SYSTEMS:
             right = "an experiment of a published system, whose time can be predicted"
             raise ConfigError("SUITE/EXPERIMENT", experiment.name, right)
     return members

@@ -20,7 +20,7 @@ from repro.claims.published import UNITS
 from repro.claims.records import Records
 from repro.claims.tolerance import accepted_range_of_row
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.results.interval import Other, Sensitivity, between, part_of
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
@@ -91,7 +91,7 @@ class Implied:
     def words(self) -> str:
         """Return a summary of the implied values."""
         exact = [need.value for need in self.needs if need.value is not None]
-        text = counted(len(self.needs), "row")
+        text = count_noun(len(self.needs), "row")
         if exact:
             text += (
                 f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" needs {exact[0]:.3g}"

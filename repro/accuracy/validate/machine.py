@@ -13,7 +13,7 @@ from statistics import median
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.config.systems import HERE
+from repro.config.systems import LOCAL_SYSTEMS
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
@@ -78,7 +78,7 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
         pairs.append(
             Pair(
                 name=name,
-                layout=words.layout(record.experiment.layout),
+                layout=words.describe_layout(record.experiment.layout),
                 measured=record.metrics[STEP_SECONDS],
                 predicted=prediction.step_s,
                 rests_on=prediction.rests_on,
@@ -91,7 +91,7 @@ def _measured_here(record: ExperimentRecord) -> bool:
     e = record.experiment
     return (
         record.outcome == "ok"
-        and e.system in HERE
+        and e.system in LOCAL_SYSTEMS
         and e.engine == "native"
         and STEP_SECONDS in record.metrics
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
@@ -139,7 +139,7 @@ class RankedInputs:
     def words(self) -> str:
         """Return a summary of the ranking."""
         return (
-            f"Unknown numbers leave the predicted times of {counted(self.rows, 'row')} in doubt. A number settles a "
+            f"Unknown numbers leave the predicted times of {count_noun(self.rows, 'row')} in doubt. A number settles a "
             f"row if it carries more than half of what all of them move it, one at a time; the first {LISTED_INPUTS} "
             f"settle {self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
         )

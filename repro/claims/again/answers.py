@@ -93,7 +93,7 @@ def how_to_simulate(system: str) -> str:
 def systems_of(records: Iterable[Record]) -> list[str]:
     """The systems on which the suite has been simulated, by name; not those of a file of somebody's own."""
     names = {record.name.rpartition("@")[2] for record in _asked(records)}
-    return [name for name in systems.names() if name in names]
+    return [name for name in systems.system_names() if name in names]
 
 
 def answers(questions: Iterable[Question], records: Iterable[Record], system: System) -> list[Answer]:

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, folder
+from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, check_folder
 
 app = typer.Typer()
 
@@ -90,7 +90,9 @@ def collect(
     into: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Also copy records to this folder, those that it lacks.", metavar="DIR", callback=folder
+            help="Also copy records to this folder, those that it lacks.",
+            metavar="DIR",
+            callback=check_folder,
         ),
     ] = None,
     json: Json = False,

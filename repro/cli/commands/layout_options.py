@@ -18,7 +18,7 @@ from typing import Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 
-from repro.cli.commands.options import counted
+from repro.cli.commands.options import check_count
 from repro.config.errors import ConfigError
 from repro.config.layout import Layout
 from repro.simulate.plan.candidates import LayoutQuery
@@ -97,7 +97,7 @@ QUESTION = [
             int,
             typer.Option(
                 help="Tokens of a sample; the model's longest by default.",
-                callback=counted,
+                callback=check_count,
                 show_default=False,
             ),
         ],

@@ -10,7 +10,14 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.layout_options import PANEL, question_options
-from repro.cli.commands.options import Json, Ledger, ModelName, StoredResults, counted, writable
+from repro.cli.commands.options import (
+    Json,
+    Ledger,
+    ModelName,
+    StoredResults,
+    check_count,
+    check_writable_file,
+)
 from repro.config.errors import require
 from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, LayoutQuery
 
@@ -27,7 +34,7 @@ def simulate(
     timeline: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable,
+            callback=check_writable_file,
             help="Write when everything happens, for ui.perfetto.dev.",
             metavar="FILE.json",
         ),
@@ -51,17 +58,19 @@ def fit(
     hidden: Annotated[
         int,
         typer.Option(
-            callback=counted,
+            callback=check_count,
             help="Width.  Without: one that about hidden/64 layers fill.",
             show_default=False,
         ),
     ] = 0,
     heads: Annotated[
         int,
-        typer.Option(callback=counted, help="Attention heads; hidden/128 by default.", show_default=False),
+        typer.Option(
+            callback=check_count, help="Attention heads; hidden/128 by default.", show_default=False
+        ),
     ] = 0,
     vocab: Annotated[
-        int, typer.Option(callback=counted, help="Vocabulary; 51200 by default.", show_default=False)
+        int, typer.Option(callback=check_count, help="Vocabulary; 51200 by default.", show_default=False)
     ] = 0,
     search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
     measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
@@ -72,7 +81,8 @@ def fit(
         ),
     ] = None,
     of: Annotated[
-        int, typer.Option(callback=counted, help="The ranks of which --as-rank is one.", show_default=False)
+        int,
+        typer.Option(callback=check_count, help="The ranks of which --as-rank is one.", show_default=False),
     ] = 0,
     json: Json = False,
 ) -> int:
@@ -151,13 +161,18 @@ def twin(
     part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
     width: Annotated[
         int,
-        typer.Option(callback=counted, help="Of the twin's model, in place of --part.", show_default=False),
+        typer.Option(
+            callback=check_count, help="Of the twin's model, in place of --part.", show_default=False
+        ),
     ] = 0,
     layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
     tp: Annotated[
         int,
         typer.Option(
-            "--tp", callback=counted, help="Tensor-parallel degree; as the ranks allow.", show_default=False
+            "--tp",
+            callback=check_count,
+            help="Tensor-parallel degree; as the ranks allow.",
+            show_default=False,
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
@@ -172,7 +187,7 @@ def twin(
     ] = "",
     write: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write it as a suite.", metavar="SUITE.toml"),
+        typer.Option(callback=check_writable_file, help="Write it as a suite.", metavar="SUITE.toml"),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -195,7 +210,7 @@ def calibrate(
         int,
         typer.Option(
             help="Ranks of a node; by default every GPU, or 2 on processor cores.",
-            callback=counted,
+            callback=check_count,
             metavar="N",
             show_default=False,
         ),
@@ -203,7 +218,7 @@ def calibrate(
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable,
+            callback=check_writable_file,
             help="The system file; by default NAME-calibrated.toml here.",
             metavar="FILE.toml",
         ),
@@ -215,7 +230,10 @@ def calibrate(
     nodes: Annotated[
         int,
         typer.Option(
-            callback=counted, help="How many, with --profile; by default 1.", metavar="N", show_default=False
+            callback=check_count,
+            help="How many, with --profile; by default 1.",
+            metavar="N",
+            show_default=False,
         ),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
@@ -244,7 +262,9 @@ def validate(
     svg: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable, help="Draw published against predicted to this file.", metavar="FILE"
+            callback=check_writable_file,
+            help="Draw published against predicted to this file.",
+            metavar="FILE",
         ),
     ] = None,
     system: Annotated[

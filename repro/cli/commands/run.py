@@ -7,7 +7,15 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, Rerun, Results, StoredResults, SuiteFiles, writable
+from repro.cli.commands.options import (
+    Json,
+    Only,
+    Rerun,
+    Results,
+    StoredResults,
+    SuiteFiles,
+    check_writable_file,
+)
 from repro.config.errors import require
 
 app = typer.Typer()
@@ -56,7 +64,9 @@ def results(
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable, help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"
+            callback=check_writable_file,
+            help="Draw the curves of losses to this file, .svg or .png.",
+            metavar="FILE",
         ),
     ] = None,
     json: Json = False,
@@ -76,9 +86,9 @@ def init(
     """Write a commented suite to begin with, which runs on this machine."""
     import shlex
 
-    from repro.config.suites.template import write
+    from repro.config.suites import write_template
 
-    suite = write(file)
+    suite = write_template(file)
     names = ", ".join(entry.experiment.name for entry in suite.entries)
     print(f"{file}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
     command = f"repro run {shlex.quote(str(file))}"

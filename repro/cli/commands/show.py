@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Ledger, StoredResults, writable
+from repro.cli.commands.options import Json, Ledger, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -97,7 +97,7 @@ def export(
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
@@ -110,7 +110,7 @@ def export(
 def artifact(
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
     ] = None,
     ledger: Ledger = None,
 ) -> int:
@@ -154,7 +154,9 @@ def schedule(
     svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write the SVG picture to this file.", metavar="FILE"),
+        typer.Option(
+            callback=check_writable_file, help="Write the SVG picture to this file.", metavar="FILE"
+        ),
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""

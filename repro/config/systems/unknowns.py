@@ -24,9 +24,9 @@ PER_RANGE = 4
 """Steps of a search from one end of a range to the other."""
 DRAWS = 64
 """Joint draws of all unknowns."""
-WHOLE = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
+COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
-FRACTIONS = (
+FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
@@ -38,7 +38,7 @@ REACH = 4.0
 
 
 @dataclass(frozen=True)
-class Case:
+class QuantileCase:
     """A quantile for every unknown there may be."""
 
     moved: str = ""
@@ -55,7 +55,7 @@ class Case:
         return self.quantile if key == self.moved else BEST
 
 
-JOINT = tuple(Case(number=number) for number in range(DRAWS))
+JOINT = tuple(QuantileCase(number=number) for number in range(DRAWS))
 """A Latin hypercube; its columns depend on nothing but the key."""
 
 
@@ -84,19 +84,19 @@ class Unknown:
             value = self.low * REACH**quantile
         elif quantile > HIGH:
             value = self.high * REACH ** (quantile - HIGH)
-            value = min(value, 1.0) if what in FRACTIONS else value
+            value = min(value, 1.0) if what in FRACTION_KEYS else value
         elif quantile < BEST:
             value = self.low + (self.best - self.low) * quantile / BEST
         else:
             value = self.best + (self.high - self.best) * (quantile - BEST) / (HIGH - BEST)
-        return max(1.0, float(round(value))) if what in WHOLE else value
+        return max(1.0, float(round(value))) if what in COUNTED_KEYS else value
 
     @property
     def around(self) -> dict[float, float]:
         """Values in the range and around it, rising, each with its quantile; of what is counted every whole one in the
         range."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
-        if self.key.rpartition(".")[2] in WHOLE:
+        if self.key.rpartition(".")[2] in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
@@ -110,10 +110,10 @@ def unknowns(system: System) -> tuple[Unknown, ...]:
     """
     if system.device.operators:
         return ()
-    return tuple(unknown(key, number) for key, number in _quantities(system) if number.ranges)
+    return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
-def unknown(key: str, number: Quantity) -> Unknown:
+def make_unknown(key: str, number: Quantity) -> Unknown:
     """A number that is known, with its range."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
@@ -128,7 +128,7 @@ def with_values(system: System, values: Mapping[str, float]) -> System:
     return system
 
 
-def drawn(system: System, case: Case, only: Collection[str] | None = None) -> System:
+def drawn(system: System, case: QuantileCase, only: Collection[str] | None = None) -> System:
     """`system` with every unknown where `case` has it; `only`: of those keys, and all others at their best values."""
     moved = {
         one.key: value

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from repro.config import Layout, Model, Training
-from repro.model import parameters
+from repro.model import counts
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 from repro.parallel.storage import DTYPES
@@ -152,7 +152,7 @@ def configuration(model: Model, layout: Layout, training: Training) -> dict[str,
 
 def _zero(model: Model, layout: Layout) -> dict[str, Any]:
     # DeepSpeed allocates full buckets, two with overlap, so a small model limits their size.
-    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, parameters.total(model))
+    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, counts.total_parameters(model))
     elements += elements % 2  # DeepSpeed requires an even number
     found: dict[str, Any] = {
         "stage": layout.zero,
@@ -168,7 +168,7 @@ def _zero(model: Model, layout: Layout) -> dict[str, Any]:
         # live parameters every module of the pass prefetches a further block.
         block = _block(model) // layout.tp
         found["stage3_prefetch_bucket_size"] = block
-        parts = parameters.count(model)
+        parts = counts.parameters_by_part(model)
         ends = parts["token_embedding"] // layout.tp + parts.get("position_embedding", 0)
         found["stage3_max_live_parameters"] = 2 * block + ends
         found["stage3_max_reuse_distance"] = 0

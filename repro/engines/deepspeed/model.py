@@ -13,8 +13,7 @@ from torch.nn import Module
 
 from repro.config import Experiment, Training
 from repro.engines.native.part import decays
-from repro.model.gpt import GPT, Place
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, BatchPosition, initial_values
 from repro.model.layer import Masks
 from repro.parallel.mesh import Mesh
 from repro.parallel.storage import DTYPES
@@ -28,7 +27,7 @@ class DeepSpeedGPT(GPT):
         super().__init__(experiment.model, experiment.layout, experiment.training, mesh.tp)
         self.recompute = experiment.layout.recompute
 
-    def run_block(self, block: Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
+    def run_block(self, block: Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         if not self.recompute:
             return super().run_block(block, x, place, masks)
         from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint

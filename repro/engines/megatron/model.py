@@ -21,8 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.model.gpt import GPT
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, initial_values
 from repro.parallel.mesh import Mesh
 
 

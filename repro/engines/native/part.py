@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.config import Experiment, Training
-from repro.model.gpt import GPT, Part, Place
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, BatchPosition, Part, initial_values
 from repro.parallel.comm import Group
 from repro.parallel.context import own_tokens
 from repro.parallel.mesh import Mesh
@@ -55,7 +54,7 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    place: Place
+    place: BatchPosition
 
     def of_rank(self, cp: Group) -> MicroBatch:
         """Return the tokens [micro_batch, s/cp] of one rank of cp."""

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from repro import kernels
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import GPT, Part, Place
-from repro.model.init import initial_values
-from repro.model.operator_sets import WeightDropout, attention
+from repro.model.gpt import GPT, BatchPosition, Part, initial_values
+from repro.model.operator_sets import WeightDropout, attend
 from repro.parallel import mesh as meshes
 
 
@@ -41,11 +40,11 @@ class Dropout:
     first_position: int = 0
     first_head: int = 0
 
-    def key(self, place: Place, layer: int, site: int) -> int:
+    def key(self, place: BatchPosition, layer: int, site: int) -> int:
         """Of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
-    def residual(self, x: Tensor, place: Place, layer: int, site: int) -> Tensor:
+    def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
         """dropout(x) for x [b, s, h]."""
         p = self.training.dropout
         if not p:
@@ -55,7 +54,7 @@ class Dropout:
             x, None, None, p, key, place.first_sample, self.seq, self.first_position, True
         )
 
-    def weights(self, place: Place, layer: int) -> WeightDropout | None:
+    def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
         """Of attention weights."""
         p = self.training.attention_dropout
         if not p:
@@ -73,13 +72,13 @@ class PlainEmbedding(nn.Module):
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         self.positions = nn.Embedding(model.seq, model.hidden)
 
-    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, place: BatchPosition) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.dropout.residual(self.tokens(tokens) + self.positions(positions), place, 0, 0)
 
 
 class PlainAttention(nn.Module):
-    """x + dropout(attention(norm(x))), causal."""
+    """x + dropout(attend(norm(x))), causal."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
         super().__init__()
@@ -90,7 +89,7 @@ class PlainAttention(nn.Module):
         self.qkv = nn.Linear(model.hidden, 3 * inner)
         self.out = nn.Linear(inner, model.hidden)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         y = self.qkv(self.norm(x))
         b, s, _ = y.shape
         q, k, v = y.view(b, s, -1, 3, self.width).transpose(1, 2).unbind(3)  # each [b, a, s, d]
@@ -98,7 +97,7 @@ class PlainAttention(nn.Module):
         if drop is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = attention(OperatorSet.REFERENCE, q, k, v, drop, None)
+            y = attend(OperatorSet.REFERENCE, q, k, v, drop, None)
         y = self.out(y.transpose(1, 2).reshape(b, s, -1))
         return x + self.dropout.residual(y, place, self.layer, 1)
 
@@ -113,7 +112,7 @@ class PlainMlp(nn.Module):
         self.up = nn.Linear(model.hidden, model.ffn_width)
         self.down = nn.Linear(model.ffn_width, model.hidden)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
         return x + self.dropout.residual(y, place, self.layer, 2)
 
@@ -127,14 +126,14 @@ class PlainBlock(nn.Module):
         self.attention = PlainAttention(model, dropout, layer)
         self.mlp = PlainMlp(model, dropout, layer)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         if not self.recompute:
             return self._layer(x, place)
         # No generator's state to keep: random numbers are functions of counters.
         y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
         return y
 
-    def _layer(self, x: Tensor, place: Place) -> Tensor:
+    def _layer(self, x: Tensor, place: BatchPosition) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, place), place)
         return y
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from repro.config.attention import OF_HEADS
+from repro.config.engines import FUSED_HEAD_MULTIPLE
 from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.measure.provenance import gpus
 from repro.util import units
@@ -121,7 +121,7 @@ def supported_precisions(capability: tuple[int, int]) -> str:
     if capability >= (8, 0):
         return "fp32, fp16 and bf16 by tensor cores"
     if capability >= (7, 0):
-        heads = f"fused attention in fp16 for heads of a multiple of {OF_HEADS}"
+        heads = f"fused attention in fp16 for heads of a multiple of {FUSED_HEAD_MULTIPLE}"
         return (
             f"fp32 and fp16 (with loss scaling) by tensor cores; no bf16, although torch emulates it; {heads}"
         )

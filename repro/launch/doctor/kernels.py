@@ -10,7 +10,7 @@ from repro.config.errors import ConfigError
 from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.util import units
 from repro.util.extras import install_command
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 ALL_ARCHITECTURES = (70, 80, 90, 100)
 """Architectures of `--kernels all`: V100, A100, H100 and B200."""

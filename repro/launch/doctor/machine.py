@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.engines import missing_library
 from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.launch.doctor.gpu import check_gpus
 from repro.launch.doctor.kernels import check_kernels
-from repro.measure.provenance import cpu, memory, release, versions
+from repro.measure.provenance import cpu, host_memory, major_minor, versions
 from repro.util import units
 from repro.util.extras import installation
 
@@ -71,11 +71,11 @@ def _processor() -> Check:
 
 
 def _memory() -> Check:
-    state = memory()
+    state = host_memory()
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
-    most = f"{units.parameters(free / 16)} parameters in all ranks together, at 16 bytes each"
+    most = f"{units.parameter_count(free / 16)} parameters in all ranks together, at 16 bytes each"
     psi = f"mixed-precision model states of at most {most}"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 
@@ -100,7 +100,7 @@ def _torch(torch: Any) -> Check:
     if torch.version.cuda:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
-    if () < release(version) < MIN_TORCH_VERSION:
+    if () < major_minor(version) < MIN_TORCH_VERSION:
         return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
     if not torch.distributed.is_available():
         return Check(
@@ -138,7 +138,7 @@ def _slurm() -> Check:
 
 def _lab() -> Check:
     """Check emulated networks by a trial."""
-    lacking = ability.missing()
+    lacking = lab.missing_requirement()
     if lacking:
         return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
     meaning = "experiments with a `network`: ranks of this machine behind links of any rate"

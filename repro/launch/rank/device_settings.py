@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment
 from repro.config.engines import NATIVE
-from repro.measure.provenance import release, versions
+from repro.measure.provenance import major_minor, versions
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str
     """Return the variables for a process that runs `experiments` with this version of torch (`2.6.0+cu126`)."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
-    if (2, 6) <= release(torch_version) < (2, 8):
+    if (2, 6) <= major_minor(torch_version) < (2, 8):
         found[AVOID_RECORD_STREAMS_VARIABLE] = "1"
     if all(e.engine == NATIVE for e in experiments):
         found[HIGH_PRIORITY_VARIABLE] = "1"

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.job import NETWORK_FILE, Job
 from repro.parallel import transports
 from repro.results.record_parts import RankOnNetwork
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores
 
 RATE_PROBE_S = 0.6
 MAX_RATE_ATTEMPTS = 15
@@ -53,10 +53,10 @@ class EmulatedNetworkRank:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        heap.keep_freed()
-        self._cores = DividedCores(rank)
-        self._cores.divide()
-        self.throttle = CoreThrottle(core_share(network.world, computing(found["cores"])))
+        processes.keep_freed_memory()
+        self._cores = CoreAssignment(rank)
+        self._cores.apply()
+        self.throttle = CoreThrottle(core_share(network.world, count_compute_cores(found["cores"])))
         self.throttle.start()
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
@@ -79,8 +79,8 @@ class EmulatedNetworkRank:
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
         """Prepare the timed steps, which allocate `peak_bytes`; threads that carry messages get their cores."""
-        self._cores.divide()
-        heap.reserve(peak_bytes, self._world)
+        self._cores.apply()
+        processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
@@ -128,7 +128,7 @@ def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
     """Return the FLOP/s of matrix products of every rank, measured on all ranks at once."""
     dist.barrier()
     began = time.perf_counter()
-    done = products.flop_in(RATE_PROBE_S, time.perf_counter)
+    done = compute_rate.count_flop(RATE_PROBE_S, time.perf_counter)
     throttle.settle()
     rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]

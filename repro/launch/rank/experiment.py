@@ -21,12 +21,10 @@ from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.step_data import BatchLoader, Diverged, StepHistory
-from repro.measure.collectives import CollectiveWatch
-from repro.measure.kernels import KernelTally
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import COMPUTING, CORE, StepClock
-from repro.measure.waiting import StageWaits
-from repro.model import flops
+from repro.measure.operators import CollectiveCounter, KernelCounter
+from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
+from repro.model import counts
 from repro.model.data import open_stream
 from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
@@ -64,7 +62,7 @@ class ExperimentRun:
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
         self.batches = BatchLoader(stream, experiment.layout, mesh.rank, device)
-        self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
+        self.kernels = KernelCounter(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
         self.network = network
@@ -229,7 +227,7 @@ class ExperimentRun:
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
-        with CollectiveWatch(self.mesh) as watch:
+        with CollectiveCounter(self.mesh) as watch:
             yield
             self.engine.synchronize()
         self.comm = [TrafficRow.read(row) for row in watch.ledger.rows()]
@@ -291,9 +289,9 @@ class ExperimentRun:
             network=self.network.report(self.link_bytes, timed) if self.network else None,
             tokens_per_step=samples * e.seq,
             samples_per_step=samples,
-            model_flops_per_step=flops.model_flops(e.model, e.seq, samples),
-            hardware_flops_per_step=flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            flops_formula=flops.formula(e.model),
+            model_flops_per_step=counts.model_flops(e.model, e.seq, samples),
+            hardware_flops_per_step=counts.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
+            flops_formula=counts.flops_formula(e.model),
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
@@ -318,8 +316,8 @@ class ExperimentRun:
         return StageReport(
             **self.engine.pipeline_report(),
             idle_s=[row[Phase.IDLE] for row in rows],
-            busy_s=[sum(row[phase] for phase in COMPUTING) for row in rows],
-            core_s=[row[CORE] for row in rows],
+            busy_s=[sum(row[phase] for phase in COMPUTE_PHASES) for row in rows],
+            core_s=[row[CORE_TIME] for row in rows],
         )
 
 

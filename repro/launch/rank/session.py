@@ -24,7 +24,7 @@ from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
 from repro.launch.rank_process import HeartbeatWriter
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh, connect_communicators
 from repro.simulate.trace.roles import shortened
@@ -254,7 +254,7 @@ def _run_trial(
     layout, step = experiment.layout, 0
     tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
     for step in range(TRIAL_STEPS):
-        batches = [MicroBatch(tokens, tokens, Place(step, k)) for k in range(layout.accumulation)]
+        batches = [MicroBatch(tokens, tokens, BatchPosition(step, k)) for k in range(layout.accumulation)]
         engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
         engine.synchronize()
     if device.type == "cuda":

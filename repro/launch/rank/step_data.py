@@ -16,7 +16,7 @@ from torch import Tensor
 from repro.config import Layout
 from repro.engines.native.part import MicroBatch
 from repro.model.data import TokenStream
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel.zero.optimizer import Norms
 
 MAX_CONSECUTIVE_SKIPPED_STEPS = 50
@@ -78,7 +78,7 @@ class BatchLoader:
             batch = self._prefetched.batch
         (tokens, targets), size = batch, self._layout.micro_batch
         return [
-            MicroBatch(tokens[k : k + size], targets[k : k + size], Place(step, self._first + k))
+            MicroBatch(tokens[k : k + size], targets[k : k + size], BatchPosition(step, self._first + k))
             for k in range(0, self._layout.replica_batch, size)
         ]
 

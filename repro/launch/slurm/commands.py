@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.launch.slurm.allocation.bundle import Bundle
 from repro.launch.slurm.case_states import (
     CANCELLED,
@@ -127,7 +127,7 @@ def cancel_jobs(results: Path, what: str) -> int:
         scheduler.cancel(jobs)
     except SchedulerError as error:
         raise ConfigError("SLURM", says=f"does not answer: {error}") from None
-    what = f"{counted(len(jobs), 'job')} of {counted(len(names), 'case')}"
+    what = f"{count_noun(len(jobs), 'job')} of {count_noun(len(names), 'case')}"
     print(f"cancelled {what}; `repro collect` records what they leave")
     return 0
 
@@ -222,9 +222,8 @@ def _print_collected(
         if case.state not in (DONE,) and case.outcome:
             print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
     for node, count in document["bad_nodes"].items():
-        print(
-            f"node {node} is named in {counted(count, 'failure')}: `repro submit --exclude {node}` keeps away from it"
-        )
+        failures = count_noun(count, "failure")
+        print(f"node {node} is named in {failures}: `repro submit --exclude {node}` keeps away from it")
     done = sum(case.state == DONE for case in cases)
     still = sum(case.state in (PENDING, RUNNING, REQUEUED) for case in cases)
     print(

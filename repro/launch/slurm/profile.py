@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError, require
-from repro.config.files import build, read_toml
-from repro.config.suites.packaged import PROFILES
+from repro.config.files import build_dataclass, read_toml
+from repro.config.suites import PROFILES
 from repro.launch.slurm.scheduler import parse_time_limit
 
 REQUESTS = ("gpus-per-node", "gres", "none")
@@ -211,27 +211,28 @@ def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
     tables = dict(data)
     for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):
         if key in tables:
-            tables[key] = build(cls, tables[key], file=file, where=key)
+            tables[key] = build_dataclass(cls, tables[key], file=file, where=key)
     rows = tables.get("case", [])
     if not isinstance(rows, list):
         raise ConfigError("case", rows, "tables [[case]]", file=file)
     tables["case"] = tuple(
-        build(CaseClass, row, file=file, where=f"case number {number}") for number, row in enumerate(rows, 1)
+        build_dataclass(CaseClass, row, file=file, where=f"case number {number}")
+        for number, row in enumerate(rows, 1)
     )
     if "file" in tables:
         raise ConfigError("file", tables["file"], says="unknown key", file=file)
-    profile = build(Profile, tables | {"file": file}, file=file)
+    profile = build_dataclass(Profile, tables | {"file": file}, file=file)
     _check_system(profile)
     return profile
 
 
 def _check_system(profile: Profile) -> None:
     """The system exists and has as many GPUs in a node as the profile asks for at most."""
-    from repro.config.systems import HERE
-    from repro.config.systems import load as load_system
+    from repro.config.systems import LOCAL_SYSTEMS
+    from repro.config.systems import load_system_file as load_system
 
     gpus = profile.slurm.gpus_per_node
-    if profile.system in HERE:
+    if profile.system in LOCAL_SYSTEMS:
         return
     try:
         system = load_system(profile.system)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.config import Layout, Model, Training
-from repro.model.gpt import GPT, Part, Place
+from repro.model.gpt import GPT, BatchPosition, Part
 from repro.parallel import tensor
 from repro.parallel.comm import MAX, Group
 from repro.parallel.mesh import Mesh
@@ -21,7 +21,7 @@ from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
 from repro.quality.weights.source import Source
 
-NOWHERE = Place(0, 0)
+NOWHERE = BatchPosition(0, 0)
 """No dropout, and so nothing depends on the place of a sample."""
 
 

@@ -21,7 +21,7 @@ from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, evaluatio
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
 from repro.measure.local_system import load_system
-from repro.model import flops
+from repro.model import counts
 from repro.report.verdicts import experiments_of, row_view
 from repro.util import files
 from repro.util.units import number
@@ -61,7 +61,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     if output is None:
         sys.stdout.write(appendix(own))
         return 0
-    files.write(output, appendix(own))
+    files.write_file(output, appendix(own))
     return 0
 
 
@@ -96,7 +96,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
     peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
         return None
-    work = flops.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
+    work = counts.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
     return work * training.steps / float(peak.value) / HOUR_S
 
 

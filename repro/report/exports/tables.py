@@ -11,7 +11,7 @@ from repro.claims.ledger import KINDS
 from repro.config import ConfigError
 from repro.results.store import say
 from repro.util import files
-from repro.util.extras import missing
+from repro.util.extras import missing_package_hint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,7 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
     if output is None:
         sys.stdout.write(text)
     else:
-        files.write(output, text)
+        files.write_file(output, text)
     return 0
 
 
@@ -101,7 +101,7 @@ def _parquet(frame: pd.DataFrame, output: Path) -> None:
     try:
         typed.to_parquet(output, index=False)
     except ImportError:
-        raise ConfigError("--format", "parquet", says=missing("pyarrow")) from None
+        raise ConfigError("--format", "parquet", says=missing_package_hint("pyarrow")) from None
 
 
 def _text(value: Any) -> str | None:

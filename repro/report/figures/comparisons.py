@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.config import TwinOf
-from repro.config.twin import RATIO
+from repro.config.experiment import TWIN_RATIO
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -220,7 +220,7 @@ class _TwinComparison(NamedTuple):
     @property
     def predicted(self) -> tuple[float, float]:
         """The ratio of the originals and that of the twins."""
-        return self.twin.numbers[RATIO]
+        return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
@@ -263,7 +263,7 @@ def _twin_comparisons(
     newest: dict[tuple[str, str, str], _TwinComparison] = {}
     for c in sorted(comparisons, key=lambda c: c.order):
         for suite, twin in twins.get(c.subject.key, {}).items():
-            if RATIO in twin.numbers:
+            if TWIN_RATIO in twin.numbers:
                 newest[suite, c.baseline.key, c.subject.key] = _TwinComparison(suite, twin, c)
     return list(newest.values())
 

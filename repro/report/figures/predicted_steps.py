@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from repro.claims.evidence import run_command
-from repro.config.words import counted as count_nouns
+from repro.config.words import count_noun as count_nouns
 from repro.report.figures.style import (
     BLUE,
     GREEN,
@@ -245,7 +245,7 @@ def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Recor
     """
     from repro.config import systems
 
-    published = set(systems.names())
+    published = set(systems.system_names())
     return {
         record.at.partition("@")[0]: record
         for record in sorted(simulated, key=lambda record: record.order)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
+from repro.config.files import build_dataclass, read_toml
 from repro.report.figures import marks
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, set_grid
 from repro.report.figures.values import Value, View
@@ -107,7 +107,7 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
     if tables or not isinstance(figures, list):
         raise ConfigError("figure", expected="[[figure]] tables and nothing else", file=str(path))
     found = tuple(
-        build(FigureEntry, entry, file=path.name, where=str(entry.get("id", f"figure {number}")))
+        build_dataclass(FigureEntry, entry, file=path.name, where=str(entry.get("id", f"figure {number}")))
         for number, entry in enumerate(figures, 1)
     )
     ids = [entry.id for entry in found]

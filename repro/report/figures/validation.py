@@ -24,7 +24,7 @@ from repro.accuracy.validate.published import (
 )
 from repro.claims.published import UNITS
 from repro.config.systems.unknowns import PACE, SPREAD
-from repro.config.words import counted as count_nouns
+from repro.config.words import count_noun as count_nouns
 from repro.report.figures.style import (
     BLUE,
     GREEN,

@@ -18,7 +18,7 @@ from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
 from repro.util import extras
 from repro.util.console import print_json
-from repro.util.files import replace as replace_file
+from repro.util.files import replace_file
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
@@ -58,7 +58,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
 
     Raises `ConfigError` if `out` is no folder, `ModuleNotFoundError` before anything is written, `CellFailed`.
     """
-    extras.require("report", *(["notebooks"] if notebooks else []))
+    extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
     from repro.report.page.notebooks import write_notebooks as write_notebooks
 

@@ -16,14 +16,14 @@ from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
-from repro.config.words import counted
-from repro.measure.provenance import program
+from repro.config.words import count_noun
+from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
 from repro.report.records import Machines, measured_row, record_identity, simulated_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
-from repro.util.units import NOTHING, interval
+from repro.util.units import NO_VALUE, interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -67,7 +67,7 @@ def context(
     named |= {row["machine"] for row in compared}
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "program": program(),
+        "program": program_version(),
         "results": str(found.results),
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
@@ -115,7 +115,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
             "note": answers[0].question.note,
             "published": answers[0].published,
             "answers": [
-                {"text": one.text or NOTHING, "word": one.word or one.lacks, "rests_on": one.rests_on}
+                {"text": one.text or NO_VALUE, "word": one.word or one.lacks, "rests_on": one.rests_on}
                 for one in answers
             ],
         }
@@ -147,7 +147,7 @@ def template(name: str) -> Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
-    environment.filters["counted"] = counted
+    environment.filters["counted"] = count_noun
     environment.filters["breaking"] = _breaking
     return environment.get_template(name)
 

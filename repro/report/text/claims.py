@@ -29,10 +29,10 @@ from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
 from repro.results.store import read
 from repro.simulate.time.calibration import BASIS_LABELS, count_bases
-from repro.util import table as render
+from repro.util import console as render
 from repro.util import units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.units import NOTHING
+from repro.util.console import WIDE_PAGE_COLUMNS, print_json, stdout
+from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,9 +66,9 @@ def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id:
-        print_claim(chosen[0], ledger, stdout(WIDE))
+        print_claim(chosen[0], ledger, stdout(WIDE_PAGE_COLUMNS))
     else:
-        print_all_claims(judged, ledger, stdout(WIDE))
+        print_all_claims(judged, ledger, stdout(WIDE_PAGE_COLUMNS))
     return 0
 
 
@@ -81,7 +81,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
     headings = ("claim", "published", *KINDS, "own source", "verdict, and what it rests on")
     texts = ("published", headings[-1])
     for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
-        grid = render.table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
+        grid = render.new_table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
         grid.show_header, grid.expand = not number, True
         for heading, column in zip(headings, grid.columns, strict=True):
             column.ratio = 3 if heading in texts else None
@@ -102,7 +102,7 @@ def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
 
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
-    facts = render.facts()
+    facts = render.new_facts_table()
     facts.add_row("published", claim.published)
     for source in claim.source:
         key, _, place = source.partition(" ")
@@ -146,7 +146,7 @@ def _evidence_table(result: ClaimResult) -> Table:
     from rich.text import Text
 
     headings = ("row", "published", "evidence", "value", "verdict", "why")
-    grid = render.table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
+    grid = render.new_table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
     for row in result.rows:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
@@ -173,7 +173,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 def _unknowns_table(result: ClaimResult) -> Table:
     """Which unknown numbers move each predicted value most, each of them alone."""
     headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
-    grid = render.table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    grid = render.new_table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
@@ -275,7 +275,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     if json:
         print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})
         return int(nothing)
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     if nothing:
         console.print(
             f"Nothing is predicted of {name} in {results}; `{how_to_simulate(system)}` does it.",
@@ -297,7 +297,7 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
 
     headings = ("asked again", "published", f"on {system}", "so", "rests on")
     wrapped = set(headings) - {"rests on"}
-    grid = render.table(*headings, left=set(headings), wrap=wrapped)
+    grid = render.new_table(*headings, left=set(headings), wrap=wrapped)
     before = ""
     for answer in found:
         if answer.question.claim != before:
@@ -308,7 +308,7 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
         grid.add_row(
             f"  {question.asks}{note}",
             answer.published,
-            answer.text or NOTHING,
+            answer.text or NO_VALUE,
             answer.word or answer.lacks,
             BASIS_LABELS[answer.rests_on],
         )

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.config import ConfigError, EmulatedNetwork, suites
-from repro.config.files import build
+from repro.config.files import build_dataclass
 from repro.config.sizes import at_most
-from repro.emulate import ability, standing
+from repro.emulate import lab
+from repro.emulate.lab import LabNetwork
 from repro.emulate.network import NoNetwork
-from repro.emulate.standing import Standing
 from repro.launch.local_capacity import max_ranks
 from repro.launch.slurm.case_states import (
     CANCELLED,
@@ -36,8 +36,7 @@ from repro.launch.slurm.case_states import (
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
-from repro.util.console import print_json, stdout
-from repro.util.table import table
+from repro.util.console import new_table, print_json, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +89,7 @@ def _print_cases(cases: list[CaseState], warnings: list[str], console: Console) 
 def _cases_table(cases: list[CaseState]) -> Table:
     from rich.text import Text
 
-    made = table("case", "job", "state", "nodes", "", left=5, wrap=("",))
+    made = new_table("case", "job", "state", "nodes", "", left=5, wrap=("",))
     for case in cases:
         state = (
             f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
@@ -146,19 +145,21 @@ EXIT_CODE_WITHOUT_LAB = 3
 
 def check_lab() -> int:
     """Whether a network can be made here, which is tried."""
-    lacking = ability.missing()
+    lacking = lab.missing_requirement()
     print(f"missing: {lacking}" if lacking else "emulated networks can be had here")
     return 1 if lacking else 0
 
 
 def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
     """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
-    network = _network_of(suite, experiment) if suite is not None else build(EmulatedNetwork, dict(asked))
+    network = (
+        _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
+    )
     at_most("nodes x ranks_per_node", network.world, max_ranks())
-    if lacking := ability.missing():
+    if lacking := lab.missing_requirement():
         raise ConfigError("lab", says=f"missing: {lacking}")
     try:
-        _print_network(standing.up(network))
+        _print_network(lab.start_network(network))
     except NoNetwork as error:
         print(error)
         return 1
@@ -167,7 +168,7 @@ def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> 
 
 def _network_of(suite: Path, name: str) -> EmulatedNetwork:
     """The network of an experiment of `suite`."""
-    known = {entry.experiment.name: entry.experiment for entry in suites.load(suite).entries}
+    known = {entry.experiment.name: entry.experiment for entry in suites.load_suite(suite).entries}
     having = [name for name, experiment in known.items() if experiment.network is not None]
     network = known[name].network if name in known else None
     if network is None:
@@ -178,7 +179,7 @@ def _network_of(suite: Path, name: str) -> EmulatedNetwork:
 
 def print_lab_status(json: bool) -> int:
     """Show the network that is up."""
-    there = standing.find()
+    there = lab.find_network()
     if json:
         print_json({"up": there is not None, **(asdict(there) if there else {})})
     elif there is None:
@@ -188,7 +189,7 @@ def print_lab_status(json: bool) -> int:
     return EXIT_CODE_WITHOUT_LAB if there is None else 0
 
 
-def _print_network(there: Standing) -> None:
+def _print_network(there: LabNetwork) -> None:
     facts = there.facts
     print(f"{there.network}; keeper is process {facts.keeper}, packets of {facts.mtu} bytes")
     for what, rates in facts.rates.items():
@@ -201,15 +202,15 @@ def _print_network(there: Standing) -> None:
 
 def execute_on_rank(rank: int, command: list[str]) -> int:
     """Run a command where `rank` is; its exit code.  Raises `ConfigError`."""
-    there = standing.needed()
+    there = lab.require_network()
     if not 0 <= rank < there.network.world:
         raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
-    return subprocess.run(there.facts.command(rank, command), env=environment).returncode
+    return subprocess.run(there.facts.exec_command(rank, command), env=environment).returncode
 
 
 def stop_lab() -> int:
     """Take the network down."""
-    was = standing.down()
+    was = lab.stop_network()
     print("down" if was else "no network is up")
     return 0 if was else EXIT_CODE_WITHOUT_LAB

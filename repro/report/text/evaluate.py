@@ -48,7 +48,7 @@ def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bo
     from repro.quality.weights.export import export as write
     from repro.quality.weights.opened import open_weights
 
-    source = open_weights(weights, models.load(model) if model else None)
+    source = open_weights(weights, models.load_model(model) if model else None)
     source.check()
     written = write(source, output, vocab)
     if json:

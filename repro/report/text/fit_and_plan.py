@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro.config import words
-from repro.config.attention import unfused
+from repro.config.engines import unfused_attention_note
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
 from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
-from repro.util.console import stdout
-from repro.util.table import MIN_TABLE_COLUMNS, bar, table
+from repro.util.console import MIN_TABLE_COLUMNS, bar, new_table, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
@@ -46,22 +45,24 @@ def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
     what = (
         "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
     )
-    console.print(f"[bold]{what}[/] on {words.devices(document['gpus'], question.system)}")
+    console.print(f"[bold]{what}[/] on {words.describe_devices(document['gpus'], question.system)}")
     width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
-    console.print(f"{width}; {words.layout(question.layout, batches=True)}")
+    console.print(f"{width}; {words.describe_layout(question.layout, batches=True)}")
     console.print(
         f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
         "beside it\n"
     )
-    if note := unfused(question.model, question.layout, question.system.device.compute_capability):
+    if note := unfused_attention_note(
+        question.model, question.layout, question.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
-    rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
+    rows = new_table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
     for name, key in (("fits", "largest"), ("does not", "first_failing")):
         row = document[key]
         if row is None:
             rows.add_row(name, "-", "-", "-", "-")
         else:
-            psi, needed = units.parameters(row["params"]), gb(row["needed_bytes"])
+            psi, needed = units.parameter_count(row["params"]), gb(row["needed_bytes"])
             rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), psi, needed)
     console.print(rows)
     failing = document["first_failing"]
@@ -86,7 +87,7 @@ def _print_terms(console: Console, document: dict[str, Any]) -> None:
     """What is live at both peaks, by term."""
     largest, failing = document["largest"], document["first_failing"]
     whole = document["limit_bytes"]
-    rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
+    rows = new_table("live at the peak", "", "does not GB", "fits GB", left=2)
     for category, term in TERMS.items():
         size = failing["memory"]["by_category"].get(category, 0)
         before = largest["memory"]["by_category"].get(category, 0) if largest else None
@@ -116,13 +117,15 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     left = sum(row.open for row in fits)
     slower = f"; {left} cannot be among the first {max(top, COMPARED_ROWS)} and are left open" if left else ""
     console.print(
-        f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
+        f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
     )
-    if note := unfused(request.model, rows[0].layout, request.system.device.compute_capability):
+    if note := unfused_attention_note(
+        request.model, rows[0].layout, request.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
     shown = fits[:top]
     if shown:
@@ -174,7 +177,9 @@ def _print_layout_table(
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)
     degrees = " x ".join(axes)
-    made = table(*[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1)
+    made = new_table(
+        *[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1
+    )
     for place, row in enumerate(rows, 1):
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
@@ -186,7 +191,7 @@ def _print_layout_table(
             cells += [least + units.number(step)]
             cells += [_interval_text(time["interval"])] if ends else []
             cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
-            cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
+            cells += [units.NO_VALUE if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
             cells += [] if trained else [most + units.number(time["samples_per_s"])]
             cells += [
                 f"{100 * time[key] / step:.1f}"
@@ -226,7 +231,7 @@ def _print_layout_table(
 
 def _interval_text(found: dict[str, Any] | None) -> str:
     return (
-        units.NOTHING
+        units.NO_VALUE
         if found is None
         else f"{units.number(found['low_s'])} to {units.number(found['high_s'])}"
     )
@@ -273,7 +278,7 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
     axes = words.axes(row.layout for row in rows)
     console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by {', '.join(axes[:-1])} and ZeRO stage:")
     headings = (" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from")
-    made = table(*headings, left=(headings[0], *headings[4:]))
+    made = new_table(*headings, left=(headings[0], *headings[4:]))
     for (*_, zero), (count, row) in sorted(least.items()):
         made.add_row(
             words.degrees(row.layout, axes),
@@ -295,12 +300,12 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
     limits = sorted(limits)
     there = [cell for cell in cells if cell.rows]
     layout = there[0].rows[limits[0]].layout
-    strategy = words.layout(layout, degrees=False, batches=True)
-    console.print(f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}")
+    strategy = words.describe_layout(layout, degrees=False, batches=True)
+    console.print(f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}")
     console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
     columns = sorted({cell.pp for cell in there})
     rows = sorted({cell.tp for cell in there}, reverse=True)
-    drawn = table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
+    drawn = new_table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
     by_place = {(cell.tp, cell.pp): cell for cell in there}
     for tp in rows:
         answers = [_cell_text(by_place.get((tp, pp)), limits) for pp in columns]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.calibrate.calibration import Calibrated
 from repro.launch.doctor import Check
 from repro.util import units
-from repro.util.console import print_json, stdout
-from repro.util.table import MIN_TABLE_COLUMNS, table
-from repro.util.units import NOTHING
+from repro.util.console import MIN_TABLE_COLUMNS, new_table, print_json, stdout
+from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     from repro.launch.doctor.kernels import KernelRow
@@ -44,7 +43,7 @@ def _print_kernels(rows: Sequence[KernelRow]) -> None:
     by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
         by_kernel.setdefault((row.program, row.kernel), {})[row.architecture] = row
-    shown = table("kernel", "columns", "threads", *architectures, left=2)
+    shown = new_table("kernel", "columns", "threads", *architectures, left=2)
     for (program, kernel), of in by_kernel.items():
         row = next(iter(of.values()))
         sizes = "-".join(map(str, dict.fromkeys((row.sizes[0], row.sizes[-1])))) if row.sizes else "any"
@@ -64,7 +63,7 @@ def _print_kernels(rows: Sequence[KernelRow]) -> None:
 
 def _cell(row: KernelRow) -> str:
     spilled = f" spilled {row.spilled_bytes}" if row.spilled_bytes else ""
-    parts = [NOTHING if part is None else f"{part:.0%}" for part in (row.occupancy, row.bandwidth)]
+    parts = [NO_VALUE if part is None else f"{part:.0%}" for part in (row.occupancy, row.bandwidth)]
     return "/".join([str(row.registers), str(row.shared_bytes), *parts]) + spilled
 
 

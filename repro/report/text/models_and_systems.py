@@ -10,16 +10,13 @@ from typing import Any
 
 from repro.config.links import KEYS
 from repro.config.model import Model
-from repro.config.models import load
-from repro.config.models import names as model_names
+from repro.config.models import load_model, model_names
 from repro.config.system import Quantity, System
-from repro.config.systems import names as system_names
+from repro.config.systems import system_names
 from repro.measure.local_system import load_system
-from repro.model.parameters import count, total
-from repro.model.states import states_bytes
+from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
-from repro.util.console import print_json, stdout
-from repro.util.table import table
+from repro.util.console import new_table, print_json, stdout
 
 ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
@@ -28,7 +25,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 def print_models(name: str | None, json: bool) -> int:
     """Print all models, or all about one.  Raises `ConfigError` for an unknown name or a wrong file."""
-    models = [load(name)] if name else [load(each) for each in model_names()]
+    models = [load_model(name)] if name else [load_model(each) for each in model_names()]
     if json:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)
@@ -41,33 +38,33 @@ def print_models(name: str | None, json: bool) -> int:
 
 def describe_model(model: Model) -> dict[str, Any]:
     """Return the properties of one model as JSON data; memory in bytes per device."""
-    from repro.model import flops
+    from repro.model import counts
 
     gpt = model.architecture == "gpt"
-    psi = total(model)
+    psi = total_parameters(model)
     return {
         **dataclasses.asdict(model),
         "ffn": model.ffn_width,
         "head_dim": model.head_width,
         "parameters": psi,
-        "parameters_by_part": count(model),
+        "parameters_by_part": parameters_by_part(model),
         "states_bytes": {
             f"zero{stage}": {str(nd): states_bytes(psi, nd, stage) for nd in ZERO_DEGREES}
             for stage in range(4)
         },
-        "model_flops_per_token": flops.model_flops(model, model.seq, 1) // model.seq if gpt else None,
+        "model_flops_per_token": counts.model_flops(model, model.seq, 1) // model.seq if gpt else None,
         "hardware_flops_per_token_recompute": (
-            flops.hardware_flops(model, model.seq, 1, True) // model.seq if gpt else None
+            counts.hardware_flops(model, model.seq, 1, True) // model.seq if gpt else None
         ),
-        "flops_formula": flops.formula(model) if gpt else "",
+        "flops_formula": counts.flops_formula(model) if gpt else "",
     }
 
 
 def _print_all_models(models: list[Model]) -> None:
     headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
-    rows = table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
+    rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
-        psi = total(model)
+        psi = total_parameters(model)
         rows.add_row(
             model.name,
             _layer_count(model),
@@ -90,13 +87,13 @@ def _layer_count(model: Model) -> str:
 
 
 def _print_model(model: Model) -> None:
-    from repro.model import flops
+    from repro.model import counts
 
     console = stdout()
-    psi = total(model)
+    psi = total_parameters(model)
     published = f", published as {model.published_name}" if model.published_name else ""
     console.print(
-        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameters(psi)}{published})"
+        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameter_count(psi)}{published})"
     )
     console.print(
         f"{_layer_count(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
@@ -105,22 +102,22 @@ def _print_model(model: Model) -> None:
     if other := model.departures():
         keys = ", ".join(f"{key} {value}" for key, value in other.items())
         console.print(f"Not as in GPT-2: {keys}\n", markup=False)
-    parts = table("part", "parameters", "share")
-    for part, size in count(model).items():
+    parts = new_table("part", "parameters", "share")
+    for part, size in parameters_by_part(model).items():
         parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
     console.print(parts)
 
     console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
-    states = table("stage", *map(str, ZERO_DEGREES))
+    states = new_table("stage", *map(str, ZERO_DEGREES))
     for stage, label in enumerate(ZERO_STAGES):
         states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in ZERO_DEGREES))
     console.print(states)
 
     if model.architecture == "gpt":
-        plain = flops.model_flops(model, model.seq, 1) / model.seq
-        repeated = flops.hardware_flops(model, model.seq, 1, True) / model.seq
+        plain = counts.model_flops(model, model.seq, 1) / model.seq
+        repeated = counts.hardware_flops(model, model.seq, 1, True) / model.seq
         console.print(f"\n{units.flop(plain)} per token, {units.flop(repeated)} with recomputation")
-        console.print(flops.formula(model).replace("; ", ";\n"))
+        console.print(counts.flops_formula(model).replace("; ", ";\n"))
     for label, text in (("source", model.source), ("note", model.note)):
         if text:
             console.print(f"{label}: {text}", markup=False)
@@ -180,7 +177,7 @@ def _bandwidth(system: System, link: str) -> str:
 def _print_all_systems(systems: list[System]) -> None:
     headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
-    rows = table("system", "device", *headings, left=2, wrap=("device",), gap=1)
+    rows = new_table("system", "device", *headings, left=2, wrap=("device",), gap=1)
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")

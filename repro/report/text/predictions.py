@@ -22,7 +22,7 @@ from repro.simulate.plan.candidates import (
     device_memory_limit,
     parse_memory_size,
 )
-from repro.util.console import print_json, waiting
+from repro.util.console import print_json, show_progress
 
 
 def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool) -> int:
@@ -36,7 +36,7 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
     from repro.simulate.step import NO_STEP_TIME
     from repro.simulate.step import simulate as run
 
-    with waiting(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
+    with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
         found = run(
             experiment,
             on,
@@ -83,7 +83,7 @@ def _system(query: LayoutQuery) -> System:
 
 
 def _experiment(model: str, system: System, query: LayoutQuery) -> Experiment:
-    sizes, layout = models.load(model), complete_layout(query.layout, query.gpus, system)
+    sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
     training = _training(query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
@@ -98,9 +98,9 @@ def print_fit(query: LayoutQuery, model: str, sizes: dict[str, int], search: str
     from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
-    known = models.load(model) if model else None
+    known = models.load_model(model) if model else None
     question = fits.question_of(_system(query), query, known, sizes, search)
-    with waiting(f"searching the largest that fits, on {query.gpus:,} GPUs"):
+    with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
         answer = fits.fit_by_simulation(question)
     document = fits.fit_document(question, answer)
     if json:
@@ -124,7 +124,7 @@ def print_measured_fit(
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
 
-    trials = plan_trials(query, models.load(model) if model else None, sizes, search, as_rank, of)
+    trials = plan_trials(query, models.load_model(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)
@@ -152,7 +152,7 @@ def print_plan(
     from repro.simulate.plan import candidates
 
     on, gpus, seq = _system(query), query.gpus, query.seq
-    sizes = models.load(model)
+    sizes = models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
@@ -179,7 +179,7 @@ def print_plan(
     count = len(candidates.candidates(request))
     from repro.util.workers import Workers
 
-    with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
+    with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
         from repro.report.text.fit_and_plan import print_layouts
         from repro.simulate.plan.plan import search_layouts as run
@@ -202,7 +202,7 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
 
     tensor, stages = map_axes(request)
     what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
-    with waiting(what), Workers() as workers:
+    with show_progress(what), Workers() as workers:
         cells = search_map(request, tensor, stages, limits, workers)
     if json:
         print_json(map_document(request, cells, limits))

@@ -25,8 +25,7 @@ from repro.results.tables import (
 )
 from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
 from repro.util import files, units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
+from repro.util.console import MIN_TABLE_COLUMNS, WIDE_PAGE_COLUMNS, new_table, print_json, sparkline, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +69,7 @@ class Column(NamedTuple):
     @property
     def empty(self) -> bool:
         """Whether no row has anything here."""
-        return not any(cell not in ("", units.NOTHING) for cell in self.cells)
+        return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
@@ -100,14 +99,14 @@ def _suite_pattern(what: str) -> str:
         return what
     from repro.config import suites
 
-    return suites.load(Path(what)).name
+    return suites.load_suite(Path(what)).name
 
 
 def print_result_tables(found: Iterable[ComparableResults]) -> None:
     """Print every group: its table, what failed, and its comparisons."""
-    console = stdout(least=WIDE)
+    console = stdout(least=WIDE_PAGE_COLUMNS)
     for group in found:
-        count = words.counted(len(group.records), "experiment")
+        count = words.count_noun(len(group.records), "experiment")
         console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
         _print_experiments(console, group)
         for record in group.records:
@@ -122,7 +121,7 @@ def print_result_tables(found: Iterable[ComparableResults]) -> None:
 def _print_experiments(console: Console, group: ComparableResults) -> None:
     """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
     name, blocks = _columns(console, group)
-    gap = 2 if console.width >= WIDE else 1
+    gap = 2 if console.width >= WIDE_PAGE_COLUMNS else 1
     tables: list[list[Column]] = [[]]
     for block in blocks:
         columns = [column for column in block if not column.empty]
@@ -133,7 +132,7 @@ def _print_experiments(console: Console, group: ComparableResults) -> None:
     for columns in [columns for columns in tables if columns]:
         every = [name, *columns]
         left = {column.heading for column in every if column.left}
-        grid = table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
+        grid = new_table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
         for cells in zip(*(column.cells for column in every), strict=True):
             grid.add_row(*cells)
         console.print(grid)
@@ -168,8 +167,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
-    (gb, byte), (sent_in, sent_byte) = (units.common(v, "B") for v in (chain(*held.values()), sent))
-    (s, second), (flops, flop) = units.common(steps, "s"), units.common(rates, "FLOP/s")
+    (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (chain(*held.values()), sent))
+    (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
             Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
@@ -202,7 +201,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
 def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
     marks = marks or [""] * len(values)
     return [
-        units.NOTHING if value is None else mark + _number(value / unit)
+        units.NO_VALUE if value is None else mark + _number(value / unit)
         for value, mark in zip(values, marks, strict=True)
     ]
 
@@ -221,9 +220,9 @@ def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -
     """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
     if not compared:
         return
-    grid = table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
+    grid = new_table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
-        between = units.NOTHING
+        between = units.NO_VALUE
         if record.low is not None and record.high is not None:
             between = f"{record.low:.3f} to {record.high:.3f}"
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
@@ -264,7 +263,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
         raise ConfigError(
             "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
         )
-    files.write(path, style.to_png(drawing) if path.suffix == ".png" else style.to_svg(drawing))
+    files.write_file(path, style.to_png(drawing) if path.suffix == ".png" else style.to_svg(drawing))
 
 
 def print_run(
@@ -326,11 +325,11 @@ def print_dry_run(
         return 0
     memory = ("memory of a device",) if any(each.memory for each in found) else ()
     headings = ("experiment", "", "where", *memory, "steps", "took last time", "stopped after")
-    rows = table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
+    rows = new_table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
     for each in found:
         held = (each.memory,) if memory else ()
         rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_duration_cells(each))
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     console.print(rows)
     todo = [each for each in found if each.state == TO_RUN]
     known = sum(each.last_s for each in todo if each.last_s is not None)

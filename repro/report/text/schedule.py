@@ -22,8 +22,7 @@ from repro.report.text.schedule_plan import (
     schedule_facts,
 )
 from repro.util import files
-from repro.util.console import WIDE, stdout
-from repro.util.table import facts
+from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ def print_schedule(
         if out is None:
             sys.stdout.write(_svg(plan))
         else:
-            files.write(out, _svg(plan))
+            files.write_file(out, _svg(plan))
             print(out)
     else:
         print_drawing(plan)
@@ -85,11 +84,11 @@ def print_drawing(plan: TimedSchedule) -> None:
     """Print the drawing, its legend and the summary to the terminal, in its width."""
     from rich.text import Text
 
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     for line in draw_schedule(plan, console):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print()
-    rows = facts()
+    rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
         rows.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
     console.print(rows)

@@ -68,7 +68,7 @@ class TimedSchedule:
     @property
     def title(self) -> str:
         """Its name and sizes in words."""
-        parts = [words.counted(self.stages, "stage"), words.counted(self.micro_batches, "micro-batch")]
+        parts = [words.count_noun(self.stages, "stage"), words.count_noun(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
         return f"{SCHEDULE_TITLES[self.name]}: {', '.join(parts)}"
@@ -157,8 +157,8 @@ def _in_flight(plan: TimedSchedule) -> str:
     what = "micro-batch" if plan.chunks == 1 else "(micro-batch, chunk) pair"
     if len(set(live)) == 1:
         where = "on every stage" if plan.stages > 1 else "on the stage"
-        return f"{words.counted(live[0], what)} {where}"
-    return f"{words.counted(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
+        return f"{words.count_noun(live[0], what)} {where}"
+    return f"{words.count_noun(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
 
 
 def _activations(plan: TimedSchedule) -> str:
@@ -166,7 +166,7 @@ def _activations(plan: TimedSchedule) -> str:
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
-    through = words.counted(float(whole), "micro-batch")
+    through = words.count_noun(float(whole), "micro-batch")
     volume = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
     if plan.name == "gpipe":
         return volume

@@ -18,8 +18,7 @@ from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import table
+from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,13 +70,13 @@ def print_twin(
         arguments += ["--steps", steps]
         arguments += [part for pair in options.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
-        files.replace(
+        files.replace_file(
             write, suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
         )
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     for each in found:
         _print_twin(console, each.twin)
     if write is not None:
@@ -130,7 +129,7 @@ def _print_twin(console: Console, twin: Twin) -> None:
             f"network: {member.network}",
             markup=False,
         )
-        rows = table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
+        rows = new_table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
         for number in similarity_numbers(member, twin.members[0]):
             change = "kept" if number.kept else _change(number)
             rows.add_row(
@@ -145,7 +144,7 @@ def _print_twin(console: Console, twin: Twin) -> None:
             f"\n[bold]{ratio.member} over {twin.members[0].original.name}[/], FLOP/s of a device, predicted: "
             f"original {ratio.original:.3f}, twin {ratio.twin:.3f} ({apart})"
         )
-        rows = table("the twin's, if", "ratio", "")
+        rows = new_table("the twin's, if", "ratio", "")
         for effect in ratio.effects:
             rows.add_row(
                 effect.difference,
@@ -163,12 +162,12 @@ def _change(number: SimilarityNumber) -> str:
 
 
 def _comparison_table(member: Member) -> Any:
-    rows = table("", "original", "twin", left=1)
+    rows = new_table("", "original", "twin", left=1)
     before, after = member.original, member.twin
     for key in ("layers", "hidden", "heads", "vocab"):
         rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
     rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
-    rows.add_row("degrees", *(words.layout(e.layout).partition(",")[0] for e in (before, after)))
+    rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
     rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
     both = (member.before, member.after)
     rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))

@@ -30,8 +30,7 @@ from repro.accuracy.validate.unknowns import (
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import facts, table
+from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, new_table, print_json, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +71,7 @@ def print_validation(
     if json:
         print_json(validation_document(found, machine))
         return 0
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     print_points(found, console)
     if machine is not None:
         print_machine_errors(machine, console)
@@ -182,7 +181,7 @@ def _print_reasons(missed: Sequence[Point], console: Console) -> None:
     if not reasons:
         return
     headings = ("points", "why, as far as it is known")
-    grid = table(*headings, left=2, wrap=headings, below=1)
+    grid = new_table(*headings, left=2, wrap=headings, below=1)
     for note, names in reasons.items():
         grid.add_row(", ".join(names), note)
     console.print()
@@ -206,7 +205,7 @@ def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
         "rate",
         "rests on",
     )
-    grid = table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
+    grid = new_table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
     for point in group:
         side = point.kind == RATIO and not point.left_out and not point.right_side
         style = (
@@ -229,7 +228,7 @@ def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
 
 
 def _interval_text(interval: tuple[float, float] | None) -> str:
-    return " to ".join(map(units.number, interval)) if interval else units.NOTHING
+    return " to ".join(map(units.number, interval)) if interval else units.NO_VALUE
 
 
 def _print_statistics(found: Sequence[Point], console: Console) -> None:
@@ -245,10 +244,10 @@ def _print_statistics(found: Sequence[Point], console: Console) -> None:
         "worst",
         "",
     )
-    grid = table(*headings, left={"family", ""}, wrap=headings)
+    grid = new_table(*headings, left={"family", ""}, wrap=headings)
     for family in family_statistics(found):
         grid.add_row(*_statistics_cells(family))
-    by_claim = table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
+    by_claim = new_table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
     for claim in claim_statistics(found):
         by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
     console.print()
@@ -283,7 +282,7 @@ def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
 
 
 def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
-    wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NOTHING
+    wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NO_VALUE
     return f"{family.held}/{family.points}", wider
 
 
@@ -294,7 +293,7 @@ def print_machine_errors(machine: MachineErrors, console: Console) -> None:
     console.print()
     console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
     headings = ("experiment", "layout", "measured", "predicted", "error", "rests on")
-    grid = table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
+    grid = new_table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
         error = units.percent(pair.error, sign=True)
@@ -316,7 +315,7 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
         raise ConfigError(
             "--svg", str(path), says=f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
         )
-    files.write(path, style.to_svg(drawing))
+    files.write_file(path, style.to_svg(drawing))
 
 
 def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
@@ -329,7 +328,7 @@ def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
     else:
-        console = stdout(WIDE)
+        console = stdout(WIDE_PAGE_COLUMNS)
         print_measurements(seen.shopping_list, console)
         print_implied(seen.implied, console)
     return 0
@@ -353,7 +352,7 @@ def print_measurements(found: RankedInputs, console: Console) -> None:
         console.print(_unknown_facts(one, found))
     rest = [one for one in found.inputs[LISTED_INPUTS:] if one.share >= MIN_LISTED_WIDTH_SHARE]
     headings = ("also", "of", "value [range]", "rows", "settles", "width")
-    grid = table(*headings, left=2, wrap=headings[:2])
+    grid = new_table(*headings, left=2, wrap=headings[:2])
     for one in rest:
         counts = str(len(one.rows)), str(len(one.settles)), units.percent(one.share)
         grid.add_row(one.key, one.system, format_range(one), *counts)
@@ -374,7 +373,7 @@ def print_implied(found: Sequence[Implied], console: Console) -> None:
         return
     console.print()
     console.print(Text("What the sources imply, all other unknowns at their best values", style="bold cyan"))
-    grid = table("unknown", "of", "what its rows need", left=3, wrap=("what its rows need",), below=1)
+    grid = new_table("unknown", "of", "what its rows need", left=3, wrap=("what its rows need",), below=1)
     for one in sorted(found, key=lambda one: one.contradiction is None):
         grid.add_row(one.key, one.system, one.words)
     console.print(grid)
@@ -388,7 +387,7 @@ CONTRADICTION_NOTE = (
 
 
 def _unknown_facts(one: UncertainInput, found: RankedInputs) -> object:
-    how, grid = one.measured_by, facts()
+    how, grid = one.measured_by, new_facts_table()
     grid.add_row("value [range]", format_range(one))
     grid.add_row(
         "rows",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.config import Layout, Model, spread
+from repro.config import Layout, Model, engines
+from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
-from repro.config.operator_set import OperatorSet
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
@@ -153,7 +153,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
         for keys in _layout_keys(request, given, tp, cp, pp):
             try:
                 layout = Layout(**keys)
-                spread.check(layout, request.model)
+                engines.check_layout_fits(layout, request.model)
                 found.append(layout)
             except ConfigError as error:  # what is fixed need not go with all that is varied
                 refused.append(error)

@@ -1,6 +1,6 @@
 """Parameters and model states of each role in closed form, and the names of the terms of memory.
 
-The states are those of 1910.02054 sec. 3.1 and 5. The parameters are those of `repro.model.parameters`, split over tp
+The states are those of 1910.02054 sec. 3.1 and 5. The parameters are those of `repro.model.counts`, split over tp
 and a pipeline as in 1909.08053 sec. 3. Padding of shards is left out.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache
 
 from repro.config import Layout, Model
-from repro.model import parameters
-from repro.model.states import K
+from repro.model import counts
+from repro.model.counts import K
 
 STATES = ("parameters", "gradients", "optimizer")
 """The categories of model states, as `repro.parallel.storage` (which needs torch) calls them."""
@@ -33,18 +33,20 @@ def _layer(model: Model, tp: int) -> float:
 
     Keys and values of fewer heads than ranks are on all of them.
     """
-    parts = parameters.count(replace(model, layers=1))
-    whole = parameters.row_biases(model)
-    whole += parameters.keys_and_values(model) if tp > model.key_heads else 0
-    return (parts["attention"] + parts["mlp"] - whole) / tp + whole + parameters.layer_norms(model)
+    parts = counts.parameters_by_part(replace(model, layers=1))
+    whole = counts.count_row_biases(model)
+    whole += counts.count_keys_and_values(model) if tp > model.key_heads else 0
+    return (parts["attention"] + parts["mlp"] - whole) / tp + whole + counts.count_layer_norms(model)
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
     """Parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
-    tokens, norm = model.vocab * model.hidden / tp, parameters.norm(model)
+    tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)
-    first = tokens + parameters.count(model).get("position_embedding", 0) + model.embedding_norm * norm
+    first = (
+        tokens + counts.parameters_by_part(model).get("position_embedding", 0) + model.embedding_norm * norm
+    )
     if layout.pp == 1:
         return {ALL: layers + first + norm + (0 if model.tied else tokens)}
     return {FIRST: layers + first, LAST: layers + tokens + norm}

@@ -14,7 +14,7 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
 from repro.simulate.plan.candidates import (
     LayoutQuery,
     complete_layout,
@@ -280,7 +280,7 @@ def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, 
     found = {
         "layers": experiment.model.layers,
         "micro_batch": experiment.layout.micro_batch,
-        "params": total(experiment.model),
+        "params": total_parameters(experiment.model),
         "outcome": trial.outcome,
         "reason": trial.reason,
         # What fits may be held in less than it would take if there were more.

@@ -22,7 +22,7 @@ from repro.simulate.plan.candidates import (
 )
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, plan_entry, plan_order
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
 FULLY_TRACED_ROWS = 3
@@ -45,7 +45,7 @@ class Plan:
     """Why rows have no times; empty if they do."""
 
 
-@uncollected()
+@pause_garbage_collection()
 def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
     """All sensible layouts, best first, the first that are `shown`, and `COMPARED` at least, with intervals.
 

@@ -13,8 +13,8 @@ from math import log
 from typing import Any
 
 from repro.config import Layout
-from repro.model import flops
-from repro.model.parameters import total
+from repro.model import counts
+from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 
@@ -173,7 +173,7 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> fl
     """Seconds of a step at peak rates (`NO_TIMES`); what is unknown takes none."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
-    work = flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
+    work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
     peak = system.device.peak_flops.get(layout.precision)
     seconds = work * (1 + bubble) / peak.value if peak is not None and peak.value else 0.0
     for link, size in by_link.items():
@@ -209,13 +209,13 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "system": request.system.name,
         "gpus": request.gpus,
         "layout": vars(layout),
-        "params": total(model),
+        "params": total_parameters(model),
         "memory": memory,
         "comm": comm,
         "flops": {
-            "model": flops.model_flops(model, request.seq, layout.global_batch),
-            "hardware": flops.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
-            "formula": flops.formula(model),
+            "model": counts.model_flops(model, request.seq, layout.global_batch),
+            "hardware": counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
+            "formula": counts.flops_formula(model),
         },
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,

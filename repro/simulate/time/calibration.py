@@ -15,10 +15,10 @@ from pathlib import Path
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
+from repro.config.files import build_dataclass, read_toml
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.config.systems.unknowns import Unknown, unknown, unknowns
+from repro.config.systems.unknowns import Unknown, make_unknown, unknowns
 from repro.measure.local_system import load_system
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -49,7 +49,7 @@ class CalibrationPoint:
     layout: Layout
     """Of one device, or of one node."""
     flops_per_device: float
-    """Published, with the FLOPs of `repro.model.flops` including recomputation."""
+    """Published, with the FLOPs of `repro.model.counts` including recomputation."""
     claim: str
     """What it is published as; predictions of it are no evidence."""
     source: str
@@ -81,27 +81,29 @@ class CalibrationPoint:
     def rate(self) -> Unknown:
         """`flops_per_device`, and what else it may be."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
-        return unknown(f"{self.name}: FLOP/s", number)
+        return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
     def products_share(self) -> Unknown:
         """`products`."""
-        return unknown(f"{self.name}: products", self.products)
+        return make_unknown(f"{self.name}: products", self.products)
 
     @property
     def passes_time(self) -> Unknown:
         """`passes`."""
-        return unknown(f"{self.name}: passes", self.passes)
+        return make_unknown(f"{self.name}: passes", self.passes)
 
     @property
     def operator_time(self) -> Unknown | None:
         """`operator_s`."""
-        return unknown(f"{self.name}: operator_s", self.operator_s) if self.operator_s is not None else None
+        return (
+            make_unknown(f"{self.name}: operator_s", self.operator_s) if self.operator_s is not None else None
+        )
 
     @property
     def attention_rate(self) -> Unknown | None:
         """`attention`."""
-        return unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
+        return make_unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
@@ -121,7 +123,7 @@ class CalibrationPoint:
 def calibration_points() -> tuple[CalibrationPoint, ...]:
     """All of them, as the file has them, those of one card last: the last that fits a device holds."""
     found = [
-        build(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
+        build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
     ]
     return tuple(sorted(found, key=lambda point: len(point.card)))
@@ -147,7 +149,7 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoi
 
 TIMING_KEY_PREFIXES = ("device.", "links.")
 """Beginnings of the keys that time depends on."""
-UNCALIBRATED_KERNELS = unknown(
+UNCALIBRATED_KERNELS = make_unknown(
     "kernels",
     Quantity(
         value=1,

@@ -18,8 +18,8 @@ from repro.config.links import Collective, Link
 from repro.config.network import CORES_SHARE
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.emulate.frames import payload_share
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
+from repro.emulate.network import payload_share
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
@@ -111,14 +111,14 @@ def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
         return network
     rate = product_rate(machine)
     if not rate:
-        right = f"with {PRODUCTS}, to which links are scaled, as repro calibrate measures now: calibrate anew"
+        right = f"with {COMPUTE_RATE_FACT}, to which links are scaled, as repro calibrate measures now: calibrate anew"
         raise ConfigError("machine", machine.name, right)
     return network.scaled(rate)
 
 
 def product_rate(machine: System) -> float:
     """FLOP/s of a rank's matrix products, held to its share of a core; 0 where the machine's file does not have it."""
-    return float(machine.provenance.facts.get(PRODUCTS, 0.0)) if machine.provenance else 0.0
+    return float(machine.provenance.facts.get(COMPUTE_RATE_FACT, 0.0)) if machine.provenance else 0.0
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:

@@ -17,8 +17,8 @@ import numpy as np
 
 from repro.config import Experiment, models, systems
 from repro.config.system import System
-from repro.config.systems.unknowns import HIGH, JOINT, LOW, PACE, Case, Unknown, drawn, with_values
-from repro.model import flops
+from repro.config.systems.unknowns import HIGH, JOINT, LOW, PACE, QuantileCase, Unknown, drawn, with_values
+from repro.model import counts
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time.breakdown import StageTime
@@ -45,12 +45,12 @@ def calibrated_kernels(generation: CalibrationPoint) -> Kernels:
     All of what is left is taken for kernels: on a node, messages have to hide behind them
     (tests/simulate/time/test_device.py).
     """
-    return calibrated_kernels_in(generation, (Case(),))[0]
+    return calibrated_kernels_in(generation, (QuantileCase(),))[0]
 
 
 @cache
 def calibrated_kernels_in(
-    generation: CalibrationPoint, cases: Sequence[Case], doubted: frozenset[str] = frozenset()
+    generation: CalibrationPoint, cases: Sequence[QuantileCase], doubted: frozenset[str] = frozenset()
 ) -> tuple[Kernels, ...]:
     """Return `calibrated_kernels` in each of `cases`, [cases].
 
@@ -60,9 +60,9 @@ def calibrated_kernels_in(
     `doubted`: what is not known of the system that is timed.  Of the one that was measured nothing else is moved: what
     is known of a device there is known of it here.
     """
-    system = systems.load(generation.system)
-    whole, layout = models.load(generation.model), generation.layout
-    work = flops.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
+    system = systems.load_system_file(generation.system)
+    whole, layout = models.load_model(generation.model), generation.layout
+    work = counts.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
     itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
 
     def value(of: Unknown | None) -> Lanes:
@@ -104,7 +104,7 @@ def _seconds_of_layers(
 
 @cache
 def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experiment, list[Trace]]:
-    experiment = generation.experiment(replace(models.load(generation.model), layers=layers))
+    experiment = generation.experiment(replace(models.load_model(generation.model), layers=layers))
     return experiment, trace_roles(experiment)
 
 
@@ -121,7 +121,7 @@ def prediction_interval(experiment: Experiment, system: System, traces: list[Tra
 
 
 def seconds_in_cases(
-    experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[Case]
+    experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[QuantileCase]
 ) -> Sequence[float]:
     """The seconds of a step in each of `cases`, all in one pass."""
     systems, kernels = systems_and_kernels(
@@ -135,13 +135,13 @@ def round_seconds(seconds: float) -> float:
     return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
 
 
-def all_cases(found: Sequence[Unknown]) -> tuple[Case, ...]:
+def all_cases(found: Sequence[Unknown]) -> tuple[QuantileCase, ...]:
     """Both ends of each unknown, then the joint draws."""
-    return (*(Case(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
+    return (*(QuantileCase(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
 
 
 def systems_and_kernels(
-    system: System, generation: CalibrationPoint | None, cases: Sequence[Case]
+    system: System, generation: CalibrationPoint | None, cases: Sequence[QuantileCase]
 ) -> tuple[list[System], Sequence[Kernels]]:
     """The system and its kernels in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
@@ -193,17 +193,17 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.flops.formula`, recomputation counted."""
+        """FLOP/s of one device under `repro.model.counts.flops_formula`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+        work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
     @property
     def utilisation(self) -> float | None:
         """MFU, which counts no recomputation; None where the device's peak is not known."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.model_flops(e.model, e.seq, layout.global_batch)
-        return flops.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
+        work = counts.model_flops(e.model, e.seq, layout.global_batch)
+        return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
     def rests_on(self) -> str:
@@ -230,7 +230,7 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
-            "formula": flops.formula(self.experiment.model),
+            "formula": counts.flops_formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.kernels.others,
@@ -293,7 +293,7 @@ def with_curves(prediction: Prediction) -> Prediction:
     ]
     if not around:
         return prediction
-    cases = [Case(key, quantile) for key, _, quantile in around]
+    cases = [QuantileCase(key, quantile) for key, _, quantile in around]
     taken = seconds_in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
     curves: dict[str, list[list[float]]] = {key: [] for key in moving}
     for (key, value, _), seconds in zip(around, taken, strict=True):

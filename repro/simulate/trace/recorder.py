@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from repro.config.enums import Category
 from repro.kernels.families import FORMULAS, cost
-from repro.measure.uncompiled import UncompiledMode
+from repro.measure.operators import UncompiledMode
 from repro.parallel import storage
 from repro.parallel.ledger import NO_PEER, Address, CommLedger
 from repro.simulate.trace.events import (

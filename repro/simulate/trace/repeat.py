@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from repro.config import Experiment
 from repro.engines.native.part import ModelPart
-from repro.model.gpt import Part, Place
+from repro.model.gpt import BatchPosition, Part
 from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD
@@ -144,7 +144,7 @@ class _RepeatableBlock:
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
-    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
         """As `repro.model.layer.Block.forward`."""
         kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())

@@ -20,8 +20,8 @@ import torch
 from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.measure.uncompiled import uncompiled
-from repro.model.gpt import Place
+from repro.measure.operators import without_compiler
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build_schedule, in_flight
@@ -30,7 +30,7 @@ from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Ti
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
 from repro.simulate.trace.repeat import BlockRepeater, recordings_of
 from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 TYPICAL_MICRO_BATCH = 1
 """The micro-batch that stands for those that were not run."""
@@ -179,7 +179,7 @@ def trace(
 
     mesh = meshes.build_mesh(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    with uncollected(), uncompiled(), recorder:
+    with pause_garbage_collection(), without_compiler(), recorder:
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
         recorder.under_way = lambda: (
@@ -193,7 +193,7 @@ def trace(
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
-        engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.

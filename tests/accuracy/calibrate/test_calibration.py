@@ -21,7 +21,7 @@ from repro.config import Layout, suites, systems
 from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
 from repro.config.timing import EXCHANGE, MESSAGE
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import local_capacity
 from repro.launch.job import Interrupt, Job
 from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
@@ -48,7 +48,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_file_is_a_system(calibrated: Path) -> None:
-    system = systems.load(calibrated)
+    system = systems.load_system_file(calibrated)
     assert system.devices_per_node.value == 2
     assert system.provenance is not None
     assert system.provenance.ranks == 2
@@ -56,7 +56,9 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
     assert {"device", "threads", "load_before", "spread_of_calls", "error_of_rates"} <= set(
         system.provenance.facts
     )
-    assert 1e8 < float(system.provenance.facts[PRODUCTS]) < 1e13, "of one rank, for the twins of `repro twin`"
+    assert 1e8 < float(system.provenance.facts[COMPUTE_RATE_FACT]) < 1e13, (
+        "of one rank, for the twins of `repro twin`"
+    )
     link = system.links["memory"]
     assert set(link.collectives) == set(OPERATIONS)
     for collective in link.collectives.values():
@@ -81,7 +83,7 @@ def test_the_file_is_a_system(calibrated: Path) -> None:
 )
 def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) -> None:
     """No step takes less than its host needs, and none of these a second."""
-    rates = systems.load(calibrated).device.operators
+    rates = systems.load_system_file(calibrated).device.operators
     experiment = tiny(layout)
     for role in roles(experiment):
         operators = list(trace(experiment, role, gloo=True).operators())
@@ -125,7 +127,7 @@ def test_one_rank_has_no_collectives(
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["file"] == str(path)
     assert "collectives" not in document["system"]["links"]["memory"]
-    assert systems.load(path).links["memory"].collectives == {}
+    assert systems.load_system_file(path).links["memory"].collectives == {}
 
 
 def test_a_rank_that_fails_is_an_outcome(
@@ -232,11 +234,11 @@ network = {{ nodes = 2, ranks_per_node = 1, between = 2e7 }}
 name = "alone"
 model = "own"
 """)
-    found = plan.suite_experiments([suites.load(suite)] * 2, "local", 2, quick=True)
+    found = plan.suite_experiments([suites.load_suite(suite)] * 2, "local", 2, quick=True)
     assert [e.name for e in found] == ["one"]
     assert found[0].network is None
     with pytest.raises(ConfigError, match="3 ranks"):
-        plan.suite_experiments([suites.load(suite)], "local", 3, quick=True)
+        plan.suite_experiments([suites.load_suite(suite)], "local", 3, quick=True)
     output = tmp_path / "here.toml"
     monkeypatch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
     cores = os.sched_getaffinity(0)
@@ -246,7 +248,7 @@ model = "own"
     finally:
         os.sched_setaffinity(0, cores)
     assert answer.outcome == "ok", answer.reason
-    system = systems.load(output)
+    system = systems.load_system_file(output)
     assert system.ranks_per_core == 2
     assert system.provenance is not None
     assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"

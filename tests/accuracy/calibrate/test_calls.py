@@ -134,8 +134,8 @@ def test_a_call_finds_neither_its_operands_nor_the_memory_of_its_result_in_the_c
 
 
 def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one rank a core, as `of_a_rank` starts them: ranks that take turns on a core would say less of it."""
-    monkeypatch.setattr(target.products, "of_this_core", lambda: 5e9)
+    """By one rank a core, as `rank_flops_per_s` starts them: ranks that take turns on a core would say less of it."""
+    monkeypatch.setattr(target.compute_rate, "core_flops_per_s", lambda: 5e9)
     group = meshes.single_rank_mesh().world
     found = [target.products_of_a_core(place, 2, group) for place in range(4)]
     assert found == [5e9, 5e9, None, None]

@@ -105,20 +105,20 @@ import resource, torch
 from repro.accuracy.calibrate import timed_steps
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Experiment, Layout, Model
-from repro.util import heap
+from repro.util import processes
 from repro.parallel import mesh as meshes
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def counted(peak, processes, reserve=heap.reserve):
+def counted(peak, count, reserve=processes.reserve_heap):
     global before
-    reserve(peak, processes)
+    reserve(peak, count)
     before = faults()
 
 torch.set_num_threads(1)
-heap.keep_freed()
-heap.reserve, before = counted, None
+processes.keep_freed_memory()
+processes.reserve_heap, before = counted, None
 model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
 layout = Layout(dp=4, zero=3, micro_batch=4, global_batch=16)
 clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)

@@ -10,7 +10,7 @@ from repro.accuracy.twins.derive import Twin, TwinOptions, derive
 from repro.accuracy.twins.suite import named_comparisons
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config.system import System
-from repro.config.systems.load import parse
+from repro.config.systems import parse_system
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 RANKS = 16
@@ -59,7 +59,7 @@ def tables() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def machine() -> System:
-    return parse(tables(), name="here", file="here.toml")
+    return parse_system(tables(), name="here", file="here.toml")
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,10 @@ from repro.claims.run_commands import SuiteCatalogue
 from repro.cli import main
 from repro.config import EmulatedNetwork, suites
 from repro.config.errors import ConfigError
+from repro.config.experiment import TWIN_RATIO
 from repro.config.system import System
-from repro.config.systems.load import parse
-from repro.config.twin import RATIO
-from repro.emulate.frames import payload_share
+from repro.config.systems import parse_system
+from repro.emulate.network import payload_share
 from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT
 from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
@@ -204,7 +204,7 @@ def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
     del found["links"]["memory"]["collectives"]
     with pytest.raises(ConfigError, match="calibrate anew"):
         emulated_system(
-            parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
+            parse_system(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
         )
 
 
@@ -222,7 +222,7 @@ def test_the_suite_is_the_twin(
             claims=(),
         )
     )
-    suite = suites.load(file)
+    suite = suites.load_suite(file)
     members = [*lowbw.members, *table.members]
     for entry, member in zip(suite.entries, members, strict=True):
         e = entry.experiment
@@ -237,8 +237,8 @@ def test_the_suite_is_the_twin(
     assert first is not None
     assert second is not None
     assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s of Ethernet, less what its frames cost"
-    assert RATIO in second.numbers
-    assert RATIO not in first.numbers
+    assert TWIN_RATIO in second.numbers
+    assert TWIN_RATIO not in first.numbers
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
 
 

@@ -15,8 +15,8 @@ from repro.config import EmulatedNetwork, Layout, suites
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
 from repro.config.system import System
-from repro.config.systems.load import parse
-from repro.emulate.products import PRODUCTS
+from repro.config.systems import parse_system
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import NetworkReport, RankOnNetwork
@@ -55,7 +55,7 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     file.write_text(
         suite_text([NamedTwin(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=())
     )
-    suite = suites.load(file)
+    suite = suites.load_suite(file)
     results = tmp_path / "results"
     list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
     found = {
@@ -71,12 +71,12 @@ def calibrated(**facts: float) -> System:
     """The machine with what its file says of itself."""
     found = tables()
     found["provenance"]["facts"] |= facts
-    return parse(found, name="here", file="here.toml")
+    return parse_system(found, name="here", file="here.toml")
 
 
 def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
     """A suite's rates hold for ranks of one rate of compute: a run scales them, and so does what is expected of it."""
-    here = calibrated(**{PRODUCTS: 10e9})
+    here = calibrated(**{COMPUTE_RATE_FACT: 10e9})
     written = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
     as_run = EmulatedNetwork(nodes=4, ranks_per_node=4, between=16e6, within=4e7)
     assert emulated_system(here, written).links == emulated_system(here, as_run).links
@@ -84,7 +84,7 @@ def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
 
 def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
-    with pytest.raises(ConfigError, match=f"{PRODUCTS}.*calibrate anew"):
+    with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*calibrate anew"):
         emulated_system(calibrated(), network)
 
 
@@ -103,7 +103,7 @@ def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to
 
 def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
     """They are made for the rate at which ranks compute just then, which is not that of the hour of the file."""
-    here = calibrated(**{PRODUCTS: 5e9})
+    here = calibrated(**{COMPUTE_RATE_FACT: 5e9})
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
 
     def predicted(times: float, **changed: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 from repro.accuracy.twins.scaling import Scale, scaled_model
 from repro.config import ConfigError, Layout, Model
 from repro.config.layout import ELEMENT_BYTES
-from repro.model import flops
+from repro.model import counts
 from repro.parallel.ledger import RING_PASSES
 
 CASES = 50
@@ -71,7 +71,7 @@ def test_a_model_keeps_the_shares_of_attention_and_vocabulary(seed: int) -> None
     assert twin.seq / twin.hidden == pytest.approx(original.seq / original.hidden, rel=0.01)
 
     def vocabulary(model: Model) -> float:
-        return flops.logits_forward(model, model.seq, 1) / flops.layers_forward(model, model.seq, 1)
+        return counts.logits_forward(model, model.seq, 1) / counts.layers_forward(model, model.seq, 1)
 
     assert vocabulary(twin) == pytest.approx(vocabulary(original), rel=0.02)
     assert twin.heads % tp == twin.vocab % tp == twin.seq % tp == 0

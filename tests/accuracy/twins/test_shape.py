@@ -11,7 +11,7 @@ from repro.config.errors import ConfigError
 
 def test_enough_ranks_change_nothing() -> None:
     layout = Layout(tp=4, dp=4, micro_batch=8)
-    assert shape_of(layout, systems.load("lowbw-v100"), 16) == TwinShape(4, 4, 4, 1, 4)
+    assert shape_of(layout, systems.load_system_file("lowbw-v100"), 16) == TwinShape(4, 4, 4, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ def test_enough_ranks_change_nothing() -> None:
     ],
 )
 def test_nodes_stay_and_have_fewer_ranks(layout: Layout, shape: TwinShape) -> None:
-    assert shape_of(layout, systems.load("dgx2"), 16) == shape
+    assert shape_of(layout, systems.load_system_file("dgx2"), 16) == shape
 
 
 def test_a_node_of_one_group_may_become_one_rank() -> None:
     layout = Layout(tp=16, dp=8, micro_batch=48, zero=2, pa=True, recompute=True)
-    shape = shape_of(layout, systems.load("dgx2"), 16, tp=1)
+    shape = shape_of(layout, systems.load_system_file("dgx2"), 16, tp=1)
     assert shape == TwinShape(16, 1, 1, 1, 16)
     twin = shape.layout(layout)
     assert (twin.replica_batch, twin.pa, twin.precision) == (48, False, "fp32")
@@ -39,6 +39,6 @@ def test_a_node_of_one_group_may_become_one_rank() -> None:
 def test_stages_stay_as_far_as_there_are_ranks() -> None:
     layout = Layout(tp=8, pp=12, dp=4, micro_batch=1, global_batch=1536)
     with pytest.raises(ConfigError, match="nodes"):
-        shape_of(layout, systems.load("selene"), 16)
-    shape = shape_of(layout, systems.load("selene"), 48, tp=1)
+        shape_of(layout, systems.load_system_file("selene"), 16)
+    shape = shape_of(layout, systems.load_system_file("selene"), 48, tp=1)
     assert shape.layout(layout).accumulation == layout.accumulation

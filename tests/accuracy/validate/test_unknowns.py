@@ -110,7 +110,7 @@ def rank(nvlink: bool) -> dict[str, Any]:
 
 def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
     seen = {}
-    for name in systems.names():
+    for name in systems.system_names():
         system = load_system(name)
         ranks = [rank("nvlink" in system.links)] * 4
         written = document.system_tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)

@@ -21,9 +21,9 @@ FOLDER = Path(__file__).parents[3] / "suites"
 
 
 def on_v100_without_zero(experiment: Experiment) -> bool:
-    if experiment.system in systems.HERE or experiment.engine != "native" or experiment.layout.zero:
+    if experiment.system in systems.LOCAL_SYSTEMS or experiment.engine != "native" or experiment.layout.zero:
         return False
-    return systems.load(experiment.system).device.compute_capability == "7.0"
+    return systems.load_system_file(experiment.system).device.compute_capability == "7.0"
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
     for name in sorted(read):
         experiment = everything[name]
         if on_v100_without_zero(experiment):
-            system = systems.load(experiment.system)
+            system = systems.load_system_file(experiment.system)
             found = simulate(experiment, system, time=True, interval=True)
             records.append(
                 simulated_record(experiment, found, system, suite=name.partition("/")[0], wall_s=0.0)

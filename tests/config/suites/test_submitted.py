@@ -8,7 +8,7 @@ import pytest
 
 from repro.config import Experiment
 from repro.config.suites import Suite
-from repro.config.systems import load as load_system
+from repro.config.systems import load_system_file as load_system
 from repro.launch.slurm import profile
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.submission import submission_plan

@@ -11,7 +11,7 @@ import torch
 
 from repro.config import Layout
 from repro.engines import build_engine
-from repro.measure.collectives import CollectiveWatch
+from repro.measure.operators import CollectiveCounter
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
@@ -29,7 +29,7 @@ def seen(layout: Layout, engine: str, layers: int) -> Rows:
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)
     built.synchronize()
-    with CollectiveWatch(mesh) as watch:
+    with CollectiveCounter(mesh) as watch:
         built.step(batches, lambda phase: None)
         built.synchronize()
     found: Counter[Any] = Counter()

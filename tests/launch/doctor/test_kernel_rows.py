@@ -55,7 +55,7 @@ def test_of_a_gpu_of_which_too_little_is_known_what_the_compiler_says() -> None:
 def test_every_hidden_size_is_in_a_class() -> None:
     """Of every norm, in both directions."""
     norms = [each for each in size_classes() if each.program.source.startswith("layernorm")]
-    for model in map(models.load, models.names()):
+    for model in map(models.load_model, models.model_names()):
         centred = int(model.norm == "layer")
         found = [
             each

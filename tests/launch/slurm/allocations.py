@@ -41,7 +41,7 @@ class Submission:
         self.submitit = self.folder / "submitit"
         self.submitit.mkdir(parents=True)
         (self.folder / "profile.toml").write_text(profile)
-        loaded = suites.load(suite)
+        loaded = suites.load_suite(suite)
         compared = {name for c in loaded.comparisons for name in (c.baseline, *c.subjects)}
         known = {entry.experiment.name: entry.experiment for entry in loaded.entries}
         tasks = [

@@ -33,7 +33,7 @@ class ThreeCases:
 
     def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
         self.results, self.slurm = folder / "results", slurm
-        suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
+        suite = suites.load_suite(write_suite(folder, experiments("a", "b", "c")))
         tasks = plan.plan_tasks(suite, list(suite.entries), Store(self.results), rerun=False)
         (array,) = pack_arrays(tasks, profile.load_profile(site))
         self.registry = Registry(self.results)

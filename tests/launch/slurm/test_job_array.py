@@ -29,7 +29,7 @@ def test_ranks_are_spread_evenly_over_the_fewest_nodes(world: int, per_node: int
 def test_one_array_for_each_shape_and_work_comes_back_as_it_was_written(tmp_path: Path) -> None:
     body = experiments("a", "b", "c") + experiments("d4", "e4", extra="layout.dp = 4\n")
     body += '\n[[experiment]]\nname = "f"\nlayout.zero = 1\n[[compare]]\nbaseline = "a"\nsubjects = ["f"]\n'
-    suite = suites.load(write_suite(tmp_path, body))
+    suite = suites.load_suite(write_suite(tmp_path, body))
     site = tmp_path / "site.toml"
     site.write_text('[slurm]\ntasks_per_node = 2\ncases_per_job = 2\n[[case]]\nmatch = "c"\nnodes = 2\n')
     tasks = plan.plan_tasks(suite, list(suite.entries), Store(tmp_path / "results"), rerun=False)

@@ -21,14 +21,14 @@ from repro.launch.rank.device_settings import cuda_device_index
 from repro.launch.slurm.allocation import nodes
 from repro.launch.slurm.allocation.nodes import hardware_mismatch, is_other_gpu
 from repro.measure import provenance
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 from tests.launch.slurm.reports import V100, card, node
 
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_right_nodes_are_right(bound: bool) -> None:
     reports = node("n1", 0, V100, bound=bound) + node("n2", 1, V100, bound=bound)
-    assert hardware_mismatch(reports, systems.load("dgx2"), 16) == ""
+    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == ""
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_right_nodes_are_right(bound: bool) -> None:
     ],
 )
 def test_names_that_drivers_give(system: str, kind: tuple[str, int, str]) -> None:
-    assert hardware_mismatch(node("n1", 0, kind, tasks=4), systems.load(system), 4) == ""
+    assert hardware_mismatch(node("n1", 0, kind, tasks=4), systems.load_system_file(system), 4) == ""
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_names_that_drivers_give(system: str, kind: tuple[str, int, str]) -> Non
 )
 def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> None:
     reports = node("n1", 0, V100) + node("n2", 1, kind, tasks=8)
-    assert hardware_mismatch(reports, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == (
         f"wrong hardware: node n2 has 8 x {kind[0]} ({kind[1] / 1e9:.0f} GB)"
         " where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
@@ -64,7 +64,7 @@ def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> No
 
 def test_two_tasks_never_share_a_gpu() -> None:
     shared = [replace(report, gpus=[card(*V100, 0)]) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(shared, systems.load("dgx2"), 16).startswith(
+    assert hardware_mismatch(shared, systems.load_system_file("dgx2"), 16).startswith(
         "wrong hardware: node n1 has 1 x Tesla V100"
     )
 
@@ -73,27 +73,27 @@ def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     """All GPUs for all tasks, or one for each; a task beyond those that it sees has none."""
     cards = [card(*V100, number) for number in range(2)]
     few = [replace(report, gpus=cards) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(few, systems.load("dgx2"), 16) == ""
+    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == ""
     few[1] = replace(few[1], local=2)
-    assert hardware_mismatch(few, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 gives task 2 2 of its GPUs: not comparable; one GPU for each task, or all for all"
     )
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
-    assert hardware_mismatch(bare, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 has no GPU where dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
 def test_two_tasks_without_a_gpu_want_the_whole_node() -> None:
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=2)]
-    assert hardware_mismatch(bare, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 has no GPU where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
 def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
     """The names still do."""
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     device = replace(system.device, memory_bytes=replace(system.device.memory_bytes, value=None))
     unknown = replace(system, device=device)
     assert not is_other_gpu(card(V100[0], 10**9, "7.0", 0), unknown)
@@ -178,7 +178,7 @@ def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cards_memory_may_differ_by_what_drivers_take() -> None:
     """Eight percent of 32 GB either way."""
-    dgx2 = systems.load("dgx2")
+    dgx2 = systems.load_system_file("dgx2")
     whole = dgx2.device.memory_bytes.known("memory", system="dgx2")
     for part, other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
         assert is_other_gpu(card(V100[0], round(part * whole), "7.0", 0), dgx2) == other

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.config.suites import load
+from repro.config.suites import load_suite
 from repro.launch.slurm import profile
 from repro.launch.slurm.submission import submission_plan
 from repro.launch.slurm.submission.submission_plan import SubmissionPlan, plan_submission
@@ -27,7 +27,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def intended(folder: Path, site: Path, *only: str) -> SubmissionPlan:
     suite = write_suite(folder, BODY)
-    keys = {entry.experiment.name: entry.experiment.key for entry in load(suite).entries}
+    keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
     with Store(folder / "results") as store:
         store.append(made_up("known", key=keys["known"]))
         return plan_submission(

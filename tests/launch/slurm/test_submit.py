@@ -314,7 +314,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     assert "2 cases in 1 job array; at most 32 GPU-hours, 64.00 at 2 an hour" in out
     assert "no predicted times in the store" in out
     with Store(results) as store:
-        for entry in suites.load(suite).entries:
+        for entry in suites.load_suite(suite).entries:
             outcome = "oom" if entry.experiment.name == "large" else "ok"
             record = experiment_record(
                 entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome

@@ -26,8 +26,8 @@ LAYOUTS = {
 def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
     """The device's: what lies in host memory is a row of its own, and decides nothing."""
     e = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
-    found = simulate(e, systems.load("dgx2"), time=True)
-    memory = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series.memory
+    found = simulate(e, systems.load_system_file("dgx2"), time=True)
+    memory = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series.memory
     rows = {name: row if len(row) > 1 else row * TIMELINE_POINTS for name, row in memory["bytes"].items()}
     assert {len(row) for row in rows.values()} == {TIMELINE_POINTS}
     assert (Category.HOST in rows) == layout.pa_cpu
@@ -45,8 +45,8 @@ def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
     e = Experiment(
         name="e", model=MODEL, layout=Layout(dp=2, pp=2, micro_batch=1, global_batch=8), system="dgx2"
     )
-    found = simulate(e, systems.load("dgx2"))
-    series = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series
+    found = simulate(e, systems.load_system_file("dgx2"))
+    series = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series
     assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
     assert series.memory == live_bytes_over_step(traced, lambda operator: operator.read + operator.written)

@@ -14,7 +14,7 @@ from repro.simulate.plan import fit
 from repro.simulate.plan.candidates import LayoutQuery, device_memory_limit
 from repro.simulate.plan.fit import FitTrial, search_largest
 
-CONTEXT = systems.load("dgx2").context()
+CONTEXT = systems.load_system_file("dgx2").context()
 
 
 @settings(max_examples=200)
@@ -71,7 +71,7 @@ def test_a_failure_that_is_not_about_memory_ends_the_search() -> None:
 def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.FitQuestion:
     shape = {"hidden": 256, "heads": 4, "vocab": 512} | sizes
     asked = LayoutQuery("dgx2", 8, layout, seq=64, memory_limit=str(CONTEXT + limit))
-    return fit.question_of(systems.load("dgx2"), asked, None, shape, "layers")
+    return fit.question_of(systems.load_system_file("dgx2"), asked, None, shape, "layers")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_layers_come_in_multiples_of_the_parts() -> None:
 def test_the_largest_micro_batch() -> None:
     model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
     asked = LayoutQuery("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
-    whole = fit.question_of(systems.load("dgx2"), asked, model, {}, "micro-batch")
+    whole = fit.question_of(systems.load_system_file("dgx2"), asked, model, {}, "micro-batch")
     assert whole.values() == [n for n in range(1, 97) if 96 % n == 0]
     answer = fit.fit_by_simulation(whole)
     assert answer.largest is not None
@@ -132,7 +132,7 @@ def test_bad_questions() -> None:
     with pytest.raises(ConfigError, match=r"tp = 8: must be a divisor of heads"):
         question({"tp": 8}, 10**9)
     with pytest.raises(ConfigError, match=r"memory_limit: is needed"):
-        device_memory_limit(systems.load("yuan"), None)
+        device_memory_limit(systems.load_system_file("yuan"), None)
     with pytest.raises(ConfigError, match=r"hidden = 64: must be a larger width"):
         fit.fit_by_simulation(question({"zero": 3}, 10**12, hidden=64))
 
@@ -144,7 +144,7 @@ def batches(**layout: Any) -> fit.FitQuestion:
     return fit.FitQuestion(
         small,
         shape,
-        systems.load("dgx2"),
+        systems.load_system_file("dgx2"),
         CONTEXT + 10**9,
         "micro-batch",
         0,

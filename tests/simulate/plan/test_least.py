@@ -66,7 +66,7 @@ TAKEN = [
 @pytest.mark.parametrize(("system", "model", "name"), TAKEN)
 def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     """The whole step's schedule, and what a plan makes of shallow ones; the least is no empty promise either."""
-    on = systems.load(system)
+    on = systems.load_system_file(system)
     layout = replace(LAYOUTS[name], precision=on.best_precision)
     families, _ = families_of(model, layout)
     least = lower_bound(model, layout, families, SystemRates(on))
@@ -77,7 +77,7 @@ def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
 
 
 def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> PlanRequest:
-    on = systems.load(system)
+    on = systems.load_system_file(system)
     model = replace(MODEL, layers=4, hidden=1024, heads=4, vocab=8192, seq=256)
     return PlanRequest(model, on, gpus, on.context() + limit, model.seq, dict(given))
 

@@ -25,13 +25,13 @@ from repro.simulate.plan.rows import (
 )
 from repro.util.workers import Workers
 
-CONTEXT = systems.load("dgx2").context()
+CONTEXT = systems.load_system_file("dgx2").context()
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)
 SMALL = replace(TINY, hidden=512, vocab=1024)
 
 
 def request(gpus: int, limit: int = 10**9, model: Model = TINY, **given: Any) -> PlanRequest:
-    return PlanRequest(model, systems.load("dgx2"), gpus, CONTEXT + limit, model.seq, given)
+    return PlanRequest(model, systems.load_system_file("dgx2"), gpus, CONTEXT + limit, model.seq, given)
 
 
 def test_every_sensible_layout() -> None:
@@ -182,7 +182,7 @@ def test_the_order() -> None:
 
     V100: 125 TFLOP/s, DGX-2: 6.25 GB/s each between nodes.
     """
-    model = models.load("turing-nlg-17b")
+    model = models.load_model("turing-nlg-17b")
     asked = request(256, 32 * 10**9, model, global_batch=512)
     plain = Layout(tp=4, dp=64, zero=1, micro_batch=8, global_batch=512, precision="fp16")
     work = ideal_s(asked, plain, {})
@@ -219,7 +219,7 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
 ) -> None:
     """The report's 16 to 4 and 1024 to 256: 64 replicas of 8 samples.  Shallow: `repro run` traces it in full."""
     monkeypatch.setattr("repro.simulate.plan.plan.FULLY_TRACED_ROWS", 0)
-    model, system = models.load("turing-nlg-17b-h32"), systems.load("dgx2")
+    model, system = models.load_model("turing-nlg-17b-h32"), systems.load_system_file("dgx2")
     limit = int(system.device.memory_bytes.value or 0)
     fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}
     outcomes: dict[int, dict[int, str]] = {0: {}, 1: {}}

@@ -68,7 +68,7 @@ def test_what_turns_the_order_by_itself_decides_or_what_comes_nearest() -> None:
 
 @pytest.fixture(scope="module")
 def exact() -> System:
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     return with_values(system, {one.key: one.best for one in unknowns(system)})
 
 
@@ -161,7 +161,7 @@ def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.
 
 def test_a_plan_compares_more_rows_than_it_shows() -> None:
     """Of a system with unknown numbers; what was compared with none says so."""
-    few = asked(systems.load("dgx2"))
+    few = asked(systems.load_system_file("dgx2"))
     request = replace(few, given={key: few.given[key] for key in ("pp", "sp", "recompute", "kernels")})
     with Workers(1) as workers:
         found = search_layouts(request, workers, 1, whole=True)

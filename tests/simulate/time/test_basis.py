@@ -21,7 +21,7 @@ from tests.records import changed
 def record(system: str, **differs: object) -> ExperimentRecord:
     """A simulated step of a tiny model with the fused kernels, which took a second."""
     experiment = Experiment(
-        name="x", model=models.load("tiny-stages"), layout=Layout(precision="fp16"), system=system
+        name="x", model=models.load_model("tiny-stages"), layout=Layout(precision="fp16"), system=system
     )
     made = failed_record(experiment, "", suite="s", wall_s=0.1)
     return changed(made, **{"outcome": "ok", "metrics": {"step_seconds.median": 1.0}, **differs})

@@ -46,7 +46,7 @@ def number(value: float) -> Quantity:
 def machine() -> System:
     """Four multiprocessors that take 1 us for a step of K with a tile of 256 x 128; 2 TB/s, half of it reached; a
     kernel takes 3 us beside its work, and 2 more where that is to move bytes."""
-    base = systems.load("dgx2")
+    base = systems.load_system_file("dgx2")
     time = DeviceTime(
         matmul_efficiency=number(0.5),
         memory_efficiency=number(0.5),

@@ -15,7 +15,7 @@ from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT, predict
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels, product_sizes
 from repro.simulate.trace.events import Operator
 
-V100 = systems.load("dgx2")
+V100 = systems.load_system_file("dgx2")
 PEAK = 125e12
 
 
@@ -78,7 +78,7 @@ def test_products_without_tensor_cores_take_what_was_measured() -> None:
     assert known is not None
     assert operator.flops / seconds == pytest.approx(known, rel=0.1)
     assert DeviceCost(V100, "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == seconds
-    a100 = DeviceCost(systems.load("selene"), "fp16")  # cuBLAS 11 takes any size
+    a100 = DeviceCost(systems.load_system_file("selene"), "fp16")  # cuBLAS 11 takes any size
     assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
 
 
@@ -119,7 +119,9 @@ def test_calls_in_a_row_take_a_kernel_each() -> None:
 def test_a_kernel_among_others_takes_what_was_measured(system: str, total: int, seconds: float) -> None:
     """Bytes and bytes/s of te42kyfo/gpu-benches gpu-small-kernels, where nothing stays in the cache."""
     operator = Operator("aten.mul", 0, total // 2, total // 2, (), 2)
-    assert DeviceCost(systems.load(system), "fp16").seconds(operator) == pytest.approx(seconds, rel=0.01)
+    assert DeviceCost(systems.load_system_file(system), "fp16").seconds(operator) == pytest.approx(
+        seconds, rel=0.01
+    )
 
 
 def test_measured_rates_win() -> None:
@@ -152,8 +154,8 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: calibration.Calib
     """The whole model, traced in full, takes what was published: the factor comes from two shallow ones."""
     from repro.simulate.time.predict import predict
 
-    experiment = generation.experiment(models.load(generation.model))
-    found = predict(experiment, systems.load(generation.system))
+    experiment = generation.experiment(models.load_model(generation.model))
+    found = predict(experiment, systems.load_system_file(generation.system))
     assert found.generation is generation
     assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
     assert 0.5 < found.kernels.others < 2
@@ -163,7 +165,7 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: calibration.Calib
 
 def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> None:
     """Torch's operators on an A100: what fusing gains there is then what the operators alone differ by."""
-    a100 = systems.load("selene")
+    a100 = systems.load_system_file("selene")
     fused = calibration.calibration_point_of("softmax", a100)
     assert fused is not None
     assert (fused.layout.kernels, fused.compute_capability) == ("softmax", "8.0")
@@ -175,14 +177,18 @@ def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> No
     today = calibration.calibration_point_of("fused", a100)
     assert today is not None
     assert today.layout.kernels == "fused"
-    for kernels, capability in (("fused", V100), ("reference", a100), ("softmax", systems.load("dgx-h100"))):
+    for kernels, capability in (
+        ("fused", V100),
+        ("reference", a100),
+        ("softmax", systems.load_system_file("dgx-h100")),
+    ):
         assert calibration.calibration_point_of(kernels, capability) is None
 
 
 def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
     """V100s of a DGX-2 have more power than those of 300 W; what nobody measured on a card is the capability's."""
     points = {
-        (kernels, name): calibration.calibration_point_of(kernels, systems.load(name))
+        (kernels, name): calibration.calibration_point_of(kernels, systems.load_system_file(name))
         for kernels in ("softmax", "unfused")
         for name in ("jean-zay", "dgx1-v100-16gb", "dgx2", "dgx2h", "lowbw-v100")
     }
@@ -195,7 +201,9 @@ def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
 def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
     """H200 has the H100's processor, and an A100 of 40 GB that of 80 GB: memory is their systems' own."""
     for name, other in (("dgx-h200", "dgx-h100"), ("dgx-a100-40gb", "selene")):
-        points = [calibration.calibration_point_of("fused", systems.load(at)) for at in (name, other)]
+        points = [
+            calibration.calibration_point_of("fused", systems.load_system_file(at)) for at in (name, other)
+        ]
         assert points[0] is not None
         assert points[0] is points[1]
 

@@ -55,7 +55,7 @@ def traces(name: str) -> list[Trace]:
 
 @cache
 def base_system() -> System:
-    return systems.load("dgx1-v100-16gb")
+    return systems.load_system_file("dgx1-v100-16gb")
 
 
 def faster(system: System, link: float, memory: float, peak: float) -> System:

@@ -27,7 +27,7 @@ from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import trace_roles
 
-H100 = systems.load("dgx-h100")
+H100 = systems.load_system_file("dgx-h100")
 SPREAD = "device.time.spread"
 
 
@@ -75,7 +75,7 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     assert spread.launch_s == plain.launch_s
     experiment = Experiment(
         name="step",
-        model=replace(models.load("megatron-175b"), layers=2),
+        model=replace(models.load_model("megatron-175b"), layers=2),
         layout=Layout(tp=8, dp=128, zero=1, global_batch=128),
         training=Training(seq=128),
         system=H100.name,

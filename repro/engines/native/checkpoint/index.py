@@ -18,7 +18,7 @@ from torch import Tensor
 from repro.config import ConfigError
 from repro.engines.native.checkpoint import files
 from repro.engines.native.checkpoint.state import STATES, Rectangle
-from repro.util.files import replace, sync_folder
+from repro.util.files import replace_file, sync_folder
 
 FORMAT = 1
 """Version of the folder's layout."""
@@ -135,7 +135,7 @@ def write_index(folder: Path, index: Index) -> None:
             for name, pieces in index.pieces.items()
         },
     }
-    replace(folder / FILE, json.dumps(document, separators=(",", ":")), durable=True)
+    replace_file(folder / FILE, json.dumps(document, separators=(",", ":")), durable=True)
     sync_folder(folder.parent)
 
 

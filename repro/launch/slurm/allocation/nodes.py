@@ -55,7 +55,7 @@ def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
     import psutil
 
     from repro.measure.provenance import cpu
-    from repro.util.resources import usable_cores
+    from repro.util.processes import usable_cores
 
     return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),

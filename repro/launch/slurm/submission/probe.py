@@ -125,9 +125,9 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
 
 
 def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    from repro.config.systems import HERE, load
+    from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
-    system = None if site.system in HERE else load(site.system)
+    system = None if site.system in LOCAL_SYSTEMS else load_system_file(site.system)
     for node in seen:
         gpus = node["gpus"] or []
         text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"

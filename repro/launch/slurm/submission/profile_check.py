@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from repro.config import ConfigError
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.launch.doctor import LIMITED, NO, YES, Check, gpu
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import (
@@ -231,7 +231,7 @@ def _request(site: Profile) -> Check:
 
 
 def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
-    print(f"waiting for a job on {counted(nodes, 'node')} to look from there ...", file=sys.stderr)
+    print(f"waiting for a job on {count_noun(nodes, 'node')} to look from there ...", file=sys.stderr)
     try:
         seen = probe.probe_nodes(site, results, nodes)
     except SchedulerError as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 from repro.config import ConfigError, Experiment, suites
 from repro.config.suites import Entry, Suite
-from repro.config.systems import HERE
-from repro.config.words import counted
+from repro.config.systems import LOCAL_SYSTEMS
+from repro.config.words import count_noun
 from repro.launch import plan
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation.bundle import SubmissionWork
@@ -95,7 +95,7 @@ def plan_submission(
     With `move`, cases of other systems run on the profile's system under names of their own.  `running` maps keys of
     experiments of live jobs to the job.  Raises `ConfigError`.
     """
-    suite = suites.load(suite_file)
+    suite = suites.load_suite(suite_file)
     entries = plan.select_entries(suite, only)
     if move:
         suite, entries = _moved(suite, entries, profile.system)
@@ -109,7 +109,7 @@ def plan_submission(
         first = next(iter(elsewhere))
         expected = f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]}"
         first_system = suite.entry(first).experiment.system
-        if not (move or first_system in HERE or any(entry.experiment.network for entry in entries)):
+        if not (move or first_system in LOCAL_SYSTEMS or any(entry.experiment.network for entry in entries)):
             expected += "; --move runs it on them all the same, under a name of its own"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
@@ -142,13 +142,13 @@ def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list
     """Return suite and entries with the cases of other systems moved to `system`, in comparisons too."""
     from repro.launch.simulated import move_to_system
 
-    if system in HERE:
+    if system in LOCAL_SYSTEMS:
         expected = "a profile of a system with GPUs: the published sizes are not for processor cores"
         raise ConfigError("--move", system, expected)
     result: list[Entry] = []
     names: dict[str, str] = {}
     for entry in entries:
-        own = entry.experiment.system in (system, *HERE)
+        own = entry.experiment.system in (system, *LOCAL_SYSTEMS)
         new = entry if own else move_to_system([entry], system)[0]
         names[entry.experiment.name] = new.experiment.name
         result.append(new)
@@ -189,7 +189,7 @@ def print_dry_run(planned: SubmissionPlan, results: Path, *, json: bool) -> None
     most, predicted, count = planned.gpu_hours()
     what = "GPU-hours" if planned.profile.gpus_per_node else "core-hours"
     print(
-        f"{counted(len(planned.cases), 'case')} in {counted(len(planned.arrays), 'job array')};"
+        f"{count_noun(len(planned.cases), 'case')} in {count_noun(len(planned.arrays), 'job array')};"
         f" at most {units.number(most)} {what}" + _price(planned, most)
     )
     if count:
@@ -231,10 +231,10 @@ def describe_array(array: JobArray) -> str:
     """Return the description of an array, for people."""
     shape, count = array.shape, len(array.bundles)
     cases = sum(len(bundle.experiments) for bundle in array.bundles)
-    size = f"{counted(shape.nodes, 'node')} x {counted(shape.tasks_per_node, 'rank')}"
+    size = f"{count_noun(shape.nodes, 'node')} x {count_noun(shape.tasks_per_node, 'rank')}"
     where = f", partition {shape.partition}" if shape.partition else ""
     limit = format_time_limit(shape.time_min)
-    return f"{counted(cases, 'case')} in {counted(count, 'job')} of {size}, {limit} each{where}"
+    return f"{count_noun(cases, 'case')} in {count_noun(count, 'job')} of {size}, {limit} each{where}"
 
 
 def print_left_out(planned: SubmissionPlan) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import ConfigError
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.launch.job import Interrupt, Job
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation.controller import ANSWER_FILE, JOB_FILE, RunAwaitedJob, RunBundle
@@ -64,7 +64,7 @@ def submit_suite(
         return 0
     if site.private:
         os.umask(site.umask)
-    extras.require("slurm")
+    extras.require_extras("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
     profile_check.require_writable_folder(site, results)
     with registry.submitting():
@@ -109,7 +109,7 @@ def _submit_arrays(planned: SubmissionPlan, registry: Registry, newest_record: i
         print(jsonlib.dumps(document))
     else:
         submission_plan.print_left_out(planned)
-        cases = counted(len(planned.cases), "case")
+        cases = count_noun(len(planned.cases), "case")
         print(f"submitted {cases} as {submission.id}; `repro status` says how they are")
     if failure:
         print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)

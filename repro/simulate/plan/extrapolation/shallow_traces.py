@@ -13,13 +13,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
 from repro.simulate.plan.extrapolation.lower_bound import MinimumWork
 from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
-from repro.util.carried import Carried
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
+from repro.util.workers import LazyPickle
 
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
@@ -54,7 +54,7 @@ class ShallowProfile:
     """Payload of the messages: of all micro-batches traced, and of one more."""
     micro_batches: int
     """Of these, how many were traced."""
-    carried: Carried[Trace]
+    carried: LazyPickle[Trace]
 
     @property
     def timed(self) -> Trace:
@@ -100,7 +100,7 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
     return replace(layout, pp=pp, dp=dp, stage_layers=(), micro_batch=micro_batch, global_batch=whole)
 
 
-@uncollected()
+@pause_garbage_collection()
 def trace_family(
     model: Model, seq: int, layout: Layout, narrowest: int, widest: int, names: Sequence[str]
 ) -> tuple[dict[str, LayoutFamily], int]:
@@ -204,7 +204,7 @@ def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowP
         most=most,
         rows=rows,
         micro_batches=traced.layout.accumulation,
-        carried=Carried(_timed(traced)),
+        carried=LazyPickle(_timed(traced)),
     )
 
 

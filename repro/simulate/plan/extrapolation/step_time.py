@@ -17,8 +17,8 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.config.systems.unknowns import Case
-from repro.model import flops
+from repro.config.systems.unknowns import QuantileCase
+from repro.model import counts
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST, MIDDLE
@@ -35,7 +35,7 @@ from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
 from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
 SCHEDULED_STAGES = 4
 """A deeper pipeline is scheduled with so many stages and one more."""
@@ -90,7 +90,9 @@ class StepTimes:
             return None
         key = layout.precision, layout.kernels
         if key not in self._cases:
-            systems, kernels = systems_and_kernels(self.system, generation, (Case(), *all_cases(found)))
+            systems, kernels = systems_and_kernels(
+                self.system, generation, (QuantileCase(), *all_cases(found))
+            )
             self._cases[key] = systems, SeveralDevices(systems, layout.precision, kernels, layout.world)
         systems, cost = self._cases[key]
         network = SeveralNetworks(systems, network_layout(layout))
@@ -185,12 +187,12 @@ class StepTimes:
                 found[key] = {name: max(0.0, value) for name, value in sums.items()}
             elif key.endswith("_s"):
                 found[key] = max(0.0, sum(weight * part[key] for weight, part in parts))
-        work = flops.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
+        work = counts.hardware_flops(self.model, self.seq, layout.global_batch, layout.recompute)
         generation = calibration.calibration_point_of(layout.kernels, self.system)
         found["samples_per_s"] = layout.global_batch / found["step_s"]
         found["flops_per_device"] = work / found["step_s"] / layout.world
-        rate = flops.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
-        found["mfu"] = flops.utilisation(rate, layout.world, self.system, layout.precision)
+        rate = counts.model_flops(self.model, self.seq, layout.global_batch) / found["step_s"]
+        found["mfu"] = counts.utilisation(rate, layout.world, self.system, layout.precision)
         found["rests_on"] = prediction_basis(layout.kernels, self.system)
         found["generation"] = generation.name if generation is not None else ""
         kernels = self.rates.cost(layout).kernels
@@ -198,7 +200,7 @@ class StepTimes:
         return found
 
 
-@uncollected()
+@pause_garbage_collection()
 def times_of(
     model: Model,
     seq: int,
@@ -210,7 +212,7 @@ def times_of(
     return [times.family(layouts, traced) for layouts, traced in families]
 
 
-@uncollected()
+@pause_garbage_collection()
 def intervals_of(
     model: Model,
     seq: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro.config.network import CORES_SHARE
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.emulate.network import NoNetwork
 
 
@@ -24,18 +24,18 @@ def test_ranks_share_half_of_the_cores_and_leave_the_others_to_their_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", Child)
-    monkeypatch.setattr(products, "usable_cores", lambda: 4)
-    assert products.of_a_rank(16) == pytest.approx(8e9 * CORES_SHARE / 8)
-    assert products.of_a_rank(2) == pytest.approx(8e9 * CORES_SHARE)
-    assert products.of_a_rank(1) == pytest.approx(8e9 * CORES_SHARE), "one thread uses one core"
+    monkeypatch.setattr(compute_rate, "usable_cores", lambda: 4)
+    assert compute_rate.rank_flops_per_s(16) == pytest.approx(8e9 * CORES_SHARE / 8)
+    assert compute_rate.rank_flops_per_s(2) == pytest.approx(8e9 * CORES_SHARE)
+    assert compute_rate.rank_flops_per_s(1) == pytest.approx(8e9 * CORES_SHARE), "one thread uses one core"
 
 
 def test_products_take_time_here() -> None:
-    assert 1e8 < products.of_a_rank(1) < 1e13
+    assert 1e8 < compute_rate.rank_flops_per_s(1) < 1e13
 
 
 def test_a_rate_that_cannot_be_measured_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", Child)
     monkeypatch.setattr(Child, "returncode", -9)
     with pytest.raises(NoNetwork, match="could not be measured"):
-        products.of_a_rank(2)
+        compute_rate.rank_flops_per_s(2)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from repro.model.states import states_bytes
+from repro.model.counts import states_bytes
 
 TABLE_1 = {  # 1910.02054v3 p. 11: GB as printed, stages 1, 2, 3
     (7.5e9, 1): ("120", "120", "120"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from repro.cli import main
-from repro.emulate import ability, standing
+from repro.emulate import lab
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,12 @@ def test_a_network_stays_is_shown_runs_commands_and_goes(capfd: pytest.CaptureFi
 @pytest.mark.usefixtures("emulation")
 def test_after_a_kill_of_its_keeper_no_network_is_up_and_another_can_be() -> None:
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
-    there = standing.needed()
+    there = lab.require_network()
     os.kill(there.facts.keeper, signal.SIGKILL)
     os.waitpid(there.facts.keeper, 0)
-    assert standing.find() is None
+    assert lab.find_network() is None
     assert main(["lab", "up", "--nodes", "2", "--between", "8e6"]) == 0
-    assert standing.needed().facts.keeper != there.facts.keeper
+    assert lab.require_network().facts.keeper != there.facts.keeper
     assert main(["lab", "down"]) == 0
 
 
@@ -59,11 +59,11 @@ def test_what_is_missing_is_one_line(
 ) -> None:
     """Without `nsenter` on the path, say."""
     monkeypatch.setenv("PATH", "/nowhere")
-    ability.missing.cache_clear()
+    lab.missing_requirement.cache_clear()
     try:
         assert main(["lab", "check"]) == 1
     finally:
-        ability.missing.cache_clear()
+        lab.missing_requirement.cache_clear()
     said = capfd.readouterr().out
     assert said.startswith("missing: ")
     assert said.count("\n") == 1

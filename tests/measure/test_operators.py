@@ -10,7 +10,7 @@ import torch
 
 from repro.config import Layout
 from repro.engines import build_engine
-from repro.measure.collectives import CollectiveWatch
+from repro.measure.operators import CollectiveCounter
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import CommLedger
 from tests.engines.needs import needs
@@ -34,7 +34,7 @@ def both_ways(layout: Layout, engine: str) -> tuple[Any, ...]:
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)
     built.synchronize()
-    watch = CollectiveWatch(mesh)
+    watch = CollectiveCounter(mesh)
     mesh.ledger.reset()
     with watch:
         built.step(batches, lambda phase: None)

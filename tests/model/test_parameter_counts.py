@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from repro.config import Model
-from repro.config.models import load, names
-from repro.model.parameters import count, total
+from repro.config.models import load_model, model_names
+from repro.model.counts import parameters_by_part, total_parameters
 
-GPTS = [n for n in names() if (m := load(n)).architecture == "gpt" and not m.ffn and not m.departures()]
+GPTS = [
+    n
+    for n in model_names()
+    if (m := load_model(n)).architecture == "gpt" and not m.ffn and not m.departures()
+]
 """GPT-2's layer with an MLP of 4h, as the equation has it."""
 
 
@@ -28,8 +32,8 @@ def equation_2(model: Model) -> Fraction:
 
 @pytest.mark.parametrize("name", GPTS)
 def test_a_gpt_is_equation_2_and_the_final_norm(name: str) -> None:
-    model = load(name)
-    assert total(model) == equation_2(model) + 2 * model.hidden
+    model = load_model(name)
+    assert total_parameters(model) == equation_2(model) + 2 * model.hidden
 
 
 @given(
@@ -50,7 +54,7 @@ def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
         layer = nn.TransformerEncoderLayer(h, heads, ffn, norm_first=True)
         parts = [nn.Embedding(vocab, h), nn.Embedding(seq, h), nn.LayerNorm(h)]
     blocks = layers * sum(p.numel() for p in layer.parameters())
-    assert total(model) == blocks + sum(p.numel() for part in parts for p in part.parameters())
+    assert total_parameters(model) == blocks + sum(p.numel() for part in parts for p in part.parameters())
 
 
 @pytest.mark.parametrize(
@@ -89,23 +93,23 @@ def test_a_gpt_counts_what_torch_modules_of_its_sizes_hold(
 )
 def test_the_printed_size_is_the_rounded_count(name: str, published: str) -> None:
     decimals = len(published.partition(".")[2])
-    assert f"{total(load(name)) / 1e9:.{decimals}f}" == published
+    assert f"{total_parameters(load_model(name)) / 1e9:.{decimals}f}" == published
 
 
 def test_the_papers_1_38b_has_1_21b() -> None:
-    model = load("zero-1.38b")
-    assert f"{total(model) / 1e9:.2f}" == "1.21"
+    model = load_model("zero-1.38b")
+    assert f"{total_parameters(model) / 1e9:.2f}" == "1.21"
     assert "1.21B" in model.note
     assert model.published_name == "1.38B"
 
 
 @pytest.mark.parametrize(("layers", "printed"), [(88, 40), (132, 60)])
 def test_table_4s_hidden_4096_cannot_be_right(layers: int, printed: int) -> None:
-    right = load(f"zero-{printed}b")
+    right = load_model(f"zero-{printed}b")
     wrong = replace(right, hidden=4096)
     assert right.layers == layers
-    assert round(total(right) / 1e9) == printed
-    assert total(wrong) < 0.5 * printed * 1e9
+    assert round(total_parameters(right) / 1e9) == printed
+    assert total_parameters(wrong) < 0.5 * printed * 1e9
 
 
 @pytest.mark.parametrize(
@@ -120,9 +124,9 @@ def test_table_4s_hidden_4096_cannot_be_right(layers: int, printed: int) -> None
 )
 def test_gpt2s_released_checkpoints(layers: int, hidden: int, heads: int, released: int) -> None:
     model = Model(name="gpt2", layers=layers, hidden=hidden, heads=heads, vocab=50257, seq=1024)
-    assert total(model) == released
+    assert total_parameters(model) == released
     if layers == 48:
-        assert total(load("gpt2-1.5b")) == released
+        assert total_parameters(load_model("gpt2-1.5b")) == released
 
 
 RELEASED = {
@@ -149,15 +153,15 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_checkpoints_of_other_layers(name: str) -> None:
-    assert total(load(name)) == RELEASED[name]
+    assert total_parameters(load_model(name)) == RELEASED[name]
 
 
 def test_berts_released_checkpoints() -> None:
     heads = ("word_head", "sentence_head")  # the checkpoints' encoders come without them
-    large = count(load("bert-large"))
+    large = parameters_by_part(load_model("bert-large"))
     assert sum(large.values()) - sum(large[part] for part in heads) == 335_141_888
-    base = replace(load("bert-large"), layers=12, hidden=768, heads=12)
-    assert total(base) - sum(count(base)[part] for part in heads) == 109_482_240
+    base = replace(load_model("bert-large"), layers=12, hidden=768, heads=12)
+    assert total_parameters(base) - sum(parameters_by_part(base)[part] for part in heads) == 109_482_240
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_t5s_released_checkpoints(
     layers: int, hidden: int, ffn: int, heads: int, head_dim: int, released: int
 ) -> None:
     model = replace(
-        load("t5-11b"),
+        load_model("t5-11b"),
         layers=layers,
         decoder_layers=layers,
         hidden=hidden,
@@ -182,6 +186,6 @@ def test_t5s_released_checkpoints(
         heads=heads,
         head_dim=head_dim,
     )
-    assert total(model) == released
+    assert total_parameters(model) == released
     if ffn == 65536:
-        assert model == load("t5-11b")
+        assert model == load_model("t5-11b")
