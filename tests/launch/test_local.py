@@ -33,7 +33,7 @@ def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
     )
-    monkeypatch.setattr(ability, "missing", lambda: "namespaces")
+    monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
     needs = local_capacity.missing_requirement
     assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
