@@ -1,27 +1,18 @@
-"""An emulated network: sizes of its frames, the keeper process that makes it, and its start and end for a job.
-
-The keeper is `python -m repro.emulate.network --parent PID`.  One line of JSON on its standard input asks for a
-network.  One line of JSON on its standard output describes the network or the error.  The keeper ends when its input
-ends or its parent dies.  The holders of the namespaces die with the keeper, and the kernel removes namespaces without a
-holder.
-"""
+"""An emulated network: sizes of its frames, and its start and end for a job by a keeper process."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from repro.config import EmulatedNetwork
-from repro.config.errors import require
-from repro.util.processes import die_with_parent, usable_cores
+from repro.util.processes import usable_cores
 
 ETHERNET_BYTES = 14
 """Bytes of an Ethernet header, which a token bucket counts."""
@@ -132,7 +123,7 @@ class RunningNetwork:
 def start_keeper(*arguments: str) -> subprocess.Popen[str]:
     """Start a keeper that waits for a request."""
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, *arguments],
+        [sys.executable, "-m", "repro.emulate.keeper", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -151,56 +142,11 @@ def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> 
         keeper.stdin.flush()
     line = keeper.stdout.readline()
     if not line:
-        said = keeper.stderr.read().strip().splitlines()
-        raise NoNetwork(f"the emulated network could not be made: {said[-1] if said else 'its keeper died'}")
+        lines = keeper.stderr.read().strip().splitlines()
+        raise NoNetwork(
+            f"the emulated network could not be made: {lines[-1] if lines else 'its keeper died'}"
+        )
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise NoNetwork(f"emulated network {network}: {answer['error']}")
     return NetworkFacts(**answer)
-
-
-def main() -> int:
-    """Make the requested network as a keeper, report it, and wait for the end."""
-    parser = argparse.ArgumentParser(prog="python -m repro.emulate.network", description=__doc__)
-    parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
-    parser.add_argument("--stay", action="store_true", help="stay when the input ends")
-    options = parser.parse_args()
-    die_with_parent(options.parent)
-    network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
-    try:
-        answer = _make_network(network)
-    except Exception as error:  # the requester reports the error; the keeper has no other reader
-        answer = {"error": " ".join(str(error).split()) or type(error).__name__}
-    print(json.dumps(answer), flush=True)
-    if "error" in answer:
-        return 1
-    while options.stay:
-        signal.pause()
-    while sys.stdin.readline():
-        pass
-    return 0
-
-
-def _make_network(network: EmulatedNetwork) -> dict[str, Any]:
-    for key in ("between", "within"):
-        rate = getattr(network, key)
-        require(rate < 2**32, key, rate, "less than the 2**32 that a bucket can count")
-    from repro.emulate import links
-    from repro.emulate.verify import verify
-
-    mapped = links.become_root()
-    made = links.Links(network)
-    return {
-        "keeper": os.getpid(),
-        "user_namespace": mapped,
-        "ranks": [rank.namespace.holder for rank in made.ranks],
-        "nodes": [node.namespace.holder for node in made.nodes],
-        "cores": usable_cores(),
-        "mtu": mtu_bytes(network),
-        "payload_share": payload_share(network),
-        **verify(made),
-    }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

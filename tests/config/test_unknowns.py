@@ -125,20 +125,20 @@ def test_values_rise_with_the_quantile_between_the_ends(
 ) -> None:
     one = Unknown(key="device.x", low=low, best=low + more, high=low + more + yet, source="")
     first, second = sorted((a, b))
-    assert one.at(LOW) == one.low
-    assert one.at(BEST) == one.best
-    assert one.at(HIGH) == pytest.approx(one.high)
+    assert one.value_at(LOW) == one.low
+    assert one.value_at(BEST) == one.best
+    assert one.value_at(HIGH) == pytest.approx(one.high)
     slack = 1e-9
-    assert one.low - slack <= one.at(first) <= one.at(second) + slack <= one.high + 2 * slack
+    assert one.low - slack <= one.value_at(first) <= one.value_at(second) + slack <= one.high + 2 * slack
 
 
 def test_joint_draws_fill_every_part_of_a_range_alike_and_stay_as_they_are() -> None:
     for key in ("a", "b"):
-        column = [case.of(key) for case in JOINT]
+        column = [case.quantile_of(key) for case in JOINT]
         assert sorted(int(part * DRAWS) for part in column) == list(range(DRAWS))
-    assert [case.of("a") for case in JOINT] != [case.of("b") for case in JOINT]
-    assert [round(case.of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
-        round(QuantileCase(number=number).of("links.inter-node.rings"), 4) for number in (0, 1)
+    assert [case.quantile_of("a") for case in JOINT] != [case.quantile_of("b") for case in JOINT]
+    assert [round(case.quantile_of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
+        round(QuantileCase(number=number).quantile_of("links.inter-node.rings"), 4) for number in (0, 1)
     ]
     whole = Unknown(key="links.inter-node.rings", low=1, best=1, high=8, source="")
-    assert {whole.at(case.of(whole.key)) for case in JOINT} == set(range(1, 9))
+    assert {whole.value_at(case.quantile_of(whole.key)) for case in JOINT} == set(range(1, 9))

@@ -34,7 +34,7 @@ import sys
 from repro.config import systems
 from repro.config import OperatorSet
 from repro.simulate.record import simulation_facts
-assert all(simulation_facts(systems.load("selene"), kernels).numbers for kernels in OperatorSet)
+assert all(simulation_facts(systems.load_system_file("selene"), kernels).numbers for kernels in OperatorSet)
 assert "torch" not in sys.modules
 """
 

@@ -224,8 +224,8 @@ def test_a_deadlock_is_named() -> None:
 def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
     code = (
         "import sys\n"
-        "from repro.parallel.pipeline.schedule import build, bubble\n"
-        "print(bubble(build('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
+        "from repro.parallel.pipeline.schedule import build_schedule, bubble_ratio\n"
+        "print(bubble_ratio(build_schedule('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200

@@ -149,4 +149,4 @@ def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
     """`error` about the option that sets its key, if one does; the key of a file stays what it is."""
     if error.file or error.key not in options:
         return error
-    return error.about(f"--{error.key.replace('_', '-')}")
+    return error.for_key(f"--{error.key.replace('_', '-')}")

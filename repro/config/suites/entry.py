@@ -155,7 +155,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         """Say where in the file the value comes from."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
-        return error.about(error.key, file=place, where=where)
+        return error.for_key(error.key, file=place, where=where)
 
     def part(key: str, cls: type[T]) -> T:
         table: dict[str, Any] = {}

@@ -48,7 +48,7 @@ class QuantileCase:
     number: int | None = None
     """Of a joint draw, in which all are moved."""
 
-    def of(self, key: str) -> float:
+    def quantile_of(self, key: str) -> float:
         """The quantile of `key`."""
         if self.number is not None:
             return _column(key)[self.number]
@@ -71,7 +71,7 @@ class Unknown:
     source: str
     """With the reasons for both ends."""
 
-    def at(self, quantile: float) -> float:
+    def value_at(self, quantile: float) -> float:
         """The value at `quantile`: half of the draws lie on either side of the best value.
 
         -1 to 0 and 1 to 2 lie outside of the range, up to `REACH` times.
@@ -100,7 +100,7 @@ class Unknown:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
-        return {self.at(quantile): quantile for quantile in sorted(quantiles)}
+        return {self.value_at(quantile): quantile for quantile in sorted(quantiles)}
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
@@ -133,7 +133,8 @@ def drawn(system: System, case: QuantileCase, only: Collection[str] | None = Non
     moved = {
         one.key: value
         for one in unknowns(system)
-        if (only is None or one.key in only) and (value := one.at(case.of(one.key))) != one.best
+        if (only is None or one.key in only)
+        and (value := one.value_at(case.quantile_of(one.key))) != one.best
     }
     return with_values(system, moved)
 

@@ -21,7 +21,7 @@ def print_scores(
         record, signal = evaluate(question, results)
     except ConfigError as error:
         known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
-        raise error.about(f"--{error.key.replace('_', '-')}") if known else error from None
+        raise error.for_key(f"--{error.key.replace('_', '-')}") if known else error from None
     if signal:
         return 128 + signal
     if json:

@@ -85,7 +85,7 @@ def make_schedule(
     try:
         schedule = build_schedule(name, stages, micro_batches, chunks)
     except ConfigError as error:
-        raise error.about(SCHEDULE_OPTIONS[error.key]) from None
+        raise error.for_key(SCHEDULE_OPTIONS[error.key]) from None
     return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
 
 

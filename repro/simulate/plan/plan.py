@@ -59,7 +59,7 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
         try:
             request.system.peak(precision)
         except ConfigError as error:
-            raise error.about("precision") from None
+            raise error.for_key("precision") from None
     planner = Planner(request, workers)
     rows = planner.estimated(layouts)
     rows += planner.estimated(_with_partitioned_activations(request, rows))

@@ -66,7 +66,7 @@ def calibrated_kernels_in(
     itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
 
     def value(of: Unknown | None) -> Lanes:
-        return np.array([of.at(case.of(of.key)) if of is not None else 0.0 for case in cases])
+        return np.array([of.value_at(case.quantile_of(of.key)) if of is not None else 0.0 for case in cases])
 
     attention, start = value(generation.attention_rate), generation.attention_start
     passes, host = value(generation.passes_time), value(generation.operator_time)
@@ -149,7 +149,8 @@ def systems_and_kernels(
         doubted = frozenset(one.key for one in uncertain_numbers(system, generation))
         return systems, calibrated_kernels_in(generation, tuple(cases), doubted)
     return systems, [
-        Kernels.alike(UNCALIBRATED_KERNELS.at(case.of(UNCALIBRATED_KERNELS.key))) for case in cases
+        Kernels.alike(UNCALIBRATED_KERNELS.value_at(case.quantile_of(UNCALIBRATED_KERNELS.key)))
+        for case in cases
     ]
 
 

@@ -320,7 +320,7 @@ def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
                 with_values(system, {one.key: value})
             assert values[0] <= one.low
             assert values[-1] >= one.high
-            assert [one.at(quantile) for quantile in one.around.values()] == values
+            assert [one.value_at(quantile) for quantile in one.around.values()] == values
 
 
 def test_seconds_are_kept_to_seven_digits() -> None:
