@@ -7,9 +7,9 @@ torch. `parallel`, `model` and all engines call the operators.
 from repro.kernels.adamw import adamw_
 from repro.kernels.attention import causal_attention
 from repro.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
-from repro.kernels.cuda.dispatch import ran
+from repro.kernels.cuda.device import ran
 from repro.kernels.dropout import bias_dropout_residual
-from repro.kernels.flops import cost
+from repro.kernels.families import cost
 from repro.kernels.gelu import bias_gelu
 from repro.kernels.glu import swiglu
 from repro.kernels.layernorm import layer_norm

@@ -6,18 +6,96 @@ The arithmetic is that of `torch.optim.AdamW` (decoupled weight decay, 1711.0510
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda import adamw as cuda
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pack_launches, source_type
 from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, operator
 
-CHUNK = 2**20
-"""Elements of a 16-bit gradient that a CPU widens to fp32 at once: 4 MiB, whatever the shard. A GPU, on which each call
-has a price, takes `DEVICE_CHUNK` of them."""
+MAX_SHARDS = 48
+"""Maximum shards in one launch, because arguments may have 4096 bytes."""
+BLOCK_ELEMENTS = 8192
+"""Elements that a block processes at once."""
+
+
+@cache
+def adamw_arguments(count: int) -> struct.Struct:
+    """Return the format of the arguments with `count` shards, padded with zeros."""
+    rest = MAX_SHARDS - count
+    return struct.Struct(f"@{'PPPPPq' * count}{48 * rest}x{count}i{4 * rest}xPPPP6fi0P")
+
+
+@cache
+def program(gradient: str, copy: str) -> Program:
+    """Return the program for gradients and copies of these types; an empty `copy` means no copies."""
+    definitions = (
+        ("GRADIENT", gradient),
+        ("COPY", copy or "float"),
+        ("HAS_COPY", int(bool(copy))),
+        ("SHARDS", MAX_SHARDS),
+        ("CHUNK", BLOCK_ELEMENTS),
+    )
+    return Program("adamw", definitions, adamw_arguments(MAX_SHARDS), ("adamw",), 256)
+
+
+def examples() -> list[Program]:
+    """Return the programs of training in fp16 with fp32 gradients, and in bf16."""
+    return [program("float", "half"), program("bfloat16", "bfloat16")]
+
+
+def launch_adamw_(
+    on: KernelLauncher,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Launch the kernel once per 48 shards of the same types."""
+    states, scalars = [*masters, *exp_avgs, *exp_avg_sqs], [step, lr, grad_scale, found_inf]
+    if {t.dtype for t in [*states, *scalars] if t is not None} != {torch.float32}:
+        raise Unavailable("adamw_ needs masters, moments and scalars in fp32")
+    if not all(t.is_contiguous() for t in [*states, *grads, *copies]):
+        raise Unavailable("adamw_ needs contiguous shards")
+    tail = (
+        step.data_ptr(),
+        lr.data_ptr(),
+        0 if grad_scale is None else grad_scale.data_ptr(),
+        0 if found_inf is None else found_inf.data_ptr(),
+        *(beta1, beta2, _log_or_minus_inf(beta1), _log_or_minus_inf(beta2), eps, weight_decay),
+    )
+    shards: list[tuple[Program, tuple[int, ...]]] = []
+    for i, grad in enumerate(grads):
+        kind = program(source_type(grad), source_type(copies[i]) if copies else "")
+        pointers = (masters[i].data_ptr(), grad.data_ptr(), exp_avgs[i].data_ptr(), exp_avg_sqs[i].data_ptr())
+        copy = copies[i].data_ptr() if copies else 0
+        shards.append((kind, (*pointers, copy, masters[i].numel())))
+    for loaded, part, chunks, blocks in pack_launches(on, shards, MAX_SHARDS, BLOCK_ELEMENTS):
+        arguments = adamw_arguments(len(part)).pack(*chain.from_iterable(part), *chunks, *tail, len(part))
+        loaded.launch("adamw", blocks, arguments)
+
+
+def _log_or_minus_inf(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+CPU_CHUNK_ELEMENTS = 2**20
+"""Elements of a 16-bit gradient that a CPU converts to fp32 at once (4 MiB). A GPU converts `DEVICE_CHUNK`."""
 
 
 def reference(
@@ -36,7 +114,7 @@ def reference(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """The definition: full-size temporaries, no fused kernel, and no decision on the host."""
+    """Compute the definition with full-size temporaries, without a fused kernel and without decisions on the host."""
     go = torch.ones((), dtype=torch.bool, device=step.device) if found_inf is None else found_inf == 0
     for master, grad, exp_avg, exp_avg_sq in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
         g = grad.to(master.dtype) if grad_scale is None else grad.to(master.dtype) / grad_scale
@@ -84,10 +162,10 @@ def _adamw(
     narrow = [i for i in range(len(masters)) if masters[i].dtype != grads[i].dtype]
     if not narrow:
         return
-    chunk = CHUNK if masters[0].device.type == "cpu" else DEVICE_CHUNK
+    chunk = CPU_CHUNK_ELEMENTS if masters[0].device.type == "cpu" else DEVICE_CHUNK
     sizes = {i: masters[i].numel() for i in narrow}
     buffer = torch.empty(min(chunk, sum(sizes.values())), dtype=masters[0].dtype, device=masters[0].device)
-    for group in _groups(sizes, chunk):
+    for group in _chunk_groups(sizes, chunk):
         lists = (masters, grads, exp_avgs, exp_avg_sqs)
         own, given, first, second = ([tensors[i][part] for i, part in group] for tensors in lists)
         lengths = [each.numel() for each in own]
@@ -98,8 +176,8 @@ def _adamw(
             torch._foreach_copy_([copies[i][part] for i, part in group], own)
 
 
-def _groups(sizes: dict[int, int], most: int) -> Iterator[list[tuple[int, slice]]]:
-    """Parts of tensors of these sizes, by number: groups of `most` elements together, and what is left."""
+def _chunk_groups(sizes: dict[int, int], most: int) -> Iterator[list[tuple[int, slice]]]:
+    """Return groups of parts (index, slice) of tensors of these sizes, with `most` elements per group."""
     group: list[tuple[int, slice]] = []
     room = most
     for i, size in sizes.items():
@@ -126,7 +204,7 @@ adamw_operator = operator(
     " Tensor? grad_scale, Tensor? found_inf) -> ()",
     _adamw,
     _shape,
-    cuda.adamw_,
+    launch_adamw_,
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     s, d, keys = *q.shape[-2:], k.shape[-2]
     future = ~_visible(s, keys, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -28,7 +28,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
 
 
 def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys], True where the last of so many positions see a key."""
+    """Return [queries, keys], True where one of the last `queries` positions attends to a key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -7,20 +7,93 @@ the tensor-parallel group: the row maxima by maximum, the [2, n] sums by additio
 
 from __future__ import annotations
 
+import struct
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda import cross_entropy as cuda
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+MAX_BLOCKS_PER_PROCESSOR = 64
+"""Maximum blocks per multiprocessor."""
+
+
+@cache
+def program(kind: str) -> Program:
+    """Return the program for logits of this type."""
+    kernels = ("maxima", "sums", "gradient")
+    return Program("cross_entropy", (("TYPE", kind),), struct.Struct("@PPPPPqqq"), kernels, 512)
+
+
+def examples() -> list[Program]:
+    """Return programs in 16 bits."""
+    return [program("bfloat16"), program("half")]
+
+
+def launch_cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
+    """Launch the kernel and return the row maxima, fp32 [n]."""
+    logits = logits.contiguous()
+    maximum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _launch(on, "maxima", logits, maximum, None, None, None, 0)
+    return maximum
+
+
+def launch_cross_entropy_sums(
+    on: KernelLauncher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
+) -> Tensor:
+    """Launch the kernel and return the sums, fp32 [2, n]."""
+    sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
+    _launch(on, "sums", logits.contiguous(), maximum, sums, targets, None, vocab_start)
+    return sums
+
+
+def launch_cross_entropy_backward_(
+    on: KernelLauncher,
+    logits: Tensor,
+    maximum: Tensor,
+    sums: Tensor,
+    targets: Tensor,
+    vocab_start: int,
+    grad_loss: Tensor,
+) -> None:
+    """Launch the kernel, which replaces the logits by the gradient."""
+    if not logits.is_contiguous():
+        raise Unavailable("cross_entropy_backward_ needs contiguous logits, which it overwrites")
+    _launch(on, "gradient", logits, maximum, sums, targets, grad_loss, vocab_start)
+
+
+def _launch(
+    on: KernelLauncher,
+    kernel: str,
+    logits: Tensor,
+    maximum: Tensor,
+    sums: Tensor | None,
+    targets: Tensor | None,
+    grad: Tensor | None,
+    vocab_start: int,
+) -> None:
+    kind = program(source_type(logits))
+    vectors = [t if t is None else t.contiguous() for t in (maximum, sums, targets, grad)]
+    if {t.dtype for t in (maximum, sums, grad) if t is not None} != {torch.float32}:
+        raise Unavailable("cross-entropy needs maxima, sums and gradients of the loss in fp32")
+    if targets is not None and targets.dtype != torch.int64:
+        raise Unavailable("cross-entropy needs targets in int64")
+    rows = logits.shape[0]
+    if rows:
+        pointers = [0 if t is None else t.data_ptr() for t in (logits, *vectors)]
+        arguments = kind.arguments.pack(*pointers, vocab_start, *logits.shape)
+        on.load(kind).launch(kernel, min(rows, MAX_BLOCKS_PER_PROCESSOR * on.processors), arguments)
 
 
 def reference_max(logits: Tensor) -> Tensor:
-    """The definition, in the dtype of the argument."""
+    """Compute the definition in the dtype of the argument."""
     return logits.amax(-1)
 
 
 def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     shifted = logits - maximum[:, None]
     hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     return torch.stack([shifted.exp().sum(1), torch.where(hit, shifted, 0.0).sum(1)])
@@ -29,7 +102,7 @@ def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start
 def reference_gradient(
     logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
 ) -> Tensor:
-    """(softmax - onehot) * grad_loss by the definition, as a new tensor."""
+    """Return (softmax - onehot) * grad_loss by the definition, as a new tensor."""
     hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     probability = (logits - maximum[:, None]).exp() / sums[0, :, None]
     return (probability - hit.to(logits.dtype)) * grad_loss[:, None]
@@ -40,7 +113,7 @@ def _max(logits: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Column [n, 1] of every target, some column where it is elsewhere, and bool [n, 1]: is it here?"""
+    """Return the column [n, 1] of every target, and bool [n, 1]: whether this rank has it."""
     local = (targets - vocab_start).unsqueeze(1)
     column = local.clamp(0, size - 1)
     return column, column == local
@@ -88,20 +161,20 @@ def _backward_shape(
 
 
 max_operator = operator(
-    "cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape, cuda.cross_entropy_max
+    "cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape, launch_cross_entropy_max
 )
 sums_operator = operator(
     "cross_entropy_sums(Tensor logits, Tensor maximum, Tensor targets, int vocab_start) -> Tensor",
     _sums,
     _sums_shape,
-    cuda.cross_entropy_sums,
+    launch_cross_entropy_sums,
 )
 backward_operator = operator(
     "cross_entropy_backward_(Tensor(a!) logits, Tensor maximum, Tensor sums, Tensor targets, int vocab_start,"
     " Tensor grad_loss) -> ()",
     _backward,
     _backward_shape,
-    cuda.cross_entropy_backward_,
+    launch_cross_entropy_backward_,
 )
 
 

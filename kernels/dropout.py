@@ -6,15 +6,111 @@ layout drops the same elements. Only the key is kept: backward computes the mask
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from repro.kernels import column_sums as sums
 from repro.kernels import random
-from repro.kernels.cuda import dropout as cuda
-from repro.kernels.library import Cost, Operand, accumulation_dtype, column_sums, operator, row_chunks
+from repro.kernels.column_sums import plain_column_sums
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+
+@cache
+def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Program:
+    """Return the program for rows that threads read by `width` elements at once; an empty `bias` means no bias."""
+    flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
+    definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
+    return Program("dropout", definitions, struct.Struct("@PPPPPQqIIqiiiiif0q"), ("forward", "backward"), 256)
+
+
+def examples() -> list[Program]:
+    """Return programs in 16 bits, and for rows of odd length."""
+    return [program("bfloat16", "bfloat16", True, True, 8), program("float", "float", True, False, 1)]
+
+
+def launch_bias_dropout_residual(
+    on: KernelLauncher,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    first_sample: int,
+    seq: int,
+    first_position: int,
+    split: int = 0,
+    jump: int = 0,
+) -> Tensor:
+    """Launch the kernel and return y."""
+    x = x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    if residual is not None and residual.dtype != x.dtype:
+        raise Unavailable("bias_dropout_residual needs a residual of the dtype of x")
+    y, kind_of_bias = torch.empty_like(x), "" if bias is None else source_type(bias)
+    if x.numel():
+        columns, width = x.shape[-1], 16 // x.element_size()
+        if not is_aligned(columns, [t for t in (x, bias, residual, y) if t is not None], width):
+            width = 1
+        kind = program(source_type(x), kind_of_bias, residual is not None, p > 0, width)
+        loaded, rows = on.load(kind), _count_rows(x)
+        blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
+        pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y)]
+        origin = first_sample * seq + first_position
+        place = _scalar_arguments(p, key, origin, rows, x.shape[1], seq, split, jump, columns, at_once)
+        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, *place))
+    return y
+
+
+def launch_bias_dropout_residual_backward(
+    on: KernelLauncher,
+    grad: Tensor,
+    has_bias: bool,
+    p: float,
+    key: int,
+    first_sample: int,
+    seq: int,
+    first_position: int,
+    split: int = 0,
+    jump: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel and return dx and dbias, which is empty without a bias."""
+    grad = grad.contiguous()
+    dx, columns = torch.empty_like(grad), grad.shape[-1]
+    if not grad.numel():
+        return dx, grad.new_zeros(columns if has_bias else 0)
+    width = 16 // grad.element_size()
+    width = width if is_aligned(columns, [grad, dx], width) else 1
+    kind = program(source_type(grad), source_type(grad) if has_bias else "", False, True, width)
+    loaded, rows = on.load(kind), _count_rows(grad)
+    adding = on.load(sums.program(source_type(grad))) if has_bias else None
+    blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
+    partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
+    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), 0 if partials is None else partials.data_ptr())
+    origin = first_sample * seq + first_position
+    place = _scalar_arguments(p, key, origin, rows, grad.shape[1], seq, split, jump, columns, at_once)
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *place))
+    if adding is None or partials is None:
+        return dx, grad.new_empty(0)
+    return dx, sums.launch_column_sums(adding, partials, grad.dtype)
+
+
+def _count_rows(x: Tensor) -> int:
+    rows = x.numel() // x.shape[-1]
+    if rows >= 2**31:
+        raise Unavailable(f"bias_dropout_residual counts rows in 31 bits, and there are {rows}")
+    return rows
+
+
+def _scalar_arguments(p: float, key: int, *place: int) -> tuple[int | float, ...]:
+    """Return the arguments after the pointers."""
+    return (random.mixed(key), *place, random.threshold(p), 1 / (1 - p))
 
 
 def global_rows(
@@ -48,7 +144,7 @@ def reference(
     split: int = 0,
     jump: int = 0,
 ) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     y = x if bias is None else x + bias
     if training and p > 0:
         keep = random.keep_mask(
@@ -92,7 +188,7 @@ def _forward(
 
 
 def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: torch.dtype) -> Tensor:
-    """The mask of some rows as numbers 0 and 1: torch is slow with bool on a CPU."""
+    """Return the mask of some rows as numbers 0 and 1, because torch is slow with bool on a CPU."""
     row_low, row_odd, column_low, column_even = words
     bits = random.combine(row_low[first:last], row_odd[first:last], column_low, column_even)
     return bits.ge_(random.threshold(p)).to(dtype)
@@ -110,7 +206,7 @@ def _backward(grad: Tensor, has_bias: bool, p: float, key: int, *place: int) -> 
             torch.mul(flat[first:last], keep, out=out[first:last])
         else:
             out[first:last].copy_(keep.mul_(flat[first:last]))
-    return dx, column_sums(out, grad.dtype) if has_bias else grad.new_empty(0)
+    return dx, plain_column_sums(out, grad.dtype) if has_bias else grad.new_empty(0)
 
 
 def _forward_shape(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
@@ -126,14 +222,14 @@ forward_operator = operator(
     " int first_sample, int seq, int first_position, int split=0, int jump=0) -> Tensor",
     _forward,
     _forward_shape,
-    cuda.bias_dropout_residual,
+    launch_bias_dropout_residual,
 )
 backward_operator = operator(
     "bias_dropout_residual_backward(Tensor grad, bool has_bias, float p, int key,"
     " int first_sample, int seq, int first_position, int split=0, int jump=0) -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
-    cuda.bias_dropout_residual_backward,
+    launch_bias_dropout_residual_backward,
 )
 
 

@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import gelu as cuda
-from repro.kernels.library import Cost, Operand, column_sums, operator
+from repro.kernels import column_sums as sums
+from repro.kernels.column_sums import plain_column_sums
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.library import Cost, Operand, flatten_rows, operator
+
+
+@cache
+def program(kind: str, bias: str, width: int) -> Program:
+    """Return the program for rows that threads read by `width` elements at once."""
+    definitions = (("TYPE", kind), ("BIAS", bias), ("WIDTH", width))
+    return Program("gelu", definitions, struct.Struct("@PPPPPqii"), ("forward", "backward"), 256)
+
+
+def examples() -> list[Program]:
+    """Return programs in 16 bits, and for rows of odd length."""
+    return [program("bfloat16", "bfloat16", 8), program("half", "half", 1)]
+
+
+def _aligned_program(
+    x: Tensor, bias: Tensor, others: tuple[Tensor, ...], columns: int
+) -> tuple[Program, int]:
+    width = 16 // x.element_size()
+    if not is_aligned(columns, (x, bias, *others), width):
+        width = 1
+    return program(source_type(x), source_type(bias), width), width
+
+
+def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
+    """Launch the kernel and return y."""
+    x, bias = x.contiguous(), bias.contiguous()
+    y, columns = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        kind, width = _aligned_program(x, bias, (y,), columns)
+        rows = x.numel() // columns
+        blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
+        arguments = (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr(), 0, rows, columns, at_once)
+        on.load(kind).launch("forward", blocks, kind.arguments.pack(*arguments))
+    return y
+
+
+def launch_bias_gelu_backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel and return dx and dbias."""
+    grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
+    if grad.dtype != x.dtype:
+        raise Unavailable("bias_gelu_backward needs a gradient of the dtype of x")
+    dx, columns = torch.empty_like(x), x.shape[-1]
+    if not x.numel():
+        return dx, torch.zeros_like(bias)
+    kind, width = _aligned_program(x, bias, (grad, dx), columns)
+    loaded, adding = on.load(kind), on.load(sums.program(source_type(bias)))
+    rows = x.numel() // columns
+    blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
+    partials = x.new_empty(1, at_once, columns, dtype=torch.float32)
+    pointers = (x.data_ptr(), bias.data_ptr(), grad.data_ptr(), dx.data_ptr(), partials.data_ptr())
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, rows, columns, at_once))
+    return dx, sums.launch_column_sums(adding, partials, bias.dtype)
 
 
 def reference(x: Tensor, bias: Tensor) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     return torch.nn.functional.gelu(x + bias, approximate="tanh")
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
 
 
 def _forward(x: Tensor, bias: Tensor) -> Tensor:
@@ -28,7 +82,7 @@ def _forward(x: Tensor, bias: Tensor) -> Tensor:
 def _backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     u = torch.add(x.contiguous(), bias.to(x.dtype))
     dx = torch.ops.aten.gelu_backward.grad_input(grad.contiguous(), u, approximate="tanh", grad_input=u)
-    return dx, column_sums(_rows(dx), bias.dtype)
+    return dx, plain_column_sums(flatten_rows(dx), bias.dtype)
 
 
 def _forward_shape(x: Tensor, bias: Tensor) -> Tensor:
@@ -40,13 +94,13 @@ def _backward_shape(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 forward_operator = operator(
-    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_shape, cuda.bias_gelu
+    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_shape, launch_bias_gelu
 )
 backward_operator = operator(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
-    cuda.bias_gelu_backward,
+    launch_bias_gelu_backward,
 )
 
 

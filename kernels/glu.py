@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import glu as cuda
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.library import Cost, Operand, accumulation_dtype, flatten_rows, operator, row_chunks
+
+MAX_BLOCKS_PER_PROCESSOR = 16
+"""Maximum blocks per multiprocessor: two full rounds."""
+
+
+@cache
+def program(kind: str, width: int) -> Program:
+    """Return the program for rows that threads read by `width` elements at once."""
+    definitions = (("TYPE", kind), ("WIDTH", width))
+    return Program("glu", definitions, struct.Struct("@PPPqi0q"), ("forward", "backward"), 256)
+
+
+def examples() -> list[Program]:
+    """Return programs in 16 bits, and for rows of odd length."""
+    return [program("bfloat16", 8), program("half", 1)]
+
+
+def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, into: Tensor) -> Tensor:
+    if x.numel():
+        columns, width = x.shape[-1] // 2, 16 // x.element_size()
+        tensors = [x, into] if grad is None else [x, into, grad]
+        width = width if is_aligned(columns, tensors, width) else 1
+        kind, rows = program(source_type(x), width), x.numel() // x.shape[-1]
+        blocks = min(-(-rows * columns // width // kind.threads), MAX_BLOCKS_PER_PROCESSOR * on.processors)
+        pointers = (x.data_ptr(), 0 if grad is None else grad.data_ptr(), into.data_ptr())
+        on.load(kind).launch(kernel, blocks, kind.arguments.pack(*pointers, rows, columns))
+    return into
+
+
+def launch_swiglu(on: KernelLauncher, x: Tensor) -> Tensor:
+    """Launch the kernel and return y."""
+    x = x.contiguous()
+    return _launch(on, "forward", x, None, x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
+
+
+def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tensor:
+    """Launch the kernel and return dx."""
+    if grad.dtype != x.dtype:
+        raise Unavailable("swiglu_backward needs a gradient of the dtype of x")
+    x = x.contiguous()
+    return _launch(on, "backward", x, grad.contiguous(), torch.empty_like(x))
 
 
 def reference(x: Tensor) -> Tensor:
-    """The definition, in the dtype of the argument."""
+    """Compute the definition in the dtype of the argument."""
     gate, up = x.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
-
-
 def _forward(x: Tensor) -> Tensor:
     y = _forward_shape(x)
-    given, out, wide = _rows(x), _rows(y), accumulation_dtype(x.dtype)
+    given, out, wide = flatten_rows(x), flatten_rows(y), accumulation_dtype(x.dtype)
     for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
         gate, up = given[first:last].to(wide).chunk(2, -1)
         out[first:last].copy_(torch.sigmoid(gate).mul_(gate).mul_(up))
@@ -37,7 +76,12 @@ def _forward_shape(x: Tensor) -> Tensor:
 
 def _backward(grad: Tensor, x: Tensor) -> Tensor:
     dx = _backward_shape(grad, x)
-    grads, given, out, wide = _rows(grad), _rows(x), _rows(dx), accumulation_dtype(x.dtype)
+    grads, given, out, wide = (
+        flatten_rows(grad),
+        flatten_rows(x),
+        flatten_rows(dx),
+        accumulation_dtype(x.dtype),
+    )
     for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
         slope = grads[first:last].to(wide)
         gate, up = given[first:last].to(wide).chunk(2, -1)
@@ -54,9 +98,9 @@ def _backward_shape(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-forward_operator = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_shape, cuda.swiglu)
+forward_operator = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_shape, launch_swiglu)
 backward_operator = operator(
-    "swiglu_backward(Tensor grad, Tensor x) -> Tensor", _backward, _backward_shape, cuda.swiglu_backward
+    "swiglu_backward(Tensor grad, Tensor x) -> Tensor", _backward, _backward_shape, launch_swiglu_backward
 )
 
 

@@ -2,18 +2,156 @@
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import layernorm as cuda
+from repro.kernels import column_sums as sums
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
+
+MAX_FORWARD_BLOCKS, MAX_BACKWARD_THREADS = 64, 1024
+"""Maximum blocks in forward and, by its registers, threads in backward, per multiprocessor."""
+
+
+@cache
+def program(
+    kind: str, weight: str, columns: int, width: int, backward: bool, centred: bool = True
+) -> Program:
+    """Return the program for rows of `columns`, read by `width` elements at once; `centred`: with mean and bias.
+
+    A thread holds up to 32 elements, in backward half as many because of two sums each. Single elements need an address
+    each.  Rows that exceed a block have kernels for any length.
+    """
+    most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
+    shape = sums.row_shape(columns, width, most, threads)
+    kinds = (("TYPE", kind), ("WEIGHT", weight), ("CENTRED", int(centred)))
+    if shape is None:
+        kernels = ("forward", "means", "gradients")
+        return Program("layernorm_long", (*kinds, ("WIDTH", width)), struct.Struct("@9Pqiif0q"), kernels, 256)
+    definitions = (*kinds, ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
+    kernel = "backward" if backward else "forward"
+    return Program("layernorm", definitions, struct.Struct("@8Pqif"), (kernel,), shape[0])
+
+
+def examples() -> list[Program]:
+    """Return the programs of Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B and a model of 1T parameters."""
+    usual = [
+        ("bfloat16", "bfloat16", 4256, 8, True),
+        ("half", "float", 3072, 8, True),
+        ("float", "float", 8192, 4, True),
+        ("bfloat16", "bfloat16", 8192, 8, False),
+        ("half", "half", 25600, 8, True),
+    ]
+    return [
+        program(kind, weight, columns, width, backward, centred)
+        for kind, weight, columns, width, centred in usual
+        for backward in (False, True)
+    ]
+
+
+def _vector_width(x: Tensor, *others: Tensor) -> int:
+    """Return the number of elements that a thread reads at once."""
+    width = 16 // x.element_size()
+    return width if is_aligned(x.shape[-1], [x, *others], width) else 1
+
+
+def launch_layer_norm(
+    on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel and return y, mean and rstd."""
+    if bias.dtype != weight.dtype:
+        raise Unavailable("layer_norm needs weight and bias of one dtype")
+    mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    y, rstd = _launch_forward(on, x, weight, eps, bias.contiguous(), mean)
+    return y, mean, rstd
+
+
+def launch_rms_norm(on: KernelLauncher, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Launch the kernel and return y and rstd."""
+    return _launch_forward(on, x, weight, eps, None, None)
+
+
+def _launch_forward(
+    on: KernelLauncher, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None, mean: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x, weight = x.contiguous(), weight.contiguous()
+    *shape, columns = x.shape
+    y = torch.empty_like(x)
+    rstd = x.new_empty(*shape, 1, dtype=torch.float32)
+    if size := x.numel():
+        width = _vector_width(x, weight, y, *([] if bias is None else [bias]))
+        kind = program(source_type(x), source_type(weight), columns, width, False, bias is not None)
+        rows = size // columns
+        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), _pointer_or_null(bias))
+        statistics = (_pointer_or_null(mean), rstd.data_ptr())
+        if kind.source == "layernorm":
+            arguments = kind.arguments.pack(*pointers, *statistics, 0, rows, columns, eps)
+        else:
+            arguments = kind.arguments.pack(*pointers, *statistics, 0, 0, rows, columns, 0, eps)
+        on.load(kind).launch("forward", min(rows, MAX_FORWARD_BLOCKS * on.processors), arguments)
+    return y, rstd
+
+
+def _pointer_or_null(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def launch_layer_norm_backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel and return dx, dweight and dbias."""
+    dx, (dweight, dbias) = _launch_backward(on, grad, x, mean.contiguous(), rstd, weight)
+    return dx, dweight, dbias
+
+
+def launch_rms_norm_backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel and return dx and dweight."""
+    dx, (dweight,) = _launch_backward(on, grad, x, None, rstd, weight)
+    return dx, dweight
+
+
+def _launch_backward(
+    on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Launch backward and return dx and the gradients of weight and bias; without a mean, of the weight only."""
+    name, vectors = ("rms_norm", 1) if mean is None else ("layer_norm", 2)
+    grad, x, weight, rstd = grad.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
+    if grad.dtype != x.dtype or rstd.dtype != torch.float32:
+        raise Unavailable(f"{name}_backward needs a gradient of the dtype of x and statistics in fp32")
+    dx, columns = torch.empty_like(x), x.shape[-1]
+    if not x.numel():
+        return dx, tuple(torch.zeros_like(weight) for _ in range(vectors))
+    width = _vector_width(x, weight, grad, dx)
+    kind = program(source_type(x), source_type(weight), columns, width, True, mean is not None)
+    loaded, rows = on.load(kind), x.numel() // columns
+    adding = on.load(sums.program(source_type(weight)))
+    pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), weight.data_ptr(), 0)
+    statistics = (_pointer_or_null(mean), rstd.data_ptr())
+    if kind.source == "layernorm":
+        blocks = min(rows, max(1, MAX_BACKWARD_THREADS // kind.threads) * on.processors)
+        partials = rstd.new_empty(vectors, blocks, columns)
+        ends = (*statistics, partials.data_ptr(), rows, columns, 0.0)
+        loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *ends))
+    else:
+        blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
+        means, partials = rstd.new_empty(2, rows), rstd.new_empty(vectors, at_once, columns)
+        scratch = (means.data_ptr(), partials.data_ptr())
+        arguments = kind.arguments.pack(*pointers, *statistics, *scratch, rows, columns, at_once, 0.0)
+        loaded.launch("means", min(rows, MAX_FORWARD_BLOCKS * on.processors), arguments)
+        loaded.launch("gradients", blocks, arguments)
+    found = sums.launch_column_sums(adding, partials, weight.dtype)
+    return dx, found.unbind() if vectors > 1 else (found,)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     centred = x - x.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd * weight + bias
@@ -26,9 +164,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tenso
 
 
 def _weight_dtype(x: Tensor) -> torch.dtype:
-    """Of weights with which torch's operators keep the statistics of x in fp32.
+    """Return the dtype of weights with which torch's operators compute the statistics of x in fp32.
 
-    A GPU does with those of x's dtype and takes no others (pytorch/pytorch#135969); a CPU rounds, but for wide ones.
+    A GPU accepts only the dtype of x (pytorch/pytorch#135969). A CPU rounds the statistics unless the weights are wide.
     """
     return accumulation_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
 
@@ -58,14 +196,14 @@ forward_operator = operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     _forward,
     _forward_shape,
-    cuda.layer_norm,
+    launch_layer_norm,
 )
 backward_operator = operator(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor weight)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     _backward,
     _backward_shape,
-    cuda.layer_norm_backward,
+    launch_layer_norm_backward,
 )
 
 

@@ -1,31 +1,28 @@
-"""Registration of the `repro::` operators, and the few things that all kernels share.
+"""Registration of the `repro::` operators, and helpers that all kernels share.
 
-An operator is a schema, one implementation that works on every real device, a shape function for `meta` and
-`FakeTensorMode`, and the binding of its CUDA kernel.
-
-Operators are defined with `torch.library.Library` and made differentiable by an explicit
-`autograd.Function` around them rather than with `torch.library.custom_op`: a call then costs 4 microseconds
-instead of 16 (14 instead of 46 when gradients are recorded), which counts because a small model on the CPU
-makes thousands of calls per second.
+An operator consists of a schema, an implementation for all real devices, a shape function for `meta`, and the binding
+of its CUDA kernel. `torch.library.Library` with an explicit `autograd.Function` costs a quarter of the time of
+`torch.library.custom_op` per call, which matters for small models on the CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.dispatch import chooser
+from repro.kernels.cuda.device import cuda_dispatcher
 
 LIBRARY = torch.library.Library("repro", "DEF")
 
 CPU_CHUNK = 2**17
-"""Elements per thread that a CPU works on at once: small enough for its caches, large against call overhead."""
+"""Elements per thread that a CPU processes at once, a compromise between caches and call overhead."""
 
 DEVICE_CHUNK = 2**24
-"""The same for an accelerator, where a chunk only bounds the memory of temporaries (64 MiB in fp32)."""
+"""Elements that an accelerator processes at once, a limit on the memory of temporaries (64 MiB in fp32)."""
 
 
 def operator(
@@ -37,14 +34,13 @@ def operator(
 ) -> torch._ops.OpOverload:
     """Define `repro::<schema>` and return its overload (call it like the implementation).
 
-    `binding(launcher, *arguments)` serves CUDA and `implementation` the CPU and a GPU on which the kernel is not
-    to be had; `cpu` replaces it on CPU where another order of work is much faster there; `shape` returns empty
-    tensors of the right shape and dtype. None of them records gradients.
+    `binding(launcher, *arguments)` runs on CUDA, and `implementation` on the CPU and on a GPU without the kernel. `cpu`
+    replaces the implementation on the CPU. `shape` returns empty results. None of them records gradients.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, chooser(name, binding, implementation), "CUDA")
+    LIBRARY.impl(name, cuda_dispatcher(name, binding, implementation), "CUDA")
     if cpu is not None:
         LIBRARY.impl(name, cpu, "CPU")
     torch.library.register_fake(f"repro::{name}", shape, lib=LIBRARY)
@@ -52,35 +48,32 @@ def operator(
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for everything, except fp64 for fp64 (gradient checks)."""
+    """Return fp64 for fp64 (gradient checks), and fp32 for all other types."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges [first, last) of rows that together hold about one chunk of elements; at least one row each."""
+    """Return ranges [first, last) of rows with about one chunk of elements, and one row at least."""
     elements = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     step = max(1, elements // max(1, columns))
     for first in range(0, rows, step):
         yield first, min(rows, first + step)
 
 
-def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of a [R, C] matrix over its rows, accumulated in fp32 at least, as `dtype` [C]."""
-    return rows.sum(0).to(dtype)
+def flatten_rows(x: Tensor) -> Tensor:
+    """Return x [..., C] as a contiguous matrix [R, C]."""
+    return x.contiguous().view(-1, x.shape[-1])
 
 
 class Operand(NamedTuple):
-    """What a cost formula needs to know about a tensor."""
+    """Shape and element size of a tensor, the input of cost formulas."""
 
     shape: tuple[int, ...]
     itemsize: int
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +81,7 @@ class Operand(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one call must do, whoever does it: operands are read once and results are written once."""
+    """Necessary work of one call: operands are read once and results are written once."""
 
     flops: int
     """Floating-point operations; add, multiply, compare, divide, sqrt, exp and sigmoid count one each."""

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+import struct
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda import norm as cuda
+from repro.kernels.cuda.program import KernelLauncher, Program, pack_launches, source_type
 from repro.kernels.library import Cost, Operand, operator
 
-CHUNK = 2**18
+MAX_TENSORS = 160
+"""Maximum tensors in one launch, because arguments may have 4096 bytes."""
+BLOCK_ELEMENTS = 16384
+
+
+@cache
+def norm_arguments(count: int) -> struct.Struct:
+    """Return the format of the arguments with `count` tensors, padded with zeros."""
+    rest = MAX_TENSORS - count
+    return struct.Struct(f"@{count}P{8 * rest}x{count}q{8 * rest}x{count}i{4 * rest}xiiPP0q")
+
+
+@cache
+def program(kind: str) -> Program:
+    """Return the program for tensors of this type."""
+    definitions = (("TYPE", kind), ("TENSORS", MAX_TENSORS), ("CHUNK", BLOCK_ELEMENTS))
+    return Program("norm", definitions, norm_arguments(MAX_TENSORS), ("partial", "total"), 256)
+
+
+def examples() -> list[Program]:
+    """Return the programs of fp32 and of 16-bit gradients."""
+    return [program("float"), program("bfloat16")]
+
+
+def launch_norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
+    """Launch the kernel once per 160 tensors of a type, and once to add the partial sums of the blocks."""
+    tensors = [tensor.contiguous() for tensor in tensors]
+    sources = [(program(source_type(t)), (t.data_ptr(), t.numel())) for t in tensors]
+    launches = pack_launches(on, sources, MAX_TENSORS, BLOCK_ELEMENTS)
+    result = tensors[0].new_empty((), dtype=torch.float32)
+    if not launches:
+        return result.zero_()
+    total = sum([blocks for _, _, _, blocks in launches])
+    partials = torch.empty(total, dtype=torch.float64, device=result.device)
+    place = partials.data_ptr()
+    for loaded, part, chunks, blocks in launches:
+        pointers, counts = zip(*part, strict=True)
+        arrays = (*pointers, *counts, *chunks)
+        arguments = norm_arguments(len(part)).pack(*arrays, len(part), 0, place, result.data_ptr())
+        loaded.launch("partial", blocks, arguments)
+        place += 8 * blocks
+    arguments = norm_arguments(0).pack(0, total, partials.data_ptr(), result.data_ptr())
+    launches[0][0].launch("total", 1, arguments)
+    return result
+
+
+CPU_CHUNK_ELEMENTS = 2**18
 """Elements that a CPU works on at once: bounds the fp32 copy of 16-bit tensors (1 MiB)."""
 
-ROW = 2**10
+CPU_ROW_ELEMENTS = 2**10
 """Elements that a CPU adds up one after the other: torch's norm of 4e6 equal numbers is wrong by 0.2 %."""
 
 
 def reference(tensors: list[Tensor]) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     return torch.stack([t.square().sum() for t in tensors]).sum()
 
 
@@ -30,11 +79,11 @@ def _norm_squared(tensors: list[Tensor]) -> Tensor:
 def _norm_squared_cpu(tensors: list[Tensor]) -> Tensor:
     norms = []
     for tensor in tensors:
-        for piece in tensor.reshape(-1).split(CHUNK):
+        for piece in tensor.reshape(-1).split(CPU_CHUNK_ELEMENTS):
             wide = piece.float()
-            whole = wide.numel() // ROW * ROW
+            whole = wide.numel() // CPU_ROW_ELEMENTS * CPU_ROW_ELEMENTS
             if whole:
-                norms.append(torch.linalg.vector_norm(wide[:whole].view(-1, ROW), dim=1))
+                norms.append(torch.linalg.vector_norm(wide[:whole].view(-1, CPU_ROW_ELEMENTS), dim=1))
             if whole < wide.numel() or not whole:
                 norms.append(torch.linalg.vector_norm(wide[whole:]).view(1))
     return torch.cat(norms).square_().sum()
@@ -45,7 +94,7 @@ def _shape(tensors: list[Tensor]) -> Tensor:
 
 
 norm_operator = operator(
-    "norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, cuda.norm_squared, _norm_squared_cpu
+    "norm_squared(Tensor[] tensors) -> Tensor", _norm_squared, _shape, launch_norm_squared, _norm_squared_cpu
 )
 
 

@@ -8,22 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import layernorm as cuda
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+from repro.kernels import layernorm as cuda
+from repro.kernels.library import Cost, Operand, accumulation_dtype, flatten_rows, operator, row_chunks
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1, x.shape[-1])
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = _forward_shape(x, weight, eps)
-    given, out, statistics, wide = _rows(x), _rows(y), rstd.view(-1, 1), weight.to(rstd.dtype)
+    given, out, statistics, wide = flatten_rows(x), flatten_rows(y), rstd.view(-1, 1), weight.to(rstd.dtype)
     for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
         rows = given[first:last].to(wide.dtype)
         scale = rows.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -38,7 +34,7 @@ def _forward_shape(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 def _backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dx, wide = x.new_empty(x.shape), weight.to(rstd.dtype)
-    grads, given, out, statistics = _rows(grad), _rows(x), _rows(dx), rstd.reshape(-1, 1)
+    grads, given, out, statistics = flatten_rows(grad), flatten_rows(x), flatten_rows(dx), rstd.reshape(-1, 1)
     dweight = torch.zeros_like(wide)
     for first, last in row_chunks(given.shape[0], given.shape[1], x.device):
         scale, slope = statistics[first:last], grads[first:last].to(wide.dtype)
@@ -58,13 +54,13 @@ forward_operator = operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)",
     _forward,
     _forward_shape,
-    cuda.rms_norm,
+    cuda.launch_rms_norm,
 )
 backward_operator = operator(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor weight) -> (Tensor dx, Tensor dweight)",
     _backward,
     _backward_shape,
-    cuda.rms_norm_backward,
+    cuda.launch_rms_norm_backward,
 )
 
 

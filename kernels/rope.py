@@ -6,19 +6,69 @@ GPT-NeoX and in Hugging Face's Llama; position s turns it by s * base^(-2i/width
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import rope as cuda
+from repro.kernels.cuda.program import KernelLauncher, Program, is_aligned, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
+
+MAX_BLOCKS_PER_PROCESSOR = 16
+"""Maximum blocks per multiprocessor: two full rounds."""
+
+
+@cache
+def program(kind: str, width: int) -> Program:
+    """Return the program for heads that threads read by `width` elements at once."""
+    definitions = (("TYPE", kind), ("WIDTH", width))
+    return Program("rope", definitions, struct.Struct("@PPqiiiiiiiiff0q"), ("rotary",), 128)
+
+
+def examples() -> list[Program]:
+    """Return programs in 16 bits, and for heads of odd sizes."""
+    return [program("bfloat16", 8), program("half", 1)]
+
+
+def launch_rotary(
+    on: KernelLauncher,
+    x: Tensor,
+    heads: int,
+    head_width: int,
+    width: int,
+    base: float,
+    inverse: bool,
+    first_position: int = 0,
+    split: int = 0,
+    jump: int = 0,
+) -> Tensor:
+    """Launch the kernel and return y."""
+    x = x.contiguous()
+    y, (samples, sequence, columns) = torch.empty_like(x), x.shape
+    if not x.numel():
+        return y
+    at_once, pairs = 16 // x.element_size(), width // 2
+    whole = pairs % at_once == 0 and is_aligned(head_width, (x, y), at_once)
+    at_once = at_once if whole else 1
+    kind, tokens = program(source_type(x), at_once), samples * sequence
+    vectors = tokens * (head_width - pairs) // at_once
+    blocks = min(-(-vectors // kind.threads), MAX_BLOCKS_PER_PROCESSOR * on.processors)
+    place = (first_position, split, jump)
+    sizes = (tokens, sequence, *place, columns // head_width, heads, head_width, pairs)
+    arguments = kind.arguments.pack(
+        x.data_ptr(), y.data_ptr(), *sizes, math.log2(base) / pairs, -1.0 if inverse else 1.0
+    )
+    on.load(kind).launch("rotary", blocks, arguments)
+    return y
 
 
 def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
-    """[s, width/2], fp64."""
+    """Return the angles [s, width/2] in fp64."""
     first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
@@ -30,7 +80,7 @@ def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch
 def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
-    """The definition, in the dtype of x: pairs as complex numbers, times e^(i angle)."""
+    """Compute the definition in the dtype of x: pairs as complex numbers, times e^(i angle)."""
     b, s, _ = x.shape
     turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
@@ -73,7 +123,7 @@ rotary_operator = operator(
     " int first_position=0, int split=0, int jump=0) -> Tensor",
     _rotary,
     _shape,
-    cuda.rotary,
+    launch_rotary,
 )
 
 

@@ -6,24 +6,74 @@ operators on pieces of the scores. Every row is computed in fp32 and rounded onc
 
 from __future__ import annotations
 
+import struct
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda import softmax as cuda
+from repro.kernels.column_sums import row_shape
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+
+MAX_BLOCKS_PER_PROCESSOR = 64
+"""Maximum blocks per multiprocessor."""
+
+
+@cache
+def program(kind: str, size: int, width: int, backward: bool) -> Program:
+    """Return the program for rows of `size` scores, read by `width` at once. Backward holds two numbers per score."""
+    most, threads = (16, 1024) if backward else (32, 1024)
+    shape = row_shape(size, width, most, threads)
+    if shape is None:
+        name = "causal_softmax_backward" if backward else "causal_softmax"
+        raise Unavailable(f"{name} holds rows of up to {most * threads} scores, not {size}")
+    definitions = (("TYPE", kind), ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
+    kernel = "backward" if backward else "forward"
+    return Program("softmax", definitions, struct.Struct("@PPPqif"), (kernel,), shape[0])
+
+
+def examples() -> list[Program]:
+    """Return programs for a sequence of 1024, and for one of odd length."""
+    usual = [("half", 1024, 8), ("float", 2047, 1)]
+    return [program(*rows, backward) for rows in usual for backward in (False, True)]
+
+
+def launch_causal_softmax(on: KernelLauncher, scores: Tensor, scale: float) -> Tensor:
+    """Launch the kernel and return the weights."""
+    return _launch(on, "forward", scores.contiguous(), None, scale)
+
+
+def launch_causal_softmax_backward(on: KernelLauncher, grad: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Launch the kernel and return the gradient of the scores."""
+    if grad.dtype != y.dtype:
+        raise Unavailable("causal_softmax_backward needs a gradient of the dtype of the weights")
+    return _launch(on, "backward", y.contiguous(), grad.contiguous(), scale)
+
+
+def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, scale: float) -> Tensor:
+    out, size = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        width, operands = 16 // x.element_size(), [x, out, *([] if grad is None else [grad])]
+        width = width if is_aligned(size, operands, width) else 1
+        kind = program(source_type(x), size, width, grad is not None)
+        pointers = (x.data_ptr(), 0 if grad is None else grad.data_ptr(), out.data_ptr())
+        rows = x.numel() // size
+        arguments = kind.arguments.pack(*pointers, rows, size, scale)
+        on.load(kind).launch(kernel, min(rows, MAX_BLOCKS_PER_PROCESSOR * on.processors), arguments)
+    return out
 
 
 def _future(scores: Tensor) -> Tensor:
-    """True where key j comes after query i, [s, s]."""
+    """Return [s, s], True where key j comes after query i."""
     s = scores.shape[-1]
     return torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
 
 
 def reference(scores: Tensor, scale: float) -> Tensor:
-    """The definition, in the dtype of the arguments."""
+    """Compute the definition in the dtype of the arguments."""
     return (scores * scale).masked_fill(_future(scores), float("-inf")).softmax(-1)
 
 
@@ -63,13 +113,13 @@ def _backward_shape(grad: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 forward_operator = operator(
-    "causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape, cuda.causal_softmax
+    "causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape, launch_causal_softmax
 )
 backward_operator = operator(
     "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor",
     _backward,
     _backward_shape,
-    cuda.causal_softmax_backward,
+    launch_causal_softmax_backward,
 )
 
 

@@ -25,11 +25,11 @@ import seaborn as sns
 from repro.claims.formulas import model_state_bytes
 from repro.config import models
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims("zero-mem-formula-*")[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 
 # %% [markdown]
@@ -75,7 +75,7 @@ pd.DataFrame(rows) if rows else "nothing measured yet: repro run suites/smoke.to
 # %%
 MODEL, SYSTEM, GPUS, MICRO_BATCH = "gpt2-1.5b", "dgx2", 16, 4
 
-psi = models.load(MODEL).published_params
+psi = models.load_model(MODEL).published_params
 rows = []
 for stage in (0, 3):
     step = simulated_step(

@@ -24,11 +24,11 @@ import seaborn as sns
 from repro.claims.formulas import max_params
 from repro.measure.local_system import load_system
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 limits = found.claims()
 limits = limits[limits["claim"].isin({r.claim.id for r in found.judged if r.claim.family == "limit"})]
 limits[["claim", "published", "analytic", "simulated", "measured", "verdict"]]

@@ -24,11 +24,11 @@ import seaborn as sns
 
 from repro.accuracy.validate.published import RATE, RATIO, points
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 columns = ["claim", "published", "simulated", "measured", "verdict", "basis"]
 found.claims(about="DeepSpeed release")[columns]
 

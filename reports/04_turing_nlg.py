@@ -22,11 +22,11 @@ import pandas as pd
 import seaborn as sns
 
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims(about="Turing-NLG")[
     ["claim", "published", "analytic", "simulated", "measured", "verdict", "reason"]
 ]

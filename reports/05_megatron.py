@@ -23,11 +23,11 @@ import seaborn as sns
 
 from repro.claims.formulas import bubble_fraction
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims(about="Megatron")[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 
 # %% [markdown]

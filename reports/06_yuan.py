@@ -23,12 +23,12 @@ import seaborn as sns
 
 from repro.claims.formulas import bubble_fraction
 from repro.config import models, systems
-from repro.model import flops
+from repro.model import counts
 from repro.report import evidence
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.claims(about="Yuan")[["claim", "published", "analytic", "simulated", "measured", "verdict"]]
 
 # %%
@@ -88,8 +88,8 @@ bubble.pivot(index="stages", columns="micro-batches", values="idle over computin
 # %%
 GPUS, GLOBAL_BATCH, SHARE_OF_PEAK = 2128, 2688, 0.45
 
-model, device = models.load("yuan-1.0-245b"), systems.load("yuan").device
-work = flops.hardware_flops(model, model.seq, GLOBAL_BATCH, recompute=True)
+model, device = models.load_model("yuan-1.0-245b"), systems.load_system_file("yuan").device
+work = counts.hardware_flops(model, model.seq, GLOBAL_BATCH, recompute=True)
 f"{work / 1e18:.1f} EFLOP a step; {work / (GPUS * SHARE_OF_PEAK * device.peak_flops['fp16'].value):.1f} s"
 
 # %%

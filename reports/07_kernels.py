@@ -26,11 +26,11 @@ import seaborn as sns
 import torch
 
 from repro.report import evidence
-from repro.report.exports.what_if import simulated_step
+from repro.report.evidence import simulated_step
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read()
+found = evidence.read_store()
 found.table("meg1-baseline-39tf")
 
 # %% [markdown]

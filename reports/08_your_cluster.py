@@ -23,17 +23,17 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 
-from repro.config.words import layout
+from repro.config.words import describe_layout
 from repro.report import evidence
-from repro.report.exports.compare import compare
-from repro.report.origins import Machines
+from repro.report.exports.compare import compare_results
+from repro.report.records import Machines
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None
 
 sns.set_theme(style="ticks", palette="colorblind")
 pd.set_option("display.max_colwidth", 60)
-found = evidence.read(RESULTS)
+found = evidence.read_store(RESULTS)
 measured = found.latest(evidence="measured")
 print(f"{found.results}: {len(found.records)} records, {len(measured)} measured experiments")
 for remark in found.torn:
@@ -53,7 +53,7 @@ pd.DataFrame(Machines(measured).entries, columns=shown)
 rows = [
     {
         "experiment": record.at,
-        "layout": layout(record.experiment.layout),
+        "layout": describe_layout(record.experiment.layout),
         "outcome": record.outcome,
         "tokens/s": record.metrics.get("tokens_per_s"),
         "TFLOP/s": record.metrics.get("model_flops_per_s", float("nan")) / 1e12,
@@ -97,7 +97,7 @@ claims[claims["basis"].str.startswith("measured")][["claim", "published", "measu
 
 # %%
 if BEFORE is not None:
-    changes = compare(evidence.read(BEFORE).records, found.records, tolerance=0.05)
+    changes = compare_results(evidence.read_store(BEFORE).records, found.records, tolerance=0.05)
     result = pd.DataFrame(vars(change) for change in changes)
 else:
     result = "set BEFORE to compare"

@@ -14,7 +14,7 @@ from repro.config.suites import Suite
 @cache
 def suite(path: Path) -> Suite:
     """The suite of a file of `suites/`."""
-    return suites.load(path)
+    return suites.load_suite(path)
 
 
 @cache

@@ -15,8 +15,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from repro.emulate import ability
-from repro.engines import missing
+from repro.emulate import lab
+from repro.engines import missing_library
 from repro.util import workers
 from tests.pool import PRELOADED, RankPool
 
@@ -56,7 +56,7 @@ def eight() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def emulation() -> None:
     """Emulated networks, or a skip that says what they lack here; to find out, a small one is made."""
-    if missing := ability.missing():
+    if missing := lab.missing_requirement():
         pytest.skip(missing)
 
 
@@ -122,5 +122,5 @@ def _need_gpu(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Who asks for a library's tests has it: to leave them out where it is missing would look as if they passed."""
-    if (marked := item.get_closest_marker("library")) and (lacks := missing(*marked.args)):
+    if (marked := item.get_closest_marker("library")) and (lacks := missing_library(*marked.args)):
         pytest.fail(f"{lacks}; `make test-engines` installs it", pytrace=False)

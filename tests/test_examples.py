@@ -205,7 +205,7 @@ def test_suites_and_claims_load(page: Path, tmp_path: Path) -> None:
                 "layers = 2\nhidden = 64\nheads = 4\nvocab = 128\nseq = 64\n"
             )
             (tmp_path / "s.toml").write_text(text)
-            suites.load(tmp_path / "s.toml")
+            suites.load_suite(tmp_path / "s.toml")
         if "[[claim]]" in text:
             (tmp_path / "mine.toml").write_text('title = "Mine"\n' + text.replace('id = "', 'id = "my-'))
             assert any(claim.id.startswith("my-") for claim in ledger(own=[tmp_path / "mine.toml"]).claims)

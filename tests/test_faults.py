@@ -281,7 +281,7 @@ def test_a_real_rank_is_killed_or_stopped(tmp_path: Path, number: int, outcome: 
 
 
 def _step(folder: Path) -> int:
-    from repro.launch.heartbeat import _PHASE  # reading another process's heartbeat without clearing it
+    from repro.launch.rank_process import _PHASE  # reading another process's heartbeat without clearing it
 
     try:
         raw = (folder / "heartbeat").read_bytes()

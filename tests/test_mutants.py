@@ -30,7 +30,7 @@ def test_what_changes_nothing_is_still_there() -> None:
 
 def test_the_nearest_tests_of_a_file_come_first() -> None:
     found = relevant(
-        Path("repro/simulate/time/rings.py"), ["tests/simulate", "tests/claims/test_expression.py"]
+        Path("repro/simulate/time/interconnect.py"), ["tests/simulate", "tests/claims/test_expression.py"]
     )
     assert "tests/claims/test_expression.py" not in found
     assert found.index("tests/simulate/time/test_by_hand.py") < found.index("tests/simulate/test_steptime.py")

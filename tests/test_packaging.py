@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.kernels.cuda import families
+from repro.kernels import families
 from tests.kernels.test_cuda_compile import MISSING
 
 ROOT = Path(__file__).parents[1]
@@ -91,9 +91,10 @@ WHERE = "import repro.kernels.cuda.compile as found; print(found.__file__)"
 
 
 COMPILED = """
-from repro.kernels.cuda import compile, families
-for program in families.examples():
-    compile.compile(program, compile.Target("sm_80"))
+from repro.kernels import families
+from repro.kernels.cuda import compile as compiler
+for program in families.example_programs():
+    compiler.compile_program(program, compiler.CompileTarget("sm_80"))
     print(program.name)
 """
 
@@ -104,7 +105,7 @@ def test_the_kernels_of_an_installed_wheel_compile(wheel: Path, tmp_path: Path) 
     python = environment(tmp_path / "venv", wheel)
     assert Path(run(python, "-c", WHERE, cwd=tmp_path).strip()).is_relative_to(tmp_path / "venv")
     said = run(python, "-c", COMPILED, cwd=tmp_path, REPRO_KERNEL_CACHE=str(tmp_path / "cache"))
-    assert said.splitlines() == [program.name for program in families.examples()]
+    assert said.splitlines() == [program.name for program in families.example_programs()]
 
 
 @pytest.mark.slow
@@ -113,9 +114,7 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     python = environment(tmp_path / "venv", wheel)
     here = tmp_path / "elsewhere"
     here.mkdir()
-    found = run(
-        python, "-c", "import repro.config.suites.packaged as p; print(p.SUITES.folder)", cwd=here
-    ).strip()
+    found = run(python, "-c", "import repro.config.suites as p; print(p.SUITES.folder)", cwd=here).strip()
     assert Path(found).is_relative_to(tmp_path / "venv")
     said = run(python, *COMMAND, "run", "smoke", "--only", "states-z[03]-dp1", cwd=here)
     assert "all that can run here as expected" in said or "all as expected" in said

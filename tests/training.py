@@ -12,7 +12,7 @@ from torch import Tensor
 from repro.config import Experiment, Layout, Model, Training
 from repro.engines import build_engine
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 
@@ -82,7 +82,9 @@ def micro_batches(experiment: Experiment, dp_rank: int, step: int, device: str =
     for k in range(layout.accumulation):
         first = dp_rank * layout.replica_batch + k * layout.micro_batch
         part = whole[first : first + layout.micro_batch]
-        found.append(MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), Place(step, first)))
+        found.append(
+            MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), BatchPosition(step, first))
+        )
     return found
 
 
@@ -104,7 +106,7 @@ def whole_parameters(engine: Any, tp: Group) -> dict[str, Tensor]:
 def train(experiment: Experiment, device: str = "cpu") -> Trained:
     """Train on this rank (one process if there is no process group) and gather what came of it."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, device) if dist.is_initialized() else meshes.single()
+    mesh = meshes.distributed_mesh(layout, device) if dist.is_initialized() else meshes.single_rank_mesh()
     engine = build_engine(experiment, mesh, torch.device(device))
     trained = Trained([], [], {})
     for step in range(experiment.training.steps):

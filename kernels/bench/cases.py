@@ -9,23 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import repro.kernels as kernels
-from repro.kernels.bench.case import EAGER, OURS, PLAIN, Case, Inputs, Way, both, moved, random, rows
+from repro.kernels.bench.case import (
+    EAGER,
+    KERNEL,
+    PLAIN,
+    BenchCase,
+    Inputs,
+    Way,
+    forward_and_backward,
+    moved_bytes,
+    random_tensor,
+    row_inputs,
+)
 
 
-def _layer_norm() -> list[Case]:
-    return both(
+def _layer_norm() -> list[BenchCase]:
+    return forward_and_backward(
         "layer norm",
         0.8,
-        rows(4096),
+        row_inputs(4096),
         ("x", "weight", "bias"),
         {
-            OURS: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"]),
+            KERNEL: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"]),
             PLAIN: lambda i: kernels.layer_norm(i["x"], i["weight"], i["bias"], plain=True),
             EAGER: lambda i: F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"]),
         },
         (
-            lambda i: moved("layer_norm", i["x"], i["weight"], i["bias"]),
-            lambda i: moved(
+            lambda i: moved_bytes("layer_norm", i["x"], i["weight"], i["bias"]),
+            lambda i: moved_bytes(
                 "layer_norm_backward", i["grad"], i["x"], *2 * [_statistics(i["x"])], i["weight"]
             ),
         ),
@@ -36,71 +47,74 @@ def _statistics(x: Tensor) -> Tensor:
     return torch.empty((*x.shape[:-1], 1), device="meta")
 
 
-def _bias_gelu() -> list[Case]:
-    return both(
+def _bias_gelu() -> list[BenchCase]:
+    return forward_and_backward(
         "bias + GELU",
         0.9,
-        rows(16384),
+        row_inputs(16384),
         ("x", "bias"),
         {
-            OURS: lambda i: kernels.bias_gelu(i["x"], i["bias"]),
+            KERNEL: lambda i: kernels.bias_gelu(i["x"], i["bias"]),
             PLAIN: lambda i: kernels.bias_gelu(i["x"], i["bias"], plain=True),
             EAGER: lambda i: F.gelu(i["x"] + i["bias"], approximate="tanh"),
         },
         (
-            lambda i: moved("bias_gelu", i["x"], i["bias"]),
-            lambda i: moved("bias_gelu_backward", i["grad"], i["x"], i["bias"]),
+            lambda i: moved_bytes("bias_gelu", i["x"], i["bias"]),
+            lambda i: moved_bytes("bias_gelu_backward", i["grad"], i["x"], i["bias"]),
         ),
     )
 
 
-def _rms_norm() -> list[Case]:
-    return both(
+def _rms_norm() -> list[BenchCase]:
+    return forward_and_backward(
         "RMS norm",
         0.8,
-        rows(4096),
+        row_inputs(4096),
         ("x", "weight"),
         {
-            OURS: lambda i: kernels.rms_norm(i["x"], i["weight"]),
+            KERNEL: lambda i: kernels.rms_norm(i["x"], i["weight"]),
             PLAIN: lambda i: kernels.rms_norm(i["x"], i["weight"], plain=True),
             EAGER: lambda i: F.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-5),
         },
         (
-            lambda i: moved("rms_norm", i["x"], i["weight"]),
-            lambda i: moved("rms_norm_backward", i["grad"], i["x"], _statistics(i["x"]), i["weight"]),
+            lambda i: moved_bytes("rms_norm", i["x"], i["weight"]),
+            lambda i: moved_bytes("rms_norm_backward", i["grad"], i["x"], _statistics(i["x"]), i["weight"]),
         ),
     )
 
 
-def _swiglu() -> list[Case]:
+def _swiglu() -> list[BenchCase]:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         shape = (8, max(4, 1024 // shrink), max(8, 8192 // shrink))
-        x = random(device, dtype, *shape[:-1], 2 * shape[-1])
-        return {"x": x.requires_grad_(), "grad": random(device, dtype, *shape)}
+        x = random_tensor(device, dtype, *shape[:-1], 2 * shape[-1])
+        return {"x": x.requires_grad_(), "grad": random_tensor(device, dtype, *shape)}
 
     def eager(i: Inputs) -> Tensor:
         gate, up = i["x"].chunk(2, -1)
         return F.silu(gate) * up
 
-    return both(
+    return forward_and_backward(
         "SwiGLU",
         0.9,
         inputs,
         ("x",),
         {
-            OURS: lambda i: kernels.swiglu(i["x"]),
+            KERNEL: lambda i: kernels.swiglu(i["x"]),
             PLAIN: lambda i: kernels.swiglu(i["x"], plain=True),
             EAGER: eager,
         },
-        (lambda i: moved("swiglu", i["x"]), lambda i: moved("swiglu_backward", i["grad"], i["x"])),
+        (
+            lambda i: moved_bytes("swiglu", i["x"]),
+            lambda i: moved_bytes("swiglu_backward", i["grad"], i["x"]),
+        ),
     )
 
 
-def _rotary() -> list[Case]:
+def _rotary() -> list[BenchCase]:
     """All heads of 128, turned whole."""
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
-        x, grad = (random(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
+        x, grad = (random_tensor(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
         return {"x": x.requires_grad_(), "grad": grad}
 
     def eager(i: Inputs) -> Tensor:
@@ -112,15 +126,15 @@ def _rotary() -> list[Case]:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
     def nbytes(i: Inputs) -> int:
-        return moved("rotary", i["x"], 32, 128, 128)
+        return moved_bytes("rotary", i["x"], 32, 128, 128)
 
-    return both(
+    return forward_and_backward(
         "rotary positions",
         0.8,
         inputs,
         ("x",),
         {
-            OURS: lambda i: kernels.rotary(i["x"], 32, 128, 128),
+            KERNEL: lambda i: kernels.rotary(i["x"], 32, 128, 128),
             PLAIN: lambda i: kernels.rotary(i["x"], 32, 128, 128, plain=True),
             EAGER: eager,
         },
@@ -128,32 +142,32 @@ def _rotary() -> list[Case]:
     )
 
 
-def _dropout() -> list[Case]:
+def _dropout() -> list[BenchCase]:
     def ours(i: Inputs, plain: bool = False) -> Tensor:
         place = (0.1, 7, 0, i["seq"], 0, True)
         return kernels.bias_dropout_residual(i["x"], i["bias"], i["residual"], *place, plain=plain)
 
-    return both(
+    return forward_and_backward(
         "bias + dropout + residual",
         0.9,
-        rows(4096),
+        row_inputs(4096),
         ("x", "bias"),
         {
-            OURS: ours,
+            KERNEL: ours,
             PLAIN: lambda i: ours(i, True),
             EAGER: lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], 0.1),
         },
         (
-            lambda i: moved("bias_dropout_residual", i["x"], i["bias"], i["residual"], 0.1),
-            lambda i: moved("bias_dropout_residual_backward", i["grad"], True),
+            lambda i: moved_bytes("bias_dropout_residual", i["x"], i["bias"], i["residual"], 0.1),
+            lambda i: moved_bytes("bias_dropout_residual_backward", i["grad"], True),
         ),
     )
 
 
-def _softmax() -> list[Case]:
+def _softmax() -> list[BenchCase]:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         s = max(8, 1024 // shrink)
-        x, grad = (random(device, dtype, 8, 16, s, s) for _ in range(2))
+        x, grad = (random_tensor(device, dtype, 8, 16, s, s) for _ in range(2))
         return {"x": x.requires_grad_(), "grad": grad}
 
     def eager(i: Inputs) -> Tensor:
@@ -161,23 +175,23 @@ def _softmax() -> list[Case]:
         future = torch.ones(s, s, dtype=torch.bool, device=i["x"].device).triu(1)
         return (i["x"] * 0.125).masked_fill(future, float("-inf")).softmax(-1)
 
-    return both(
+    return forward_and_backward(
         "causal softmax",
         0.0,
         inputs,
         ("x",),
-        {OURS: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager},
+        {KERNEL: lambda i: kernels.causal_softmax(i["x"], 0.125), EAGER: eager},
         (
-            lambda i: moved("causal_softmax", i["x"], 0.125),
-            lambda i: moved("causal_softmax_backward", i["grad"], i["x"], 0.125),
+            lambda i: moved_bytes("causal_softmax", i["x"], 0.125),
+            lambda i: moved_bytes("causal_softmax_backward", i["grad"], i["x"], 0.125),
         ),
     )
 
 
-def _cross_entropy() -> Case:
+def _cross_entropy() -> BenchCase:
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         count, vocab = max(4, 8192 // shrink), max(8, 50257 // shrink)
-        logits = random(device, dtype, count, vocab)
+        logits = random_tensor(device, dtype, count, vocab)
         grad = torch.full((count,), 1 / count, device=device)
         return {"logits": logits, "targets": torch.randint(vocab, (count,), device=device), "grad": grad}
 
@@ -194,22 +208,22 @@ def _cross_entropy() -> Case:
         maximum = torch.empty(i["logits"].shape[0], device="meta")
         sums = torch.empty(2, maximum.numel(), device="meta")
         return (
-            moved("cross_entropy_max", i["logits"])
-            + moved("cross_entropy_sums", i["logits"], maximum, i["targets"])
-            + moved("cross_entropy_backward_", i["logits"], maximum, sums, i["targets"])
+            moved_bytes("cross_entropy_max", i["logits"])
+            + moved_bytes("cross_entropy_sums", i["logits"], maximum, i["targets"])
+            + moved_bytes("cross_entropy_backward_", i["logits"], maximum, sums, i["targets"])
         )
 
-    ways: dict[str, Way] = {OURS: ours, PLAIN: lambda i: ours(i, True), EAGER: eager}
-    return Case("cross-entropy with its gradient", 0.8, inputs, nbytes, ways)
+    ways: dict[str, Way] = {KERNEL: ours, PLAIN: lambda i: ours(i, True), EAGER: eager}
+    return BenchCase("cross-entropy with its gradient", 0.8, inputs, nbytes, ways)
 
 
-def _adamw() -> Case:
+def _adamw() -> BenchCase:
     options: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         n = max(64, 2**26 // shrink**2)
-        master, first, second = (random(device, torch.float32, n) for _ in range(3))
-        grad = random(device, dtype, n)
+        master, first, second = (random_tensor(device, torch.float32, n) for _ in range(3))
+        grad = random_tensor(device, dtype, n)
         copies = [] if dtype == torch.float32 else [master.to(dtype)]
         scalars = {"step": torch.tensor(5.0, device=device), "lr": torch.tensor(1e-4, device=device)}
         return {"states": ([master], [grad], [first], [second.square_()], copies), **scalars}
@@ -241,13 +255,13 @@ def _adamw() -> Case:
         for copy in copies:
             copy.copy_(master)
 
-    return Case(
+    return BenchCase(
         "AdamW",
         0.9,
         inputs,
-        lambda i: moved("adamw_", *i["states"]),
+        lambda i: moved_bytes("adamw_", *i["states"]),
         {
-            OURS: ours,
+            KERNEL: ours,
             PLAIN: lambda i: ours(i, True),
             "torch fused": lambda i: stock(i, fused=True),
             "torch foreach": lambda i: stock(i, foreach=True),
@@ -258,22 +272,24 @@ def _adamw() -> Case:
 
 def _tensors(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
     sizes = 32 * [max(3, 2**20 // shrink), max(5, 2**19 // shrink + 1)]
-    return {"tensors": [random(device, dtype, size) for size in sizes]}
+    return {"tensors": [random_tensor(device, dtype, size) for size in sizes]}
 
 
-def _norm() -> Case:
+def _norm() -> BenchCase:
     def eager(i: Inputs) -> Tensor:
         return torch.stack(torch._foreach_norm(i["tensors"], 2, dtype=torch.float32)).square().sum()
 
     ways: dict[str, Way] = {
-        OURS: lambda i: kernels.norm_squared(i["tensors"]),
+        KERNEL: lambda i: kernels.norm_squared(i["tensors"]),
         PLAIN: lambda i: kernels.norm_squared(i["tensors"], plain=True),
         EAGER: eager,
     }
-    return Case("norm and overflow", 0.9, _tensors, lambda i: moved("norm_squared", i["tensors"]), ways)
+    return BenchCase(
+        "norm and overflow", 0.9, _tensors, lambda i: moved_bytes("norm_squared", i["tensors"]), ways
+    )
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """Optimizer and norm, the parts of a layer, the loss: in the order of the table."""
     return [
         _adamw(),

@@ -1,42 +1,48 @@
-"""Machine code from a program by NVRTC: no toolkit, no host compiler and no GPU is needed.
+"""Compilation of programs by NVRTC, and the cache of machine code on disk that all ranks and nodes share.
 
-NVRTC and its Python bindings come as wheels: the extra cuda. NVRTC 12 compiles for V100 (sm_70)
-and everything after it, NVRTC 13 no longer for V100.
+NVRTC needs no toolkit, host compiler or GPU; the extra cuda installs it. NVRTC 12 supports V100 (sm_70), NVRTC 13 does
+not. The name of a file in the cache is the hash of all inputs, and renames make files complete without locks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
+import os
+import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from repro.kernels.cuda.program import Program, Unavailable, headers
+from repro.util.files import replace_file
 
-PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
-"""Requirements that compile for every GPU which has kernels."""
-INSTALL = "install the extra cuda; `repro doctor` prints the command"
-"""Advice without a path of this machine: records keep it."""
-OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
+COMPILER_PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
+"""Requirements of a compiler for every supported GPU."""
+INSTALL_ADVICE = "install the extra cuda; `repro doctor` prints the command"
+"""Advice without a path of this machine, because records contain it."""
+COMPILER_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
 
 
-class Target(NamedTuple):
-    """What is compiled for."""
+class CompileTarget(NamedTuple):
+    """Architecture of a compilation."""
 
     architecture: str
     """`sm_90`: machine code; `compute_90`: intermediate code, which the driver compiles for a newer device."""
 
 
-class Compiled(NamedTuple):
-    """What NVRTC returns."""
+class CompiledProgram(NamedTuple):
+    """Output of NVRTC."""
 
     code: bytes
     log: str
-    """Warnings, and what the assembler says of registers and spills."""
+    """Warnings, and the assembler's report on registers and spills."""
 
 
 @cache
 def nvrtc() -> Any:
-    """NVIDIA's Python module of NVRTC, with the library loaded. Raises Unavailable."""
+    """Return NVIDIA's Python module of NVRTC, with the library loaded. Raises Unavailable."""
     try:
         module = importlib.import_module("cuda.bindings.nvrtc")
         _checked(module, module.nvrtcVersion())
@@ -44,41 +50,41 @@ def nvrtc() -> Any:
         if isinstance(error, Unavailable):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Unavailable(f"no NVRTC ({reason}); {INSTALL}") from error
+        raise Unavailable(f"no NVRTC ({reason}); {INSTALL_ADVICE}") from error
     return module
 
 
 @cache
-def version() -> tuple[int, int]:
-    """Of NVRTC. Raises Unavailable."""
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of NVRTC. Raises Unavailable."""
     major, minor = _checked(nvrtc(), nvrtc().nvrtcVersion())
     return major, minor
 
 
 @cache
-def architectures() -> tuple[int, ...]:
-    """Compute capabilities times ten that this NVRTC compiles for. Raises Unavailable."""
+def supported_architectures() -> tuple[int, ...]:
+    """Return the supported compute capabilities times ten. Raises Unavailable."""
     return tuple(sorted(_checked(nvrtc(), nvrtc().nvrtcGetSupportedArchs())[0]))
 
 
-def target(capability: tuple[int, int]) -> Target:
-    """What runs on a device: machine code of its generation, or intermediate code of the latest before it.
+def compile_target(capability: tuple[int, int]) -> CompileTarget:
+    """Return the target for a device: machine code of its generation, or intermediate code of an earlier one.
 
-    Raises Unavailable for a device that is older than all that this NVRTC compiles for.
+    Raises Unavailable for a device that is older than all supported ones.
     """
     own = capability[0] * 10 + capability[1]
-    known = [a for a in architectures() if a <= own]
+    known = [a for a in supported_architectures() if a <= own]
     if not known:
         raise Unavailable(
-            f"NVRTC {'.'.join(map(str, version()))} does not compile for sm_{own}, only from "
-            f"sm_{architectures()[0]} on; {INSTALL}"
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} does not compile for sm_{own}, only from "
+            f"sm_{supported_architectures()[0]} on; {INSTALL_ADVICE}"
         )
     kind = "sm" if known[-1] // 10 == capability[0] else "compute"
-    return Target(f"{kind}_{known[-1]}")
+    return CompileTarget(f"{kind}_{known[-1]}")
 
 
-def compile(program: Program, target: Target) -> Compiled:
-    """The program for the target. Raises Unavailable with the compiler's message."""
+def compile_program(program: Program, target: CompileTarget) -> CompiledProgram:
+    """Compile a program for a target. Raises Unavailable with the compiler's message."""
     api, texts = nvrtc(), headers()
     handle = _checked(
         api,
@@ -91,25 +97,27 @@ def compile(program: Program, target: Target) -> Compiled:
         ),
     )[0]
     try:
-        options = [option.encode() for option in options_for(target)]
+        options = [option.encode() for option in compiler_options(target)]
         status = api.nvrtcCompileProgram(handle, len(options), options)[0]
-        log = _read(api, api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog, handle).decode(errors="replace")
+        log = _read_output(api, api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog, handle).decode(
+            errors="replace"
+        )
         if status != api.nvrtcResult.NVRTC_SUCCESS:
             raise Unavailable(
                 f"{program.name} does not compile for {target.architecture}: {log.strip() or status}"
             )
         if target.architecture.startswith("sm_"):
-            code = _read(api, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN, handle)
+            code = _read_output(api, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN, handle)
         else:
-            code = _read(api, api.nvrtcGetPTXSize, api.nvrtcGetPTX, handle)
-        return Compiled(code, log.strip("\0\n "))
+            code = _read_output(api, api.nvrtcGetPTXSize, api.nvrtcGetPTX, handle)
+        return CompiledProgram(code, log.strip("\0\n "))
     finally:
         api.nvrtcDestroyProgram(handle)
 
 
-def options_for(target: Target) -> tuple[str, ...]:
-    """The compiler's options."""
-    return (f"--gpu-architecture={target.architecture}", *OPTIONS)
+def compiler_options(target: CompileTarget) -> tuple[str, ...]:
+    """Return the options of the compiler."""
+    return (f"--gpu-architecture={target.architecture}", *COMPILER_OPTIONS)
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -118,8 +126,82 @@ def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     return answer[1:]
 
 
-def _read(api: Any, size: Any, content: Any, handle: Any) -> bytes:
+def _read_output(api: Any, size: Any, content: Any, handle: Any) -> bytes:
     # NVIDIA's bindings fill the buffer in place, and Python shares `bytes` of length one: an empty log is one NUL.
     buffer = bytearray(_checked(api, size(handle))[0])
     _checked(api, content(handle, buffer))
     return bytes(buffer)
+
+
+CACHE_VARIABLE = "REPRO_KERNEL_CACHE"
+"""Environment variable with another folder."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled programs: $REPRO_KERNEL_CACHE, or `repro/kernels` in the user's cache."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    # Without a home folder, the path is `/~/.cache`, which cannot be written.
+    own = os.path.join("/", os.path.expanduser("~/.cache"))
+    return Path(os.environ.get("XDG_CACHE_HOME") or own).expanduser() / "repro" / "kernels"
+
+
+def cache_key(program: Program, target: CompileTarget) -> str:
+    """Return the hash of source, definitions, headers, options with the architecture, and NVRTC's version."""
+    parts = [program.text, headers(), compiler_options(target), nvrtc_version()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def cache_contents() -> tuple[int, int]:
+    """Return the number of programs and of bytes in the folder, of all architectures and versions."""
+    try:
+        sizes = [
+            entry.stat().st_size for entry in os.scandir(cache_folder()) if not entry.name.startswith(".")
+        ]
+    except OSError:
+        return 0, 0
+    return len(sizes), sum(sizes)
+
+
+def cached_program(program: Program, target: CompileTarget) -> CompiledProgram | None:
+    """Return the program if it is in the cache. Raises Unavailable."""
+    return _read_cached(_cache_path(program, target))
+
+
+def _cache_path(program: Program, target: CompileTarget) -> Path:
+    return cache_folder() / f"{program.source}-{target.architecture}-{cache_key(program, target)}"
+
+
+def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
+    """Return the program from the cache, or compile and cache it. Raises Unavailable."""
+    path = _cache_path(program, target)
+    found = _read_cached(path)
+    if found is None:
+        found = compile_program(program, target)
+        try:
+            _write_cached(path, found)
+        except OSError as error:
+            warnings.warn(
+                f"kernels are compiled again by every process: {path.parent} cannot be written ({error.strerror}); "
+                f"set {CACHE_VARIABLE} to a folder that can",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return found
+
+
+def _read_cached(path: Path) -> CompiledProgram | None:
+    """Return the content of a file; None for a missing or damaged file."""
+    try:
+        first, _, code = path.read_bytes().partition(b"\n")
+        about = json.loads(first)
+        whole = about["sha256"] == hashlib.sha256(code).hexdigest()
+        return CompiledProgram(code, about["log"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_cached(path: Path, content: CompiledProgram) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"sha256": hashlib.sha256(content.code).hexdigest(), "log": content.log}
+    replace_file(path, json.dumps(about).encode() + b"\n" + content.code)

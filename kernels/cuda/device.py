@@ -1,52 +1,54 @@
-"""Loads compiled programs into the context that torch uses, and launches their kernels on torch's current stream.
+"""CUDA devices: programs in torch's context, launches on torch's current stream, and the fallback to torch's operators.
 
-A launch allocates nothing on the device and waits for nothing. Arguments are copied by the driver while it queues the
-launch, so a CUDA graph that holds it repeats them: the same in every step, but for dropout's, whose key is one.
+A launch neither allocates device memory nor waits. The driver copies the arguments at the launch, so that a CUDA graph
+repeats them. Every reason to fall back is reported once, and `ran()` counts the implementations for records.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from ctypes import addressof, c_char_p
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from repro.kernels.cuda import cache as disk
 from repro.kernels.cuda import compile as compiler
 from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, Unavailable
 
 
 @cache
 def driver() -> Any:
-    """NVIDIA's Python module of the driver. Raises Unavailable."""
+    """Return NVIDIA's Python module of the driver. Raises Unavailable."""
     try:
         module = importlib.import_module("cuda.bindings.driver")
         status = module.cuInit(0)[0]
     except Exception as error:  # NVIDIA's loader has errors of its own for a library that is missing
-        raise Unavailable(f"no CUDA driver API ({error}); {compiler.INSTALL}") from error
+        raise Unavailable(f"no CUDA driver API ({error}); {compiler.INSTALL_ADVICE}") from error
     if status != module.CUresult.CUDA_SUCCESS:
-        raise Unavailable(f"the CUDA driver cannot be used: {_text(module, status)}")
+        raise Unavailable(f"the CUDA driver cannot be used: {_describe_status(module, status)}")
     return module
 
 
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""torch's own, without the check whether CUDA is initialised: there are CUDA tensors already."""
+"""Functions of torch without the check that CUDA is initialised, which the existing CUDA tensors imply."""
 
 _devices: dict[int, CudaDevice | Unavailable] = {}
 
 
-def device(index: int) -> KernelLauncher:
-    """The launcher of torch's device `cuda:<index>`. Raises Unavailable."""
+def cuda_launcher(index: int) -> KernelLauncher:
+    """Return the launcher of torch's device `cuda:<index>`. Raises Unavailable."""
     found = _devices.get(index)
-    return found if type(found) is CudaDevice else _once(_devices, index, lambda: CudaDevice(index))
+    return found if type(found) is CudaDevice else _make_once(_devices, index, lambda: CudaDevice(index))
 
 
-def _once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for the key, or why it could not be made: a failure is not tried again at every call."""
+def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Return the object for the key, made at the first call; a failure is raised again without another attempt."""
     found = known.get(key)
     if found is None:
         try:
@@ -66,25 +68,29 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(index)
         self.index = index
         self.processors: int = properties.multi_processor_count
-        self.target = compiler.target((properties.major, properties.minor))
+        self.target = compiler.compile_target((properties.major, properties.minor))
         self._loaded: dict[Program, Module | Unavailable] = {}
 
     def load(self, program: Program) -> Loaded:
         found = self._loaded.get(program)
-        return found if type(found) is Module else _once(self._loaded, program, lambda: self._module(program))
+        return (
+            found
+            if type(found) is Module
+            else _make_once(self._loaded, program, lambda: self._module(program))
+        )
 
     def _module(self, program: Program) -> Module:
-        return Module(self.index, program, disk.compiled(program, self.target).code)
+        return Module(self.index, program, compiler.compile_cached(program, self.target).code)
 
 
 class Module:
-    """A program in the memory of a GPU."""
+    """Program in the memory of a GPU."""
 
     def __init__(self, index: int, program: Program, code: bytes):
         api = driver()
         self._index, self._threads = index, program.threads
         self._queue, self._success = api.cuLaunchKernel, api.CUresult.CUDA_SUCCESS
-        # torch works in the primary context of a device; a thread that has not used the device yet has none.
+        # torch uses the primary context of a device, which a new thread does not have.
         with torch.cuda.device(index):
             self._context = _checked(api, api.cuDevicePrimaryCtxRetain(_checked(api, api.cuDeviceGet(index))))
             _checked(api, api.cuCtxPushCurrent(self._context))
@@ -98,7 +104,7 @@ class Module:
                 api.cuCtxPopCurrent()
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        # Every microsecond here is one in which a GPU may wait: no call that could be made once is made here.
+        # A GPU may wait for this code, so it makes no call that could be made once.
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
@@ -110,23 +116,75 @@ class Module:
         return self._again(kernel, status, shape)
 
     def _again(self, kernel: str, status: Any, shape: tuple[Any, ...]) -> None:
-        """A thread in which torch has not used the device yet has no context; other failures are errors."""
+        """Set the context of a thread that has not used the device, and launch again; raise RuntimeError otherwise."""
         api = driver()
         if status == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _checked(api, api.cuCtxSetCurrent(self._context))
             status = self._queue(self._kernels[kernel], *shape)[0]
         if status != self._success:
             raise RuntimeError(
-                f"CUDA kernel {kernel} was not launched on cuda:{self._index}: {_text(api, status)}"
+                f"CUDA kernel {kernel} was not launched on cuda:{self._index}: {_describe_status(api, status)}"
             )
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> Any:
     if answer[0] != api.CUresult.CUDA_SUCCESS:
-        raise Unavailable(f"the CUDA driver answered: {_text(api, answer[0])}")
+        raise Unavailable(f"the CUDA driver answered: {_describe_status(api, answer[0])}")
     return answer[1] if len(answer) > 1 else None
 
 
-def _text(api: Any, status: Any) -> str:
+def _describe_status(api: Any, status: Any) -> str:
     described = api.cuGetErrorString(status)[1]
     return described.decode() if isinstance(described, bytes) else str(status)
+
+
+CUDA = "cuda"
+
+_ran: Counter[tuple[str, str]] = Counter()
+_reported_reasons: set[str] = set()
+
+
+def ran() -> Counter[tuple[str, str]]:
+    """Return the calls on CUDA tensors in this process by operator and implementation, `cuda` or `torch: <why>`.
+
+    The numbers only grow; the calls of an experiment are the difference of two results.
+    """
+    return _ran.copy()
+
+
+def cuda_dispatcher(
+    name: str, binding: Callable[..., Any], instead: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return an operator on CUDA tensors: `binding(launcher, *arguments)`, or `instead` if it is unavailable."""
+    done = (name, CUDA)
+
+    def call(*arguments: Any) -> Any:
+        try:
+            result = binding(cuda_launcher(_device_index(arguments)), *arguments)
+        except Unavailable as error:
+            _fall_back(name, str(error))
+            return instead(*arguments)
+        _ran[done] += 1
+        return result
+
+    return call
+
+
+def _fall_back(name: str, why: str) -> None:
+    _ran[name, f"torch: {why}"] += 1
+    if why in _reported_reasons:
+        return
+    _reported_reasons.add(why)
+    warnings.warn(
+        f"repro::{name} runs torch's operators, not its CUDA kernel: {why}", RuntimeWarning, stacklevel=3
+    )
+
+
+def _device_index(arguments: tuple[Any, ...]) -> int:
+    """Return the device index of the first tensor."""
+    for argument in arguments:
+        if isinstance(argument, list) and argument:
+            argument = argument[0]
+        if isinstance(argument, Tensor):
+            return argument.get_device()
+    raise AssertionError("an operator without tensors")

@@ -1,9 +1,9 @@
-"""What is compiled and launched: a source with its definitions, and who can launch it."""
+"""Programs (CUDA sources with definitions), the interface of devices, and launches over lists of tensors."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).resolve().parent.parent
-"""Where the .cu files are; the headers that they share are in `cuda/`."""
+"""Folder of the .cu files; their shared headers are in `cuda/`."""
 
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-"""What kernels compute on, and its name in the sources (`cuda/number.cuh`)."""
+"""Data type of kernels -> name in the sources (`cuda/number.cuh`)."""
+TYPE_BYTES = {name: dtype.itemsize for dtype, name in TYPES.items()}
+"""Bytes of an element, by its type in the sources."""
 
 
 class Unavailable(RuntimeError):
@@ -30,28 +32,28 @@ class Program:
     source: str
     """Name of the .cu file without its ending."""
     definitions: tuple[tuple[str, str | int], ...]
-    """Names that the source leaves open: types, sizes that must be constants."""
+    """Macros of the source: types, and sizes that must be constants."""
     arguments: struct.Struct
     """`Arguments` as Python packs it (native order and alignment); the compiler checks its size."""
     kernels: tuple[str, ...]
     threads: int
-    """Threads of a block, known to the compiler as THREADS."""
+    """Threads per block, defined as THREADS in the source."""
 
     @property
     def name(self) -> str:
-        """Source and what it was specialised for, for people."""
+        """Source and definitions, for people."""
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.definitions)])
 
     @cached_property
     def text(self) -> str:
-        """The whole source, its definitions first."""
+        """Full source, with its definitions first."""
         sizes = [("THREADS", self.threads), ("ARGUMENTS_BYTES", self.arguments.size)]
         lines = [f"#define {name} {value}" for name, value in [*self.definitions, *sizes]]
         return "\n".join([*lines, f'#line 1 "{self.source}.cu"', (SOURCES / f"{self.source}.cu").read_text()])
 
 
 class Loaded(Protocol):
-    """A program on a device."""
+    """Interface of a program on a device."""
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
         """Queue `blocks` blocks of the program's threads, in the order of torch's current stream."""
@@ -59,32 +61,32 @@ class Loaded(Protocol):
 
 
 class KernelLauncher(Protocol):
-    """A device. A binding loads all its programs before it launches any, so that a failure changes nothing."""
+    """Interface of a device. A binding loads all its programs before a launch, so that a failure changes no tensor."""
 
     processors: int
-    """Multiprocessors: how many blocks it takes to fill the device is a small multiple of it."""
+    """Number of multiprocessors."""
 
     def load(self, program: Program) -> Loaded:
-        """Raises Unavailable."""
+        """Load a program.  Raises Unavailable."""
         ...
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Name in `#include` -> text of the headers that the sources share."""
+    """Return the text of the shared headers by their name in `#include`."""
     return {path.name: path.read_text() for path in sorted((SOURCES / "cuda").glob("*.cuh"))}
 
 
-def type_of(tensor: Tensor) -> str:
-    """The tensor's type in the sources. Raises Unavailable for one that kernels do not compute on."""
+def source_type(tensor: Tensor) -> str:
+    """Return the tensor's type in the sources. Raises Unavailable for an unsupported type."""
     name = TYPES.get(tensor.dtype)
     if name is None:
         raise Unavailable(f"kernels compute on fp32, fp16 and bf16, not on {tensor.dtype}")
     return name
 
 
-def aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
-    """Whether `width` elements from any multiple of `width` on are one aligned access in rows of `columns`."""
+def is_aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
+    """Return whether all accesses to `width` elements are aligned in rows of `columns`."""
     if columns % width:
         return False
     places = 0
@@ -93,3 +95,37 @@ def aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
     if not places & 15:
         return True
     return all(t.data_ptr() % min(16, width * t.element_size()) == 0 for t in tensors)
+
+
+BLOCKS_PER_PROCESSOR = 8
+"""Blocks that fill a multiprocessor."""
+
+
+PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
+"""One launch: program, tensors, cumulative number of chunks by tensor, and blocks."""
+
+
+def pack_launches(
+    on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], room: int, chunk: int
+) -> list[PackedLaunch]:
+    """Return launches of at most `room` tensors of one program each.
+
+    tensors: program of each tensor, and its pointers and number of elements; empty tensors have no launch. chunk:
+    elements that a block processes at once. Raises Unavailable before the first launch.
+    """
+    groups: dict[Program, list[tuple[int, ...]]] = {}
+    for program, tensor in tensors:
+        if tensor[-1]:
+            groups.setdefault(program, []).append(tensor)
+    found = []
+    for program, members in groups.items():
+        loaded = on.load(program)
+        for start in range(0, len(members), room):
+            part = members[start : start + room]
+            chunks: list[int] = []
+            total = 0
+            for tensor in part:
+                total -= -tensor[-1] // chunk
+                chunks.append(total)
+            found.append((loaded, part, chunks, min(total, BLOCKS_PER_PROCESSOR * on.processors)))
+    return found

@@ -174,7 +174,9 @@ def schedule_bubble(p: float, m: float, v: float = 1) -> float:
     if counts != (p, m, v):
         raise ArithmeticError(f"stages, micro-batches and chunks are whole numbers, not {p}, {m}, {v}")
     try:
-        return float(schedule.bubble(schedule.build("interleaved" if v > 1 else "1f1b", *counts)))
+        return float(
+            schedule.bubble_ratio(schedule.build_schedule("interleaved" if v > 1 else "1f1b", *counts))
+        )
     except ConfigError as error:
         raise ArithmeticError(str(error)) from None
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from repro.claims.ledger import KINDS, PUBLISHED_SCALE, Source
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
+from repro.config.files import build_dataclass, read_toml
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
 def _make(cls: type[T], data: Any, file: str, where: str) -> T:
     """`cls(**data)`, inner tables first.
 
-    A sound table is built at once; any other goes to `repro.config.files.build`, whose pydantic words
+    A sound table is built at once; any other goes to `repro.config.files.build_dataclass`, whose pydantic words
     the complaint (importing pydantic for 80 sound claims would double the time that `repro claims` takes).
     """
     if not isinstance(data, dict):
@@ -170,7 +170,7 @@ def _make(cls: type[T], data: Any, file: str, where: str) -> T:
         else:
             sound = sound and inner is None and key in known and _IS[known[key]](value)
         values[key] = value
-    return cls(**values) if sound else build(cls, values, file=file, where=where)
+    return cls(**values) if sound else build_dataclass(cls, values, file=file, where=where)
 
 
 def _place(where: str, key: str, number: int, item: Any) -> str:

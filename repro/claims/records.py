@@ -222,7 +222,7 @@ class Records:
 
             The vocabulary may be padded otherwise.
             """
-            sizes = _sizes(asdict(models.load(model)))
+            sizes = _sizes(asdict(models.load_model(model)))
             for record in reversed(self._selection.evaluations):
                 if (record.task, record.way.get("name")) == (task, way) and _sizes(record.model) == sizes:
                     value = record.metrics.get(metric)

@@ -16,9 +16,8 @@ from repro.claims.ledger import Claim
 from repro.claims.records import evaluation
 from repro.config import suites
 from repro.config.files import read_toml
-from repro.config.suites import Suite
-from repro.config.suites.packaged import PROFILES, SUITES
-from repro.config.systems import HERE
+from repro.config.suites import PROFILES, SUITES, Suite
+from repro.config.systems import LOCAL_SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +39,9 @@ class SuiteCatalogue:
     """The packaged suites by name, and the SLURM profile of each system."""
 
     def __init__(self) -> None:
-        self.suites: dict[str, Suite] = {suite.name: suite for suite in map(suites.load, SUITES.files())}
+        self.suites: dict[str, Suite] = {
+            suite.name: suite for suite in map(suites.load_suite, SUITES.files())
+        }
         self._profiles: dict[str, str] = {}
         for path in PROFILES.files():
             system = str(read_toml(path).get("system", ""))
@@ -58,7 +59,7 @@ class SuiteCatalogue:
             system = self._system(suite, name)
             at = (suite, "" if kind == "simulated" else system, kind)
             wanted.setdefault(at, set()).add(name)
-            if kind == "simulated" and system not in ("", *HERE):
+            if kind == "simulated" and system not in ("", *LOCAL_SYSTEMS):
                 wanted.setdefault((suite, system, "measured"), set()).add(name)
         return [self._command(*at, names) for at, names in sorted(wanted.items())]
 
@@ -80,7 +81,7 @@ class SuiteCatalogue:
         needs = ""
         if kind == "simulated":
             text = f"repro run {file} --evidence simulated{only}"
-        elif system in ("", *HERE):
+        elif system in ("", *LOCAL_SYSTEMS):
             text = f"repro run {file}{only}"
         else:
             assert known is not None

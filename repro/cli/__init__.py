@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from repro import __version__
 from repro.cli.commands import cluster, lab, predict, quality, run, show
 from repro.config.errors import ConfigError, short
-from repro.util.extras import missing
+from repro.util.extras import missing_package_hint
 
 PANEL_COLUMNS = 110
 """Width of a terminal below which typer's panels cut the names of options; plain help is printed there."""
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(says if says.startswith("Usage:") else f"error: {' '.join(says.split())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if not (line := missing(error.name or "")):
+        if not (line := missing_package_hint(error.name or "")):
             raise
         print(f"error: {line}", file=sys.stderr)
         return 2

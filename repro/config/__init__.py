@@ -4,14 +4,13 @@ packaged models and systems.
 Every error in a file becomes one `ConfigError`. The package imports neither torch nor any package except `util`.
 """
 
+from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError
-from repro.config.experiment import PROTOCOL, Experiment, Limits, from_dict
+from repro.config.experiment import PROTOCOL, Experiment, Limits, TwinOf, from_dict
 from repro.config.layout import Layout
 from repro.config.model import Model
 from repro.config.network import EmulatedNetwork
-from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
-from repro.config.twin import TwinOf
 
 __all__ = [
     "PROTOCOL",

@@ -1,4 +1,4 @@
-"""Who can execute a layout: this suite's own step, or a library beside it, and what each of those cannot run."""
+"""Engines that execute a layout, and the layouts, trainings and models that an engine, a layout or a GPU cannot run."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from repro.config.errors import ConfigError
+from repro.config.enums import OperatorSet
+from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import Model
-from repro.config.operator_set import OperatorSet
 from repro.config.training import Training
 
 NATIVE = "native"
+FUSED_HEAD_MULTIPLE = 8
+"""Required divisor of a head's 16-bit elements before compute capability 8.0, where xFormers' kernel is the only one.
+FlashAttention pads heads (`sdp_utils.cpp` of PyTorch, `minimum_gemm_alignment`)."""
 
 
 class Limit(NamedTuple):
-    """Values that a key of layout or training may have, all others being what the engine has no counterpart of."""
+    """Values of a layout's or training's key that the engine supports."""
 
     key: str
     allowed: tuple[Any, ...]
 
 
 class Combination(NamedTuple):
-    """A value that the engine refuses beside others, and what would be right."""
+    """A value that the engine refuses in combination with others, and the valid values."""
 
     key: str
     refused: Callable[[Layout, Training], bool]
@@ -83,8 +86,8 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
 """By name: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
 
 
-def _beside(layout: Layout) -> bool:
-    """Whether data parallelism has something beside it."""
+def _has_model_parallelism(layout: Layout) -> bool:
+    """Return whether a layout has tensor or pipeline parallelism."""
     return layout.tp > 1 or layout.pp > 1
 
 
@@ -93,14 +96,15 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         # ZeroRedundancyOptimizer knows nothing of DTensors.
         Combination(
             "zero",
-            lambda layout, _: layout.zero == 1 and layout.dp > 1 and _beside(layout),
+            lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
             "0, 2 or 3 beside tp or pp",
         ),
         # There it is FSDP2's machinery that sums gradients, which knows no buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
-                not layout.gradient_as_bucket_view and (_beside(layout) or layout.precision != "fp32")
+                not layout.gradient_as_bucket_view
+                and (_has_model_parallelism(layout) or layout.precision != "fp32")
             ),
             "true in 16 bits and beside tp or pp",
         ),
@@ -141,16 +145,16 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
 }
-"""By engine: what it runs in general, but not together."""
+"""Combinations that an engine refuses, although it supports each value alone."""
 
 
-OWN_MODEL = ("torch", "megatron")
-"""Engines that run a GPT-2 of their own; `deepspeed` runs the suite's module, whatever its layers are."""
+GPT2_ENGINES = ("torch", "megatron")
+"""Engines with their own GPT-2; `native` and `deepspeed` run every model of `repro.model`."""
 
 
-def check(engine: str, layout: Layout, training: Training, model: Model) -> None:
-    """Raise `ConfigError` for a layout, a training or a model that the engine has nothing to execute with."""
-    for key, value in model.departures().items() if engine in OWN_MODEL else ():
+def check_engine(engine: str, layout: Layout, training: Training, model: Model) -> None:
+    """Raise `ConfigError` for a layout, a training or a model that the engine cannot execute."""
+    for key, value in model.departures().items() if engine in GPT2_ENGINES else ():
         right = f"as in GPT-2 with engine {engine}, whose model is one"
         raise ConfigError(key, value, right, where="model")
     if engine == "deepspeed" and layout.tp > model.key_heads:
@@ -158,8 +162,8 @@ def check(engine: str, layout: Layout, training: Training, model: Model) -> None
         raise ConfigError("tp", layout.tp, right, where="layout")
 
     def refuse(key: str, right: str) -> None:
-        where, of = ("layout", layout) if hasattr(layout, key) else ("training", training)
-        raise ConfigError(key, getattr(of, key), f"{right} with engine {engine}", where=where)
+        where, part = ("layout", layout) if hasattr(layout, key) else ("training", training)
+        raise ConfigError(key, getattr(part, key), f"{right} with engine {engine}", where=where)
 
     for key, allowed in ENGINES[engine]:
         if getattr(layout if hasattr(layout, key) else training, key) not in allowed:
@@ -168,3 +172,69 @@ def check(engine: str, layout: Layout, training: Training, model: Model) -> None
     for key, refused, right in COMBINATIONS.get(engine, ()):
         if refused(layout, training):
             refuse(key, right)
+
+
+def check_layout_fits(layout: Layout, model: Model) -> None:
+    """Raise `ConfigError` that names the layout's key if `layout` cannot divide `model`."""
+    for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
+        size = getattr(model, key)
+        require(size % layout.tp == 0, "tp", layout.tp, f"a divisor of {what} = {size} ({model.name})")
+    keys = model.key_heads
+    what = f"a divisor or a multiple of kv_heads = {keys} ({model.name})"
+    require(keys % layout.tp == 0 or layout.tp % keys == 0, "tp", layout.tp, what)
+    other = next(iter(model.departures()), "")
+    later = ", ".join(each for each in OperatorSet if each is not OperatorSet.UNFUSED)
+    what = f"one of {later}: the software of 2019 has no {other} = {getattr(model, other, '')}"
+    require(not other or layout.kernels is not OperatorSet.UNFUSED, "kernels", layout.kernels, what)
+    require(
+        not layout.sp or model.seq % layout.tp == 0,
+        "sp",
+        layout.sp,
+        says=f"needs tp = {layout.tp} to divide seq = {model.seq} ({model.name})",
+    )
+    parts = layout.pp * layout.chunks
+    what = f"layers = {model.layers} ({model.name})"
+    times = f"pp * chunks = {parts} must be " if layout.chunks > 1 else "must be "
+    if layout.stage_layers:
+        total = sum(layout.stage_layers)
+        require(
+            total == model.layers,
+            "stage_layers",
+            list(layout.stage_layers),
+            f"numbers that add up to {what}, not {total}",
+        )
+        return
+    require(parts <= model.layers, "pp", layout.pp, says=f"{times}at most {what}")
+    require(
+        model.layers % parts == 0,
+        "pp",
+        layout.pp,
+        says=f"{times}a divisor of {what}, or stage_layers with {parts} numbers that add up to it",
+    )
+
+
+def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str:
+    """Return one line if torch has no fused attention for the model's heads, otherwise an empty string.
+
+    `capability`: compute capability of the device, such as `7.0`; empty without one.
+    """
+    other = (
+        layout.kernels.writes_scores
+        or layout.precision == "fp32"
+        or model.head_width % FUSED_HEAD_MULTIPLE == 0
+    )
+    if other or not capability or float(capability) >= 8:
+        return ""
+    return (
+        f"Heads of {model.head_width} elements are no multiple of {FUSED_HEAD_MULTIPLE}, for which torch has no "
+        f"fused attention on compute capability {capability}: it writes the scores, which neither memory nor time here "
+        "has."
+    )
+
+
+def has_fused_softmax(samples: int, heads: int, s: int) -> bool:
+    """Return whether Megatron-LM's operator for scale, mask and softmax takes these sizes of a rank.
+
+    Four squares of scores share a thread block (`megatron/model/fused_softmax.py` at 44bfcb32).
+    """
+    return samples * heads % 4 == 0 and s % 4 == 0 and s <= 2048

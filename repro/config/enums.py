@@ -1,7 +1,4 @@
-"""Words with a fixed set of values, as strings that know their set: what memory is for, what a step is doing.
-
-No torch here, so that whoever draws, stores or checks them need not copy them.
-"""
+"""Enumerations of strings: categories of memory, phases of a step, and sets of operators.  They need no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class StrEnum(str, enum.Enum):
 
 
 class Category(StrEnum):
-    """What memory holds (1910.02054 sec. 3)."""
+    """Category of memory (1910.02054 sec. 3)."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -25,31 +22,31 @@ class Category(StrEnum):
     """fp32 master weights and moments."""
     ACTIVATIONS = "activations"
     CHECKPOINTS = "checkpoints"
-    """Activations that are kept for recomputation."""
+    """Activations that are retained for recomputation."""
     COMMUNICATION = "communication"
     OTHER = "other"
     HOST = "host"
-    """In host memory while the device computes (P_a+cpu); no part of what the device holds."""
+    """Host memory while the device computes (P_a+cpu), outside the device's total."""
     SHAPE = "shape"
-    """A tensor on `meta` that stands for one to come, wherever it will be: it holds nothing and counts nowhere."""
+    """A tensor on `meta`, a placeholder without memory that no total counts."""
 
 
 ACCOUNTED: tuple[str, ...] = tuple(category for category in Category if category is not Category.SHAPE)
-"""What bytes are counted as, in the order of tables and figures."""
+"""Categories that totals count, in the order of tables and figures."""
 MODEL_STATES: tuple[str, ...] = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
-"""What ZeRO partitions (sec. 5)."""
+"""Categories that ZeRO partitions (1910.02054 sec. 5)."""
 
 
 class Phase(StrEnum):
-    """What a rank is doing, in the order of the numbers that `launch.heartbeat` writes for them."""
+    """Activity of a rank. The order gives the numbers that `launch.rank_process` writes."""
 
     START = "start"
-    """Everything before the rank's first word: interpreter, imports, rendezvous."""
+    """The time before the rank's first message: interpreter, imports, rendezvous."""
     INIT = "init"
     FORWARD = "forward"
     BACKWARD = "backward"
     IDLE = "idle"
-    """A pipeline stage that waits for another one."""
+    """The wait of a pipeline stage for another stage."""
     OPTIMIZER = "optimizer"
     MEASURE = "measure"
     DONE = "done"
@@ -60,3 +57,42 @@ class Phase(StrEnum):
 
 STEP_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPTIMIZER)
 """The phases of a step, whose seconds are measured."""
+
+
+class OperatorSet(StrEnum):
+    """Operators of a layer, the loss and the optimizer (a layout's `kernels`), by the software that had them.
+
+    All sets compute the same function.
+    """
+
+    FUSED = "fused"
+    """Each operator of `kernels/` is one pass over memory, on CUDA by a kernel of its own, and attention never
+    writes its scores."""
+    FUSED_2024 = "fused-2024"
+    """The operators of `fused`, as compiled code and the libraries of 2024 run them: here they are the same, and
+    predictions know them by a published point of their own."""
+    REFERENCE = "reference"
+    """The same operators, each by torch's own, on every device; on a CPU `fused` runs the same."""
+    SOFTMAX = "softmax"
+    """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
+    softmax in one operator; what becomes of gradients is in passes."""
+    UNFUSED = "unfused"
+    """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
+    biases, dropouts and residuals as operators of their own; what becomes of gradients is in passes."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators run in place of CUDA kernels."""
+        return self is OperatorSet.REFERENCE
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether attention writes its scores, [b, a/t, s, s]."""
+        return self in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether weight gradients are added up beside the products that make them, copied to be reduced and back
+        (`repro.parallel.zero.grad_reduce`), and widened, unscaled and clipped for the update
+        (`repro.parallel.zero.optimizer`), each a pass over memory."""
+        return self.writes_scores

@@ -32,9 +32,9 @@ class ConfigError(ValueError):
     def within(self, *, file: str = "", where: str = "") -> ConfigError:
         """The same error, placed in a file and in a table of that file."""
         where = ".".join(part for part in (where, self.where) if part)
-        return self.about(self.key, file=self.file or file, where=where)
+        return self.for_key(self.key, file=self.file or file, where=where)
 
-    def about(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
+    def for_key(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
         """The same said of the value of `key`, in this place and in no other."""
         return ConfigError(key, self.value, self.expected, says=self.says, file=file, where=where)
 

@@ -7,18 +7,19 @@ import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from repro.config import engines, spread
+from repro.config import engines
+from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import DEPARTURES, Model
 from repro.config.network import EmulatedNetwork
-from repro.config.operator_set import OperatorSet
 from repro.config.sizes import TENSOR_BYTES, at_most
 from repro.config.training import Training
-from repro.config.twin import TwinOf
 
 PROTOCOL = 2
 """Version of the measurement protocol; raised when a change makes older measurements not comparable."""
+TWIN_RATIO = "FLOP/s of a device over the baseline's, predicted"
+"""Name of the number that a twin reproduces."""
 _REMARKS = ("published_name", "published_params", "source", "note")
 _NOT_OF_THE_COURSE = (
     "steps",
@@ -33,7 +34,7 @@ _NOT_OF_THE_COURSE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a run is stopped.  Times in seconds, memory in bytes; 0 means no limit."""
+    """Limits of a run.  Times in seconds, memory in bytes; 0 means no limit."""
 
     timeout_s: float = 600.0
     """Wall-clock limit of one launch."""
@@ -49,8 +50,31 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwinOf:
+    """Origin of a small twin, as `repro twin` writes it; the run does not depend on it."""
+
+    original: str
+    """Name of the published experiment."""
+    part: float
+    """Width of the twin over the width of the original, k."""
+    between: float = 0.0
+    """Bytes/s of a node's link to other nodes in the original; 0 on one node."""
+    within: float = 0.0
+    """Bytes/s of a device's link inside a node of the original."""
+    numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    """Dimensionless numbers (original, twin), which the time model predicted when the suite was made."""
+
+    def __post_init__(self) -> None:
+        pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
+        object.__setattr__(self, "numbers", pairs)  # JSON has lists
+        require(self.part > 0, "part", self.part, "more than 0")
+        for key in ("between", "within"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One thing that can be run, simulated or computed."""
+    """One training run that can be executed or simulated."""
 
     name: str
     """Unique in its suite; what `--only` matches."""
@@ -60,12 +84,12 @@ class Experiment:
     system: str = "local"
     """Name of the system file; `local` is the machine at hand."""
     engine: str = engines.NATIVE
-    """Who executes the strategy: see `repro.config.engines`."""
+    """Engine that executes the layout: see `repro.config.engines`."""
     limits: Limits = field(default_factory=Limits)
     network: EmulatedNetwork | None = None
-    """What joins the ranks; None: the machine's own memory, or its own network."""
+    """Emulated network between the ranks; None means the machine's own memory or network."""
     twin: TwinOf | None = None
-    """What it stands for, if it is a small twin of a published experiment."""
+    """Origin of a small twin of a published experiment; None for other experiments."""
 
     def __post_init__(self) -> None:
         require(self.engine in engines.ENGINES, "engine", self.engine, f"one of {', '.join(engines.ENGINES)}")
@@ -79,11 +103,11 @@ class Experiment:
             f"at most the model's {self.model.seq} positions",
         )
         try:
-            spread.check(self.layout, self.model)
+            engines.check_layout_fits(self.layout, self.model)
         except ConfigError as error:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
-        engines.check(self.engine, self.layout, self.training, self.model)
+        engines.check_engine(self.engine, self.layout, self.training, self.model)
         self._check_sequence()
 
         if self.training.checkpoint_every and self.engine != engines.NATIVE:
@@ -116,7 +140,7 @@ class Experiment:
             raise ConfigError("nodes x ranks_per_node", network.world, right, where="network")
 
     def _largest_tensor(self) -> int:
-        """Bytes of it in fp32, of a micro-batch and before anything is split: activations, scores or a matrix."""
+        """Return the fp32 bytes of the largest tensor of an undivided layer: activations, scores or a matrix."""
         model = self.model
         inner = (model.heads + 2 * model.key_heads) * model.head_width
         ffn, tokens = (model.mlp_matrices - 1) * model.ffn_width, self.layout.micro_batch * self.seq
@@ -130,9 +154,9 @@ class Experiment:
 
     @property
     def course(self) -> dict[str, Any]:
-        """All that decides the weights after each step, but for the order of sums: no layout, and no last step.
+        """Settings that determine the weights after each step, except the order of sums.
 
-        Where it is equal, one experiment can go on from another's checkpoint.
+        Experiments with equal settings can continue from each other's checkpoints.
         """
         training = _chosen(self.training, without=_NOT_OF_THE_COURSE)
         if self.training.schedule == "cosine":
@@ -170,7 +194,7 @@ class Experiment:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data; `from_dict` is the way back.  Of a model's layer it names what is not as in GPT-2."""
+        """Return plain JSON data for `from_dict`.  The model contains only the layer's differences from GPT-2."""
         data, given = asdict(self), self.model.departures()
         data["model"] = {
             key: value for key, value in data["model"].items() if key in given or key not in DEPARTURES
@@ -179,36 +203,35 @@ class Experiment:
 
 
 def _chosen(part: Model | Layout | Training, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of `part` that differ from their defaults; those without a default are always there."""
+    """Return the fields of `part` that differ from their defaults, and the fields without a default."""
     values = {f.name: (getattr(part, f.name), f.default) for f in fields(part) if f.name not in without}
     return {
         name: value for name, (value, default) in values.items() if default is MISSING or value != default
     }
 
 
-def _overlapped_before_it_was_said(operators: OperatorSet) -> bool:
-    """What `tp_overlap` was before it was an option, when the operators decided it."""
+def _default_tp_overlap(operators: OperatorSet) -> bool:
+    """Return `tp_overlap` of records without that option, in which the operators decided it."""
     return not operators.writes_scores
 
 
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
-    """The fields that an experiment's key names.
+    """Return the fields of a layout in an experiment's key.
 
-    Of `tp_overlap` it names what records older than the option cannot have run: they keep their keys, and no
-    other experiment finds them.
+    `tp_overlap` is included only if it differs from the value in records without that option, which keep their keys.
     """
     chosen = _chosen(layout, without=("tp_overlap",))
-    if layout.tp > 1 and layout.tp_overlap != _overlapped_before_it_was_said(layout.kernels):
+    if layout.tp > 1 and layout.tp_overlap != _default_tp_overlap(layout.kernels):
         chosen["tp_overlap"] = layout.tp_overlap
     return chosen
 
 
 def from_dict(data: dict[str, Any]) -> Experiment:
-    """The experiment that `Experiment.as_dict` wrote, today or before some of the options existed."""
+    """Return the experiment of `Experiment.as_dict`, also of records without newer options."""
     layout = dict(data["layout"])
     if "tp_overlap" not in layout:
         operators = OperatorSet(layout.get("kernels", OperatorSet.FUSED))
-        layout["tp_overlap"] = _overlapped_before_it_was_said(operators)
+        layout["tp_overlap"] = _default_tp_overlap(operators)
     return Experiment(
         name=data["name"],
         model=Model(**data["model"]),

@@ -82,7 +82,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def build(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
+def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
     """`cls(**data)` with types checked by pydantic and unknown keys refused by name."""
     from pydantic import ValidationError
 

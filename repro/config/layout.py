@@ -9,8 +9,8 @@ from itertools import accumulate, permutations
 from typing import Any
 
 from repro.config import sizes
+from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
-from repro.config.operator_set import OperatorSet
 from repro.config.sizes import at_most
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

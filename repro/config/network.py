@@ -35,8 +35,8 @@ class EmulatedNetwork:
     delay_s: float = 0.0
     """Added to each message between nodes, one way; needs a kernel with netem."""
     flops_per_s: float = 0.0
-    """FLOP/s of a rank's matrix products (`repro.emulate.products`) that the rates hold for: where ranks compute faster
-    or slower, links are as much faster or slower.  0: the rates are as they are everywhere."""
+    """FLOP/s of a rank's matrix products (`repro.emulate.compute_rate`) for which the link rates hold.  Link rates are
+    scaled to the machine's own FLOP/s; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
         for key in ("nodes", "ranks_per_node"):

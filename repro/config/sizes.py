@@ -11,30 +11,30 @@ from typing import NamedTuple
 from repro.config.errors import require
 
 
-class Most(NamedTuple):
+class SizeLimit(NamedTuple):
     """A limit, and why it is where it is."""
 
     value: int
     why: str
 
 
-RANKS = Most(2**20, "ten times the largest training; groups are listed rank by rank")
-RANKS_PER_CORE = Most(16, "more processes time their turns on a core and not the step")
-LAYERS = Most(4096, "four times the deepest transformer that was trained")
-WIDTH = Most(2**20, "forty times the width of a 1T model")
-VOCAB = Most(2**24, "sixty times the largest vocabularies")
-SEQ = Most(2**24, "more than the longest contexts, of 10M tokens")
-PARAMETERS = Most(10**15, "a thousand times the 1T of the sources")
-SAMPLES = Most(2**20, "more samples at once than any source has in a step")
-MICRO_BATCHES = Most(2**17, "seven times Yuan 1.0's 480 on 38 stages; each is scheduled")
-TENSOR_BYTES = Most(2**60, "elements are counted in 64 bits")
-STEPS = Most(10**7, "twenty times GPT-3's at a batch of 1M tokens; a record has the loss of each")
-ACTIONS = Most(10**6, "larger schedules take minutes to time, and no picture shows them")
+RANKS = SizeLimit(2**20, "ten times the largest training; groups are listed rank by rank")
+RANKS_PER_CORE = SizeLimit(16, "more processes time their turns on a core and not the step")
+LAYERS = SizeLimit(4096, "four times the deepest transformer that was trained")
+WIDTH = SizeLimit(2**20, "forty times the width of a 1T model")
+VOCAB = SizeLimit(2**24, "sixty times the largest vocabularies")
+SEQ = SizeLimit(2**24, "more than the longest contexts, of 10M tokens")
+PARAMETERS = SizeLimit(10**15, "a thousand times the 1T of the sources")
+SAMPLES = SizeLimit(2**20, "more samples at once than any source has in a step")
+MICRO_BATCHES = SizeLimit(2**17, "seven times Yuan 1.0's 480 on 38 stages; each is scheduled")
+TENSOR_BYTES = SizeLimit(2**60, "elements are counted in 64 bits")
+STEPS = SizeLimit(10**7, "twenty times GPT-3's at a batch of 1M tokens; a record has the loss of each")
+ACTIONS = SizeLimit(10**6, "larger schedules take minutes to time, and no picture shows them")
 
-NAME = Most(100, "names become files and columns of tables")
+NAME = SizeLimit(100, "names become files and columns of tables")
 
 
-def at_most(key: str, value: int, limit: Most) -> None:
+def at_most(key: str, value: int, limit: SizeLimit) -> None:
     """Raise `ConfigError` if `value` is over `limit`."""
     require(value <= limit.value, key, value, f"at most {limit.value:,} ({limit.why})")
 

@@ -87,10 +87,10 @@ class DeviceTime:
     """Seconds of a run's kernels over those of the device that these numbers or a published point come from."""
     spread: Quantity = UNSAID
     """Standard deviation over the mean of what a step's kernels take on the devices of a run; all wait for the slowest
-    (`repro.simulate.time.stragglers`)."""
+    (`repro.simulate.time.device`)."""
     jitter_s: Quantity = UNSAID
     """Variance over the mean of what kernels in a row take from one moment to another; each collective waits for the
-    last of its group (`repro.simulate.time.stragglers`)."""
+    last of its group (`repro.simulate.time.device`)."""
     unaligned_flops: Quantity = UNSAID
     """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from repro.config.enums import OperatorSet
 from repro.config.layout import Layout
-from repro.config.operator_set import OperatorSet
 from repro.config.system import System
 from repro.util import units
 
@@ -26,7 +26,7 @@ _KERNELS = {
 }
 
 
-def layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
+def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
     """`tp 2 x dp 4, ZeRO 1, fp16, recomputation`: what is off, or 1, is not said.
 
     `degrees`: also tp, cp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
@@ -70,12 +70,12 @@ def degrees(spread: Layout, names: Iterable[str]) -> str:
     return " x ".join(str(getattr(spread, axis)) for axis in names)
 
 
-def devices(count: int, system: System) -> str:
+def describe_devices(count: int, system: System) -> str:
     """`16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
     return f"{count:,} x {system.device.name} ({system.name})"
 
 
-def counted(count: float, thing: str) -> str:
+def count_noun(count: float, thing: str) -> str:
     """`1 case`, `2 cases`, `0.75 micro-batches`."""
     ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
     return f"{units.number(count)} {thing}{ending}"

@@ -1,7 +1,8 @@
-"""The process that an emulated network lives and dies with: `python -m repro.emulate.keeper --parent PID`.
+"""The keeper of an emulated network: the process that makes the network and holds it.
 
-A line of JSON on standard input asks for a network; a line of JSON on standard output says what was made, or why not.
-It ends when its input does.  Whatever ends it, the kernel removes what it made: nothing has a name outside.
+The keeper is `python -m repro.emulate.keeper --parent PID`.  One line of JSON on its standard input asks for a network.
+One line of JSON on its standard output describes the network or the error.  The keeper ends when its input ends or its
+parent dies, and the kernel removes namespaces without a holder.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 from repro.config import EmulatedNetwork
 from repro.config.errors import require
-from repro.emulate.frames import mtu, payload_share
-from repro.util.processes import die_with_parent
-from repro.util.resources import usable_cores
+from repro.emulate.links import Links, become_root
+from repro.emulate.network import mtu_bytes, payload_share
+from repro.emulate.verify import verify
+from repro.util.processes import die_with_parent, usable_cores
 
 
 def main() -> int:
-    """Make the network, say so, and wait."""
+    """Make the requested network as a keeper, report it, and wait for the end."""
     parser = argparse.ArgumentParser(prog="python -m repro.emulate.keeper", description=__doc__)
     parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
     parser.add_argument("--stay", action="store_true", help="stay when the input ends")
@@ -29,8 +31,8 @@ def main() -> int:
     die_with_parent(options.parent)
     network = EmulatedNetwork(**json.loads(sys.stdin.readline()))
     try:
-        answer = _make(network)
-    except Exception as error:  # whoever asked says what it was; there is nobody else to tell
+        answer = _make_network(network)
+    except Exception as error:  # the requester reports the error; the keeper has no other reader
         answer = {"error": " ".join(str(error).split()) or type(error).__name__}
     print(json.dumps(answer), flush=True)
     if "error" in answer:
@@ -42,22 +44,19 @@ def main() -> int:
     return 0
 
 
-def _make(network: EmulatedNetwork) -> dict[str, Any]:
+def _make_network(network: EmulatedNetwork) -> dict[str, Any]:
     for key in ("between", "within"):
         rate = getattr(network, key)
         require(rate < 2**32, key, rate, "less than the 2**32 that a bucket can count")
-    from repro.emulate import links, namespaces
-    from repro.emulate.verify import verify
-
-    mapped = namespaces.become_root()
-    made = links.Links(network)
+    mapped = become_root()
+    made = Links(network)
     return {
         "keeper": os.getpid(),
         "user_namespace": mapped,
         "ranks": [rank.namespace.holder for rank in made.ranks],
         "nodes": [node.namespace.holder for node in made.nodes],
         "cores": usable_cores(),
-        "mtu": mtu(network),
+        "mtu": mtu_bytes(network),
         "payload_share": payload_share(network),
         **verify(made),
     }

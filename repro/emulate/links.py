@@ -1,16 +1,22 @@
-"""Interfaces, switches and token buckets of an emulated network, made over netlink.
+"""Network namespaces of an emulated network, and the interfaces, switches and token buckets in them.
 
-Every rank has a link to its node's switch, every node one to the switch between the nodes::
+A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are made over netlink.
+Every rank has a link to its node's switch, and every node has a link to the switch between the nodes::
 
     rank 0 eth0 -- port0 [node 0] uplink -- port0 [core] port1 -- uplink [node 1] port0 -- eth0 rank 2
     rank 1 eth0 -- port1 [node 0]                                 [node 1] port1 -- eth0 rank 3
 
-A token bucket at either end of a link holds what is sent from there: of a rank's link, what the rank sends and what it
-receives; of a node's, what its ranks send to other nodes and what they receive from them.
+A token bucket at either end of a link limits the bytes that are sent from there.  The buckets of a rank's link limit
+its sent and received bytes.  The buckets of a node's link limit its ranks' traffic with other nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,26 +25,85 @@ from typing import Any
 from pyroute2 import IPRoute, NetlinkError
 
 from repro.config import EmulatedNetwork
-from repro.emulate.frames import ETHERNET, LEAST_MTU, mtu, piece, window
-from repro.emulate.namespaces import Namespace
+from repro.emulate.network import ETHERNET_BYTES, MIN_MTU, mtu_bytes, segment_bytes, window_bytes
+from repro.util.processes import die_with_parent
 
 WAKE_S = 300e-6
-"""How late the kernel may wake a bucket: what it holds beyond a frame keeps the rate then."""
+"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time keeps
+its rate."""
 QUEUE_BYTES = 1 << 28
-"""More than all sockets can have under way: nothing is dropped, as on networks with flow control."""
+"""Bytes of a queue, more than all sockets have in flight: no packet is dropped, as on networks with flow control."""
 SUBNET = "10.77"
-UPLINK, OWN = "uplink", "eth0"
-"""The interface of a node, and of a rank."""
+UPLINK, RANK_INTERFACE = "uplink", "eth0"
+"""Interface of a node, and of a rank."""
+_NEWNET, _NEWUSER = 0x40000000, 0x10000000
 
 
-class Place:
-    """A namespace and the way to configure it."""
+def _call(name: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+def become_root() -> bool:
+    """Move this process to a new network namespace, and to a new user namespace if only that is allowed.
+
+    Returns whether there is a new user namespace.  Raises `OSError` if neither is allowed.
+    """
+    try:
+        _call("unshare", _NEWNET)
+    except PermissionError:
+        user, group = os.geteuid(), os.getegid()
+        _call("unshare", _NEWNET | _NEWUSER)
+        for file, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            with open(f"/proc/self/{file}", "w") as map_file:
+                map_file.write(line)
+        return True
+    return False
+
+
+class Namespace:
+    """A network namespace, held by an idle child of this process."""
+
+    def __init__(self) -> None:
+        parent, (here, there) = os.getpid(), socket.socketpair()
+        self.holder = os.fork()
+        if self.holder == 0:
+            with contextlib.suppress(BaseException):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                die_with_parent(parent)
+                _call("unshare", _NEWNET)
+                there.send(b"+")
+                while True:
+                    signal.pause()
+            os._exit(1)
+        there.close()
+        with here:
+            if not here.recv(1):
+                raise OSError("a network namespace could not be made")
+        self.descriptor = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Enter the namespace: inside, new sockets and `/proc/sys/net` belong to it."""
+        home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _call("setns", self.descriptor, _NEWNET)
+            yield
+        finally:
+            _call("setns", home, _NEWNET)
+            os.close(home)
+
+
+class Host:
+    """A namespace with its interfaces: a rank or a switch."""
 
     def __init__(self, window: int) -> None:
         self.namespace = Namespace()
         with self.namespace.inside():
             self.netlink = IPRoute()
-            _quiet(window)
+            _configure_tcp(window)
         self._bridge = 0
         self._up("lo")
 
@@ -47,13 +112,13 @@ class Place:
         self.netlink.link("set", index=index, state="up", **settings)
         return index
 
-    def switch(self) -> None:
-        """Make it a switch."""
+    def become_switch(self) -> None:
+        """Join the interfaces of this host by a switch."""
         self.netlink.link("add", ifname="switch", kind="bridge")
         self._bridge = self._up("switch")
 
-    def join(self, name: str, other: Place, its_name: str, **settings: int) -> tuple[int, int]:
-        """A link from this switch to `other`, which may be one; the interfaces here and there."""
+    def join(self, name: str, other: Host, its_name: str, **settings: int) -> tuple[int, int]:
+        """Link this switch to `other`, a rank or a switch, and return the interfaces at both ends."""
         peer = {"ifname": its_name, "net_ns_fd": other.namespace.descriptor}
         self.netlink.link("add", ifname=name, kind="veth", peer=peer)
         here = self._up(name, master=self._bridge, **settings)
@@ -61,8 +126,8 @@ class Place:
         return here, there
 
 
-def _quiet(window: int) -> None:
-    """Nothing but what ranks send: no IPv6, no pace of TCP's own, and nothing sent twice since it is late.
+def _configure_tcp(window: int) -> None:
+    """Disable traffic and delays of the kernel's own: IPv6, slow start after idle, and early retransmission.
 
     A window of `window` bytes bounds queues, in which acknowledgements wait behind data of the other direction.
     """
@@ -81,8 +146,8 @@ def _quiet(window: int) -> None:
             file.write_text(value)
 
 
-def _at_once(rank: Place, device: int, packets: int) -> None:
-    """Have streams start with a full window: nothing here is lost, and there is nothing to probe for."""
+def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
+    """Have streams start with a full window, since no packet is lost and no rate has to be probed."""
     metrics = {"attrs": [("RTAX_INITCWND", packets), ("RTAX_INITRWND", packets)]}
     rank.netlink.route(
         "replace", dst=f"{SUBNET}.0.0/16", oif=device, scope=253, proto="kernel", metrics=metrics
@@ -93,82 +158,84 @@ def _at_once(rank: Place, device: int, packets: int) -> None:
 class End:
     """One end of a link."""
 
-    place: Place
+    host: Host
     device: int
     rate: float
-    """Bytes/s that what is sent from it is held to."""
+    """Limit of the bytes/s that are sent from this end."""
     frame: int
-    """Bytes of the largest frame that is sent from it."""
+    """Bytes of the largest frame that is sent from this end."""
     delay_s: float = 0.0
-    """Added to each of them."""
+    """Delay of each frame, in seconds."""
 
     @property
     def burst(self) -> int:
-        """Bytes of the bucket: a frame, and what comes until the kernel wakes up.
+        """Return the bytes of the bucket: a frame, and the bytes that arrive until the kernel wakes up.
 
         A message of `n` bytes takes `(n - burst) / rate` and the latency: a larger bucket would let short messages
         pass at no cost, a smaller one would lose the rate.
         """
         return round(self.frame + self.rate * WAKE_S)
 
-    def hold(self) -> None:
-        """Keep the rate."""
+    def limit_rate(self) -> None:
+        """Limit the rate of this end."""
         settings = {"rate": round(self.rate), "burst": self.burst, "limit": QUEUE_BYTES}
-        self.place.netlink.tc("add", "tbf", self.device, handle="1:", **settings)
+        self.host.netlink.tc("add", "tbf", self.device, handle="1:", **settings)
         if self.delay_s:
-            delay = {"delay": round(self.delay_s * 1e6), "limit": QUEUE_BYTES // LEAST_MTU}
+            delay = {"delay": round(self.delay_s * 1e6), "limit": QUEUE_BYTES // MIN_MTU}
             try:
-                self.place.netlink.tc("add", "netem", self.device, parent="1:1", handle="2:", **delay)
+                self.host.netlink.tc("add", "netem", self.device, parent="1:1", handle="2:", **delay)
             except NetlinkError as error:
                 right = (
                     f"delay_s = {self.delay_s:g} needs a kernel with netem (CONFIG_NET_SCH_NETEM): {error}"
                 )
                 raise OSError(right) from None
 
-    def let_go(self) -> None:
-        """Undo `hold`."""
-        self.place.netlink.tc("del", index=self.device, root=True)
+    def remove_limit(self) -> None:
+        """Undo `limit_rate`."""
+        self.host.netlink.tc("del", index=self.device, root=True)
 
 
 def address(network: EmulatedNetwork, rank: int) -> str:
-    """Of a rank: each node has a subnet."""
+    """Return the IPv4 address of a rank; each node has a subnet."""
     return f"{SUBNET}.{network.node_of(rank)}.{rank % network.ranks_per_node + 1}"
 
 
 class Links:
-    """All places of a network and the links between them, not held to any rate yet."""
+    """All hosts of a network and the links between them, at first without a limit."""
 
     def __init__(self, network: EmulatedNetwork):
         self.network = network
-        packet, whole = mtu(network), piece(network)
-        frame, own_frame = packet + ETHERNET, whole + ETHERNET
-        queued = window(network)
-        core = Place(queued)
-        core.switch()
-        self.nodes: list[Place] = []
-        self.ranks: list[Place] = []
+        packet, segment = mtu_bytes(network), segment_bytes(network)
+        frame, rank_frame = packet + ETHERNET_BYTES, segment + ETHERNET_BYTES
+        window = window_bytes(network)
+        core = Host(window)
+        core.become_switch()
+        self.nodes: list[Host] = []
+        self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that hold what each rank, or node, sends."""
+        """Ends that limit what each rank, or node, sends."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that hold what each receives."""
+        """Ends that limit what each rank, or node, receives."""
         for number in range(network.nodes):
-            node = Place(queued)
-            node.switch()
+            node = Host(window)
+            node.become_switch()
             self.nodes.append(node)
             port, uplink = core.join(f"port{number}", node, UPLINK, mtu=packet)
             self.sent["node"].append(End(node, uplink, network.between, frame, network.delay_s))
             self.received["node"].append(End(core, port, network.between, frame))
-            for place in range(network.ranks_per_node):
-                rank = Place(queued)
-                port, own = node.join(f"port{place}", rank, OWN, mtu=packet, gso_max_size=whole)
+            for local_rank in range(network.ranks_per_node):
+                rank = Host(window)
+                port, own = node.join(
+                    f"port{local_rank}", rank, RANK_INTERFACE, mtu=packet, gso_max_size=segment
+                )
                 rank.netlink.addr("add", index=own, address=address(network, len(self.ranks)), prefixlen=16)
-                _at_once(rank, own, queued // packet)
-                self.sent["rank"].append(End(rank, own, network.within, own_frame))
-                self.received["rank"].append(End(node, port, network.within, own_frame))
+                _start_with_full_window(rank, own, window // packet)
+                self.sent["rank"].append(End(rank, own, network.within, rank_frame))
+                self.received["rank"].append(End(node, port, network.within, rank_frame))
                 self.ranks.append(rank)
 
     def ends(self) -> Iterator[End]:
-        """All ends that have a rate."""
+        """Yield all ends with a rate."""
         for side in (self.sent, self.received):
             for ends in side.values():
                 yield from (end for end in ends if end.rate)

@@ -1,13 +1,10 @@
-"""An emulated network that runs: where its ranks are and how a program starts there.  It goes when it is closed.
-
-Also when whoever started it is killed: the keeper dies with it, the holders of the namespaces die with the keeper, and
-the kernel removes what nobody holds.
-"""
+"""An emulated network: sizes of its frames, and its start and end for a job by a keeper process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,54 +12,100 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from repro.config import EmulatedNetwork
+from repro.util.processes import usable_cores
+
+ETHERNET_BYTES = 14
+"""Bytes of an Ethernet header, which a token bucket counts."""
+HEADER_BYTES = 52
+"""Bytes of the IPv4 and TCP headers with a time stamp, which the MTU includes."""
+MIN_FRAME_S = 200e-6
+"""Minimum seconds of a frame on its link.  A longer frame makes a coarser link."""
+MAX_FRAMES_PER_CORE_S = 6000
+"""Maximum frames/s, for each core of this machine, of all links of a kind together.  Beyond it a ring takes longer than
+its link (docs/windtunnel.md)."""
+MIN_MTU, MAX_MTU = 1500, 9000
+MAX_SEGMENT_BYTES = 64000
+WINDOW_S = 30e-3
+"""Seconds of its link that a stream has in flight.  A rank that waits for a core must not stop its link, since links of
+a cluster need no core."""
+MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 18, 1 << 22
+
+
+def _frame_bytes(rate: float, links: int) -> float:
+    """Return the bytes of a frame on each of `links` links of `rate` bytes/s."""
+    return rate * max(MIN_FRAME_S, links / (MAX_FRAMES_PER_CORE_S * usable_cores()))
+
+
+def mtu_bytes(network: EmulatedNetwork) -> int:
+    """Return the bytes of a packet: a frame of the slowest link, within limits."""
+    kinds = ((network.between, network.nodes), (network.within, network.world))
+    frame = min((_frame_bytes(*kind) for kind in kinds if kind[0]), default=MAX_MTU)
+    return round(min(max(frame, MIN_MTU), MAX_MTU))
+
+
+def segment_bytes(network: EmulatedNetwork) -> int:
+    """Return the bytes that a rank's link carries as one segment; a slower link behind it divides them into packets."""
+    frame = _frame_bytes(network.within, network.world) if network.within else MAX_SEGMENT_BYTES
+    return round(min(max(frame, mtu_bytes(network)), MAX_SEGMENT_BYTES))
+
+
+def window_bytes(network: EmulatedNetwork) -> int:
+    """Return the maximum bytes that a stream has in flight."""
+    fastest = network.within or (network.between if network.ranks_per_node == 1 else math.inf)
+    return round(min(max(fastest * WINDOW_S, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
+
+
+def payload_share(network: EmulatedNetwork) -> float:
+    """Return the payload's fraction of a link's bytes, for large messages in one direction."""
+    return (mtu_bytes(network) - HEADER_BYTES) / (mtu_bytes(network) + ETHERNET_BYTES)
 
 
 class NoNetwork(Exception):
-    """The network cannot be had as asked; `str` says why in one line."""
+    """The network cannot be made; `str` is the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a keeper says of its network: processes, and what was measured."""
+class NetworkFacts:
+    """A keeper's description of its network: processes and measurements."""
 
     keeper: int
     user_namespace: bool
-    """Whether it was made by a user who is root in a user namespace only."""
+    """Whether the user who made the network is root in a user namespace only."""
     ranks: list[int]
-    """Process that holds each rank's namespace."""
+    """Process that holds the namespace, by rank."""
     nodes: list[int]
-    """The same of each node's."""
+    """Process that holds the namespace, by node."""
     cores: int
-    """That the ranks share."""
+    """Cores that the ranks share."""
     mtu: int
     payload_share: float
-    """Fraction of a link's bytes that is payload, under full load in both directions."""
+    """Payload's fraction of a link's bytes under full load in both directions."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Measured bytes/s of every link by kind and direction."""
     round_trip_s: dict[str, float] = field(default_factory=dict)
-    """Of one byte there and back, `within` a node and `between` nodes, in the kernel alone."""
+    """Seconds of one byte and its answer, `within` a node and `between` nodes, in the kernel alone."""
 
-    def command(self, rank: int, command: list[str]) -> list[str]:
-        """What runs `command` where `rank` is."""
+    def exec_command(self, rank: int, command: list[str]) -> list[str]:
+        """Return the command line that runs `command` in the namespace of `rank`."""
         inside = ["--user", "--preserve-credentials"] if self.user_namespace else []
         return ["nsenter", "--target", str(self.ranks[rank]), "--net", *inside, "--", *command]
 
 
 class RunningNetwork:
-    """A network made and verified; use as a context manager, or close it."""
+    """A network that is made and verified; use it as a context manager, or close it."""
 
     def __init__(self, network: EmulatedNetwork):
         """Raises `NoNetwork`.  The calling thread must live as long as the network."""
         self.network = network
         self._keeper = start_keeper("--parent", str(os.getpid()))
         try:
-            self.facts = ask(self._keeper, network)
+            self.facts = request_network(self._keeper, network)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Take it down."""
+        """Remove the network."""
         self._keeper.kill()
         self._keeper.wait()
         for stream in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
@@ -78,7 +121,7 @@ class RunningNetwork:
 
 
 def start_keeper(*arguments: str) -> subprocess.Popen[str]:
-    """A keeper that waits to be asked."""
+    """Start a keeper that waits for a request."""
     return subprocess.Popen(
         [sys.executable, "-m", "repro.emulate.keeper", *arguments],
         stdin=subprocess.PIPE,
@@ -89,8 +132,8 @@ def start_keeper(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def ask(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> Facts:
-    """Have a keeper make a network.  Raises `NoNetwork`."""
+def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> NetworkFacts:
+    """Have a keeper make a network, and return its description.  Raises `NoNetwork`."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     assert keeper.stderr is not None
@@ -99,9 +142,11 @@ def ask(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> Facts:
         keeper.stdin.flush()
     line = keeper.stdout.readline()
     if not line:
-        said = keeper.stderr.read().strip().splitlines()
-        raise NoNetwork(f"the emulated network could not be made: {said[-1] if said else 'its keeper died'}")
+        lines = keeper.stderr.read().strip().splitlines()
+        raise NoNetwork(
+            f"the emulated network could not be made: {lines[-1] if lines else 'its keeper died'}"
+        )
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise NoNetwork(f"emulated network {network}: {answer['error']}")
-    return Facts(**answer)
+    return NetworkFacts(**answer)

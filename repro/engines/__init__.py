@@ -1,4 +1,4 @@
-"""Implementations of a strategy behind one interface, `base.Engine`: `native`, `torch`, `deepspeed` and `megatron`.
+"""Implementations of a strategy behind one interface, `Engine`: `native`, `torch`, `deepspeed` and `megatron`.
 
 `build_engine` imports an engine when an experiment names it. `config.engines` states which experiments an engine
 supports.
@@ -7,20 +7,25 @@ supports.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from repro.config.engines import NATIVE
-from repro.measure.provenance import release, versions
+from repro.measure.provenance import major_minor, versions
 from repro.util import extras
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from repro.config import Experiment
-    from repro.engines.base import Engine
+    from repro.engines.native.part import MicroBatch
     from repro.parallel.mesh import Mesh
+    from repro.parallel.pipeline.runner import Observer
+    from repro.parallel.zero.optimizer import Norms
 
-__all__ = ["NATIVE", "build_engine", "load", "missing"]
+__all__ = ["NATIVE", "Engine", "EngineReport", "build_engine", "import_libraries", "missing_library"]
 
 _ADAPTERS = {
     NATIVE: "repro.engines.native.engine:NativeEngine",
@@ -28,41 +33,85 @@ _ADAPTERS = {
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",
 }
-"""Where each engine is, imported only when it is asked for."""
+"""Adapter class of each engine; `build_engine` imports it on request."""
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
-"""What an engine imports beyond torch when it is built: libraries, no part of a model."""
+"""Library of each engine."""
+_MIN_TORCH = (2, 10)
+"""Minimum version for engine torch: `replicate` runs on FSDP2, and a pipeline's step can drop its outputs."""
 
 
-_TORCH = (2, 10)
-"""What torch's engine needs of it: from there on `replicate` runs on FSDP2, and a pipeline's step keeps no outputs."""
+@dataclass(frozen=True)
+class EngineReport:
+    """Software that executed an experiment."""
+
+    name: str
+    """Name and version of the library: `DeepSpeed 0.19.8`."""
+    theirs: str
+    """Parts of the step that the library provides."""
+    configuration: dict[str, Any] = field(default_factory=dict)
+    """Settings of the library, as JSON data."""
 
 
-def missing(engine: str) -> str:
-    """Which library the engine lacks here and how to get it, `deepspeed: pip install ...`; empty if it lacks none."""
+class Engine(Protocol):
+    """Training state of one experiment on one rank."""
+
+    def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
+        """Take one optimizer step over the replica's micro-batches."""
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the loss scale of the next step, 0-dim; None without loss scaling."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that the last step started."""
+
+    def local_parameters(self) -> int:
+        """Return the number of parameters of this rank's tp share of a replica."""
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a full copy of every (tp-local) parameter of the stage, by name."""
+
+    def padding(self) -> int:
+        """Return the number of padding elements in flat buffers."""
+
+    def mark_states(self) -> None:
+        """Mark every storage that holds parameters, gradients or optimizer states (`repro.parallel.storage`).
+
+        The first step calls the method when its gradients exist and again at its end.
+        """
+
+    def report(self) -> EngineReport:
+        """Return the software of the engine and its settings."""
+
+    def pipeline_report(self) -> dict[str, Any]:
+        """Return `stage` and `in_flight`, the maximum of concurrent micro-batches (per chunk); {} without stages."""
+
+
+def missing_library(engine: str) -> str:
+    """Return the engine's missing library and its installation, `deepspeed: pip install ...`; empty if complete."""
     if engine == "torch" and (older := _older_torch()):
-        return f"torch {'.'.join(map(str, _TORCH))}: this one, {older}, is older than engine torch is written for"
+        return f"torch {'.'.join(map(str, _MIN_TORCH))}: this one, {older}, is older than engine torch is written for"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
 
 
 def _older_torch() -> str:
-    """The version of this torch if it is older; empty where it is not, or nobody can say."""
+    """Return the version of torch if it is older than required; empty otherwise, or if the version is unknown."""
     version = versions(["torch"]).get("torch", "")
-    return version if () < release(version) < _TORCH else ""
+    return version if () < major_minor(version) < _MIN_TORCH else ""
 
 
-def load(engine: str, device_type: str) -> None:
-    """Import what this engine imports, so that a limit of memory that is set now leaves it out."""
+def import_libraries(engine: str, device_type: str) -> None:
+    """Import the libraries of this engine, so that a memory limit set afterwards does not count them."""
     if engine == "deepspeed":
         from repro.engines.deepspeed import library
 
-        library.load(device_type)
+        library.import_deepspeed(device_type)
     elif engine in _LIBRARIES:
         importlib.import_module(_LIBRARIES[engine])
 
 
 def build_engine(experiment: Experiment, mesh: Mesh, device: torch.device) -> Engine:
-    """The engine that the experiment names, with its model built on this rank."""
+    """Return the engine of the experiment, with its model built on this rank."""
     module, adapter = _ADAPTERS[experiment.engine].split(":")
     built: Engine = getattr(importlib.import_module(module), adapter)(experiment, mesh, device)
     return built

@@ -10,24 +10,15 @@ import re
 from typing import NamedTuple
 
 FAILURE_CLASSES = (
-    *(
-        "node-failure",
-        "out-of-memory",
-        "time-limit",
-        "time-out",
-        "hang",
-        "nccl",
-        "wrong-hardware",
-        "lost-node",
-    ),
-    *("cancelled", "preempted", "rank-killed", "error"),
+    *("node-failure", "out-of-memory", "time-limit", "time-out", "hang", "nccl"),
+    *("wrong-hardware", "lost-node", "cancelled", "preempted", "rank-killed", "error"),
 )
 """Return values of `failure_class`; `""` stands for no failure."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "
 PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE = "preempted", "time limit", "cancelled", "node failure"
-"""Words in the reasons of what SLURM interrupted."""
+"""Words in the reasons of interruptions by SLURM."""
 
 _STATES = {
     "NODE_FAIL": "node-failure",
@@ -49,35 +40,6 @@ _INTERRUPTIONS = {
 _OUTCOMES = {"oom": "out-of-memory", "timeout": "time-out", "hang": "hang"}
 _NCCL = re.compile(r"\bnccl|DistBackendError", re.IGNORECASE)
 _KILLED = re.compile(r"rank \d+ was killed by signal")
-
-
-def failure_class(outcome: str, reason: str, state: str = "") -> str:
-    """Return one of `FAILURE_CLASSES`, or `""` for a result (`ok`, `diverged`) and for a running experiment.
-
-    `outcome` and `reason` are a record's, empty where there is none; `state` is what SLURM says of the
-    job (`NODE_FAIL`, `CANCELLED by 0`): it counts where the record does not know better.
-    """
-    if outcome in ("ok", "diverged"):
-        return ""
-    if reason.startswith(WRONG_HARDWARE):
-        return "wrong-hardware"
-    if LOST_NODE in reason:
-        return "lost-node"
-    if outcome in _OUTCOMES:
-        return _OUTCOMES[outcome]
-    scheduler = _STATES.get(state.split()[0].rstrip("+") if state else "", "")
-    if outcome in ("", "interrupted"):
-        said = next((kind for word, kind in _INTERRUPTIONS.items() if word in reason), "")
-        # What the scheduler says in the end is more exact than what a signal could tell.
-        unclear = "error" if outcome else ""
-        return (scheduler if scheduler not in ("", "error") else said) or scheduler or unclear
-    if _NCCL.search(reason):
-        return "nccl"
-    if _KILLED.search(reason):
-        return "rank-killed"
-    return "error"
-
-
 _NO_MEMORY = re.compile(
     r"terminate called after throwing .{0,400}?(std::bad_alloc|can(?:'|no)t allocate memory)",
     re.IGNORECASE | re.DOTALL,
@@ -90,6 +52,33 @@ _WATCHDOG = re.compile(
     re.IGNORECASE,
 )
 _DEVICE = re.compile(r"(?:CUDA error|Cuda failure)[^\n]*", re.IGNORECASE)
+
+
+def failure_class(outcome: str, reason: str, state: str = "") -> str:
+    """Return one of `FAILURE_CLASSES`, or `""` for a result (`ok`, `diverged`) and for a running experiment.
+
+    `outcome` and `reason` are a record's, empty without a record. `state` is SLURM's state of the job (`NODE_FAIL`,
+    `CANCELLED by 0`), which counts if the record is less exact.
+    """
+    if outcome in ("ok", "diverged"):
+        return ""
+    if reason.startswith(WRONG_HARDWARE):
+        return "wrong-hardware"
+    if LOST_NODE in reason:
+        return "lost-node"
+    if outcome in _OUTCOMES:
+        return _OUTCOMES[outcome]
+    scheduler = _STATES.get(state.split()[0].rstrip("+") if state else "", "")
+    if outcome in ("", "interrupted"):
+        interruption = next((kind for word, kind in _INTERRUPTIONS.items() if word in reason), "")
+        # The scheduler's final state is more exact than a signal.
+        unclear = "error" if outcome else ""
+        return (scheduler if scheduler not in ("", "error") else interruption) or scheduler or unclear
+    if _NCCL.search(reason):
+        return "nccl"
+    if _KILLED.search(reason):
+        return "rank-killed"
+    return "error"
 
 
 class AbortCause(NamedTuple):
@@ -108,10 +97,7 @@ def classify_abort(text: str) -> AbortCause:
     watchdog = _WATCHDOG.search(text)
     if watchdog is None:
         return AbortCause("killed", "")
-    said = watchdog[1] or watchdog[0]
-    device = _DEVICE.search(said)
-    return (
-        AbortCause("error", device[0].strip())
-        if device
-        else AbortCause("echo", f"NCCL's watchdog: {said.strip()}")
-    )
+    message = watchdog[1] or watchdog[0]
+    if device := _DEVICE.search(message):
+        return AbortCause("error", device[0].strip())
+    return AbortCause("echo", f"NCCL's watchdog: {message.strip()}")

@@ -20,16 +20,16 @@ from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover
 from repro.simulate.plan import fit
-from repro.simulate.plan.asked import Asked, memory_bytes
-from repro.simulate.plan.terms import FRAGMENTATION
+from repro.simulate.plan.candidates import LayoutQuery, parse_memory_size
+from repro.simulate.plan.closed_form import FRAGMENTATION
 
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
-TARGET = "repro.launch.rank.session:run_memory_trial"
-LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
+TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
+TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
-    asked: Asked, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
+    asked: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
     """The trials that answer a question on this machine.  Raises `ConfigError`.
 
@@ -43,8 +43,8 @@ def plan_trials(
             "must be PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with --measure, where torch allocates"
         )
         raise ConfigError("expandable", says=what)
-    limit = memory_bytes(asked.memory_limit)
-    on = _this_machine(system, limit)
+    limit = parse_memory_size(asked.memory_limit)
+    on = _local_system(system, limit)
     world = gpus
     if as_rank is not None:
         require(gpus == 1, "gpus", gpus, "1 with --as-rank: one process is one rank of --of")
@@ -63,7 +63,7 @@ def plan_trials(
     return Trials(question, system, limit, as_rank)
 
 
-def _this_machine(system: str, limit: int | None) -> System:
+def _local_system(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = discover()
     on_cpu = local_capacity.DEVICES[system] == "cpu"
@@ -80,7 +80,7 @@ def _this_machine(system: str, limit: int | None) -> System:
 class Trials:
     """The trials of one question."""
 
-    question: fit.Question
+    question: fit.FitQuestion
     system: str
     limit: int | None
     """Bytes of a device's memory, context included; None: all that there is."""
@@ -91,18 +91,18 @@ class Trials:
         """What a process's allocator may have: the limit less the context, or 0 for all that there is."""
         return 0 if self.limit is None else self.question.allocatable
 
-    def run(self, interrupt: Interrupt) -> fit.Answer:
+    def run(self, interrupt: Interrupt) -> fit.FitAnswer:
         """Search, beginning where the simulation says."""
-        guess = fit.simulated(self.question)
+        guess = fit.fit_by_simulation(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
         values = self.question.values()
-        return fit.search(
+        return fit.search_largest(
             values, lambda value: self._attempt(value, interrupt), self.question.allocatable, start
         )
 
-    def document(self, answer: fit.Answer, seconds: float) -> dict[str, Any]:
+    def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
         """`repro fit --measure --json`."""
-        document = fit.document(self.question, answer)
+        document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None
         return document | {
@@ -111,18 +111,18 @@ class Trials:
             "seconds": round(seconds, 1),
         }
 
-    def _attempt(self, value: int, interrupt: Interrupt) -> fit.Trial:
+    def _attempt(self, value: int, interrupt: Interrupt) -> fit.FitTrial:
         if interrupt:
-            return fit.Trial(value, "interrupted", None)
+            return fit.FitTrial(value, "interrupted", None)
         experiment = replace(
             self.question.experiment(value),
             system=self.system,
-            limits=replace(LIMITS, memory_bytes=self.limit_bytes),
+            limits=replace(TRIAL_LIMITS, memory_bytes=self.limit_bytes),
             training=Training(seq=self.question.seq, steps=2, untimed_steps=1),
         )
         job = Job(experiments=[experiment], as_rank=-1 if self.as_rank is None else self.as_rank)
-        ending, results = run_once(job, interrupt, target=TARGET)
-        detail = {"memory_of_process": _most([result["memory"] for result in results])}
+        ending, results = run_once(job, interrupt, target=TRIAL_TARGET)
+        detail = {"memory_of_process": _largest_values([result["memory"] for result in results])}
         why = ""
         if ending.outcome == "oom":
             why = memory_failure_kind(
@@ -131,10 +131,10 @@ class Trials:
         elif ending.outcome != "ok":
             why = ending.outcome
         reserved = detail["memory_of_process"].get("cuda", {}).get("reserved_peak")
-        return fit.Trial(value, ending.outcome, reserved, why, ending.reason, detail)
+        return fit.FitTrial(value, ending.outcome, reserved, why, ending.reason, detail)
 
 
-def _most(memories: list[dict[str, Any]]) -> dict[str, Any]:
+def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest of the ranks' numbers."""
     if not memories:
         return {}

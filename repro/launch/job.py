@@ -13,18 +13,20 @@ from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.util.files import write_json
 
 STOP_FILE = "stop"
-"""A file of this name in the folder of rank 0 asks the ranks to write a checkpoint after their step, and to end."""
+"""File in the folder of rank 0 that requests a checkpoint after the current step, and the end."""
 
+STOP_TIMEOUT_S = 300.0
+"""Timeout of stopping ranks for their step and checkpoint, in seconds."""
 NETWORK_FILE = "network.json"
-"""In the launch's folder: `repro.emulate.network.Facts` of the network that the ranks are on, if they are on one."""
+"""File in the launch's folder with the `repro.emulate.network.Facts` of the emulated network, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the launcher hands to every rank, as one JSON file."""
+    """Input of every rank, which the launcher writes as one JSON file."""
 
     experiments: list[Experiment]
-    """All of equal world, system, network and memory limit (the launcher checks that before it starts anything)."""
+    """Experiments of equal world, system, network and memory limit."""
     rounds: int = 1
     """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
     compare: bool = False
@@ -32,13 +34,13 @@ class Job:
     apart: bool = False
     """Whether each turn of a comparison builds its experiment anew and frees it."""
     checkpoints: str = ""
-    """Folder of the checkpoints of all experiments of the store; empty where nothing is stored."""
+    """Folder of the checkpoints of all experiments of the store; empty without a store."""
     folder: str = ""
-    """The launch's own on this machine, as a rank is told; a file `stop` in it asks for a checkpoint and an end."""
+    """Folder of the launch on this machine. A file `stop` in it requests a checkpoint and the end."""
     task: dict[str, Any] = field(default_factory=dict)
-    """What a target needs that does something else with an experiment than run it."""
+    """Parameters of a target other than `run_rank`."""
     as_rank: int = -1
-    """With 0 or more: one process is this rank of the layout, and its messages carry nothing."""
+    """Rank of the layout that a single process stands for, whose collectives carry no data; -1 for all ranks."""
 
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
@@ -54,7 +56,7 @@ class Job:
 
     @property
     def network(self) -> EmulatedNetwork | None:
-        """What joins the ranks; None: the machine's own."""
+        """Emulated network between the ranks; None for the machine's own network."""
         return self.experiments[0].network
 
     @property
@@ -63,7 +65,7 @@ class Job:
         return self.experiments[0].limits.memory_bytes
 
     def save(self, path: Path) -> None:
-        """Write the job as JSON; `load` is the way back."""
+        """Write the job as JSON for `load`."""
         document = {
             "rounds": self.rounds,
             "compare": self.compare,
@@ -77,7 +79,7 @@ class Job:
 
     @staticmethod
     def load(path: Path) -> Job:
-        """The job that `save` wrote."""
+        """Read a job that `save` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         return Job(
             experiments=[from_dict(data) for data in document["experiments"]],
@@ -97,8 +99,6 @@ class Stopped(Exception):
 class Interrupt:
     """While entered, SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that is ignored stays so."""
 
-    STOP_S = 300.0
-
     def __init__(self) -> None:
         self.signal = 0
         self.again = False
@@ -116,7 +116,7 @@ class Interrupt:
     @property
     def stop_s(self) -> float:
         """Timeout of stopping ranks for their step and checkpoint, in seconds."""
-        return 0.0 if self.again else self.STOP_S
+        return 0.0 if self.again else STOP_TIMEOUT_S
 
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -7,12 +7,12 @@ import os
 from repro import engines
 from repro.config import Experiment
 from repro.config.layout import ELEMENT_BYTES
-from repro.config.sizes import RANKS_PER_CORE, Most
-from repro.emulate import ability
-from repro.model.parameters import total
+from repro.config.sizes import RANKS_PER_CORE, SizeLimit
+from repro.emulate import lab
+from repro.model.counts import total_parameters
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
-from repro.util.resources import memory_and_swap, usable_cores
+from repro.util.processes import memory_and_swap, usable_cores
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Device type of each system that the local launcher supports."""
@@ -27,15 +27,15 @@ def missing_requirement(experiment: Experiment) -> str:
         return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
     if DEVICES[experiment.system] == "cpu" and world > max_ranks().value:
         return f"{world} processes, and this machine takes {max_ranks().value} ({max_ranks().why})"
-    if lacking := engines.missing(experiment.engine):
+    if lacking := engines.missing_library(experiment.engine):
         return lacking
-    return ability.missing() if experiment.network is not None else ""
+    return lab.missing_requirement() if experiment.network is not None else ""
 
 
-def max_ranks() -> Most:
+def max_ranks() -> SizeLimit:
     """Return the maximum number of ranks that can share this machine's processor cores."""
     cores = usable_cores()
-    return Most(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
+    return SizeLimit(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
 
 
 def count_cuda_devices() -> int:
@@ -62,8 +62,8 @@ def memory_shortage(experiment: Experiment) -> str:
     if states > free:
         return (
             f"{units.size(states)} of memory for model states alone, and {units.size(free)} are free here; "
-            f"model = {experiment.model.name!r} has {total(experiment.model):,} parameters, and at most "
-            f"{int(total(experiment.model) * free / states):,} fit in this layout"
+            f"model = {experiment.model.name!r} has {total_parameters(experiment.model):,} parameters, and at most "
+            f"{int(total_parameters(experiment.model) * free / states):,} fit in this layout"
         )
     if states + inputs > free:
         fits = int(experiment.layout.micro_batch * (free - states) / inputs)
@@ -77,7 +77,9 @@ def memory_shortage(experiment: Experiment) -> str:
 
 def _states(experiment: Experiment) -> float:
     """Return the bytes of model states of all ranks, each tensor-parallel replica counted once."""
-    return experiment.layout.copies * sum(state_bytes(total(experiment.model), experiment.layout).values())
+    return experiment.layout.copies * sum(
+        state_bytes(total_parameters(experiment.model), experiment.layout).values()
+    )
 
 
 def _inputs(experiment: Experiment) -> float:

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.emulate.network import RunningNetwork
 from repro.launch import rank_process, supervise
-from repro.launch.heartbeat import HeartbeatReader, Position
 from repro.launch.job import NETWORK_FILE, STOP_FILE, Interrupt, Job
 from repro.launch.local_capacity import DEVICES
 from repro.launch.rank import program as rank_program
+from repro.launch.rank_process import HeartbeatReader, Position
 from repro.util.files import write_json
 
 REAP_TIMEOUT_S = 10.0
@@ -34,9 +34,9 @@ def scratch_parent() -> Path:
 
 
 class LocalLaunch:
-    """A running job.  Every rank leads a session of its own, so the terminal's Ctrl-C reaches us alone.
+    """A running job. Every rank leads its own session, so that Ctrl-C in the terminal reaches the launcher only.
 
-    Start it from the main thread: the kernel ties a rank's life to the *thread* that started it.
+    Start it from the main thread, because the kernel ends a rank with the *thread* that started it.
     """
 
     def __init__(self, job: Job, logs: Path, *, target: str = rank_program.DEFAULT_TARGET):
@@ -51,13 +51,13 @@ class LocalLaunch:
         self._network: RunningNetwork | None = None
 
     def start(self) -> None:
-        """Start all ranks, on the network that the job names.  Raises `NoNetwork` if that cannot be had."""
+        """Start all ranks, on the job's emulated network.  Raises `NoNetwork` if the network is unavailable."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         if self.job.network is not None:
             network = self.job.network
             if network.flops_per_s:
-                network = network.scaled(products.of_a_rank(self.world))
+                network = network.scaled(compute_rate.rank_flops_per_s(self.world))
             self._network = RunningNetwork(network)
             write_json(self.folder / NETWORK_FILE, asdict(self._network.facts))
         device = DEVICES[self.job.experiments[0].system]
@@ -68,7 +68,7 @@ class LocalLaunch:
             )
             own = rank_environment(rank, self.world, limited=bool(self.job.memory_bytes))
             if self._network is not None:
-                command = self._network.facts.command(rank, command)
+                command = self._network.facts.exec_command(rank, command)
                 own |= _on_node(self._network.network.ranks_per_node, rank)
             with self._log(rank, "out") as out, self._log(rank, "err") as err:
                 process = subprocess.Popen(
@@ -82,33 +82,33 @@ class LocalLaunch:
             self._ranks.append(process)
 
     def poll(self, rank: int) -> int | None:
-        """Exit code of `rank`, negative for a signal; None while it runs."""
+        """Return the exit code of `rank`, negative for a signal; None while it runs."""
         return self._ranks[rank].poll()
 
     def position(self, rank: int) -> Position:
-        """What `rank`'s heartbeat says."""
+        """Return the position in the heartbeat of `rank`."""
         return self._heartbeats.position(rank)
 
     def stopped(self, rank: int) -> bool:
-        """Whether `rank` is stopped by a signal or a debugger."""
+        """Return whether a signal or a debugger has stopped `rank`."""
         return rank_process.is_stopped(self._ranks[rank].pid)
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """How `rank` says it ended: `{"rank", "outcome", "reason"}`; None if it could not say."""
+        """Return the report of the end of `rank`: `{"rank", "outcome", "reason"}`; None without a report."""
         return read_json(rank_program.rank_report_path(self.folder, rank))
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
+        """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
         found = [read_json(rank_program.result_path(self.folder, index, rank)) for rank in range(self.world)]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
-        """The end of what `rank` wrote to standard error."""
+        """Return the end of the standard error of `rank`."""
         return rank_process.read_error_log(self.logs, rank)
 
     def dump_stacks(self) -> None:
-        """Ask every running rank to write its Python stacks to its log, and see it done."""
+        """Request the Python stacks of every running rank in its log, and wait for them."""
         logs = {rank: rank_process.error_log_path(self.logs, rank) for rank in range(self.world)}
         before = {rank: rank_process.count_stacks(log) for rank, log in logs.items()}
         self._signal(rank_process.STACKS_SIGNAL)
@@ -124,18 +124,18 @@ class LocalLaunch:
         return self.poll(rank) is None and not self.stopped(rank)
 
     def ask_to_stop(self) -> None:
-        """Have the ranks write a checkpoint after the step that they are in, and end."""
+        """Request a checkpoint after the current step, and the end of the ranks."""
         (self.folder / STOP_FILE).touch()
 
     def kill(self) -> None:
-        """Kill what still runs, with its children, and reap it."""
+        """Kill and reap the running ranks and their children."""
         self._signal(signal.SIGKILL)
         for process in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(REAP_TIMEOUT_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Remove the launch's files; the logs move to `keep_logs` where something failed."""
+        """Remove the launch's files; move the logs to `keep_logs` unless it is None."""
         self.kill()
         if self._network is not None:
             self._network.close()
@@ -160,13 +160,13 @@ class LocalLaunch:
 def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
     """Return the environment of one rank: the user's own, with the cores divided among the ranks.
 
-    Under a memory limit, tensors' freed memory goes back to the kernel at once: glibc would keep blocks of up
-    to 32 MB in its heap, and the limit would hit on what has long been freed.
+    Under a memory limit, freed tensors return to the kernel at once. glibc would retain blocks of up to 32 MB in its
+    heap, and they would count against the limit.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # gloo otherwise looks the host's name up, which fails on machines without a network.
+        # Without an interface, gloo resolves the host's name, which fails on machines without a network.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if limited:
@@ -177,13 +177,13 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
 
 
 def _on_node(ranks: int, rank: int) -> dict[str, str]:
-    """Environment of a rank on an emulated network, its node's ranks at hand, whatever the user's own says."""
+    """Return the environment of a rank on an emulated network, which replaces the user's values."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A file that `write_json` wrote; None if it is not there."""
+    """Return the content of a JSON file; None if the file is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

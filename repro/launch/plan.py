@@ -1,9 +1,18 @@
-"""What a run has to do: the experiments and comparisons of a suite that the store lacks, as launches."""
+"""Tasks of a run: experiments and comparisons of a suite without a record, and the locks with which runs share them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from repro.config import ConfigError, Experiment
 from repro.config.suites import Comparison, Entry, Suite
@@ -12,10 +21,13 @@ from repro.results.schema import CONCLUSIVE
 from repro.results.select import by_key, by_keys
 from repro.results.store import Store
 
+LOCK_RETRY_INTERVAL_S = 0.5
+"""Interval between attempts to lock a key that another `repro run` holds, in seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Experiments to be run in one launch; if one of them fails, the others get a launch without it."""
+    """Experiments of one launch. If one of them fails, another launch runs the others."""
 
     experiments: tuple[Experiment, ...]
     comparison: Comparison | None = None
@@ -26,8 +38,11 @@ class Task:
         return [experiment.key for experiment in self.experiments]
 
 
-def select(suite: Suite, only: list[str]) -> list[Entry]:
-    """Entries whose name matches any glob of `only`; all without one.  `ConfigError` if none does."""
+def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
+    """Return the entries whose name matches a glob of `only`; all entries if `only` is empty.
+
+    Raises `ConfigError` for a glob that matches no entry.
+    """
     names = [entry.experiment.name for entry in suite.entries]
     for glob in only:
         if not any(fnmatchcase(name, glob) for name in names):
@@ -38,8 +53,8 @@ def select(suite: Suite, only: list[str]) -> list[Entry]:
     return [entry for entry in suite.entries if any(fnmatchcase(entry.experiment.name, g) for g in only)]
 
 
-def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
-    """What the store lacks of `entries`, in the order of the file."""
+def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
+    """Return the tasks of `entries` without a conclusive record, in the order of the file."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
@@ -65,10 +80,10 @@ def tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> l
 
 
 def missing_tasks(task: Task, store: Store) -> list[Task]:
-    """What the store still lacks of `task`: nothing, a smaller task, or all of it.
+    """Return the rest of `task` without a conclusive record: no task, a smaller task, or the full task.
 
-    A comparison needs its baseline beside every subject, even where the baseline alone is known; it cannot
-    be had with one that runs out of memory or diverges.
+    A comparison runs its baseline together with every subject, even if the baseline has a record. A baseline that
+    runs out of memory or diverges cannot be compared.
     """
     latest = by_key(store.records())
     outcomes = {key: latest[key].outcome for key in task.keys if key in latest}
@@ -76,8 +91,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
     if task.comparison is None:
         return [replace(task, experiments=tuple(unknown))] if unknown else []
     baseline, *subjects = task.experiments
-    comparable = outcomes.get(baseline.key, "ok") not in ("oom", "diverged")
-    if not comparable:
+    if outcomes.get(baseline.key, "ok") in ("oom", "diverged"):
         return [Task(experiments=tuple(unknown))] if unknown else []
     known = by_keys(store.records())
     open_subjects = [
@@ -88,3 +102,72 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
     if open_subjects:
         return [replace(task, experiments=(baseline, *open_subjects))]
     return [Task(experiments=(baseline,))] if baseline in unknown else []
+
+
+def retry_until_done(
+    attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
+) -> None:
+    """Repeat `attempt` until it returns True or `cancelled()` does; call `announce` before the first wait."""
+    announced = False
+    while not attempt() and not cancelled():
+        if not announced:
+            announce()
+            announced = True
+        time.sleep(LOCK_RETRY_INTERVAL_S)
+
+
+class ExperimentLocks:
+    """Locks on experiment keys, with which two `repro run` on one store share the work.
+
+    A lock is an `flock` on `root/locks/<key>`, which the kernel releases when its holder dies. The text of the file
+    names the folder with the holder's short-lived files. The next holder removes that folder after a kill.
+    """
+
+    def __init__(self, root: Path):
+        self._folder = root / "locks"
+        self._held: list[int] = []
+
+    def take(self, keys: list[str]) -> bool:
+        """Lock all `keys` without waiting. Return False without any lock if another process holds one of them."""
+        assert not self._held, "one set of keys at a time"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for key in sorted(keys):
+            descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                self.release()
+                return False
+            self._held.append(descriptor)
+            _remove_leftovers(descriptor)
+        return True
+
+    def remember(self, folder: Path) -> None:
+        """Write the folder of the holder's files into the locks, for the next holder after a kill."""
+        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
+        for descriptor in self._held:
+            with contextlib.suppress(OSError):  # only tidiness is lost
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, note.encode(), 0)
+
+    def release(self) -> None:
+        """Release all keys."""
+        for descriptor in self._held:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+        self._held = []
+
+
+def _remove_leftovers(descriptor: int) -> None:
+    """Remove the files of a killed holder on this host."""
+    text = os.pread(descriptor, 4096, 0)
+    if not text:
+        return
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(text)
+        folder = Path(note["folder"])
+        if note["host"] == socket.gethostname() and folder.name.startswith("repro-"):
+            shutil.rmtree(folder, ignore_errors=True)
+    os.ftruncate(descriptor, 0)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from repro.config import words
 from repro.config.enums import Phase
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
+from repro.launch.rank_process import Position
 from repro.util import units
 from repro.util.console import stderr
 
@@ -76,7 +76,9 @@ class Progress:
             else f"{experiments[0].name} and {len(experiments) - 1} more"
         )
         how = " compared," if job.compare else ""
-        self.say(f"start {names},{how} {words.counted(experiments[0].layout.world, 'rank')} ({self._left()})")
+        self.say(
+            f"start {names},{how} {words.count_noun(experiments[0].layout.world, 'rank')} ({self._left()})"
+        )
 
     def tick(self, position: Position) -> None:
         """Rank 0 of the running launch is at `position`."""

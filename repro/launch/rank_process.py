@@ -1,14 +1,35 @@
-"""Processes of ranks as their launcher sees them: command line, state, error log and Python stacks."""
+"""Processes of ranks as their launcher sees them: command line, state, error log, Python stacks and heartbeats.
+
+A heartbeat is the position of a rank in shared memory. One file holds a slot per rank, and a write takes about a
+microsecond without a lock, because each field has one writer. The slot of a killed rank still holds its last position.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import struct
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from repro.config.enums import Phase
 
 MAX_ERROR_LOG_BYTES = 16_000
 """Bytes that are read from the end of an error log. After an abort, stacks follow the message."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""Python's faulthandler writes the stacks in the signal handler, so that a rank inside a collective writes them too."""
+STACKS_TIMEOUT_S = 5.0
+"""Timeout of a rank that writes its stacks, in seconds."""
+_STACK_HEADER = b"(most recent call first)"
+_PHASES = tuple(Phase)
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
+_PHASE = struct.Struct("=iiqd")  # experiment, phase, step, seconds
+_COLLECTIVE = struct.Struct("=qd24s24s")  # sequence, seconds, operation, group
+_SLOT_BYTES = 128
 
 
 def rank_command(folder: Path, rank: int, *, device: str, rendezvous: str, target: str) -> list[str]:
@@ -52,16 +73,100 @@ def read_error_log(logs: Path, rank: int) -> str:
         return ""
 
 
-STACKS_SIGNAL = signal.SIGUSR1
-"""Python's faulthandler writes the stacks in the signal handler, so that a rank inside a collective writes them too."""
-STACKS_TIMEOUT_S = 5.0
-"""Timeout of a rank that writes its stacks, in seconds."""
-_STACK_HEADER = b"(most recent call first)"
-
-
 def count_stacks(log: Path) -> int:
     """Return the number of thread stacks in a rank's standard error."""
     try:
         return log.read_bytes().count(_STACK_HEADER)
     except OSError:
         return 0
+
+
+class Position(NamedTuple):
+    """Last reported position of a rank."""
+
+    experiment: int
+    step: int
+    phase: Phase
+    sequence: int
+    """Number of its last collective, 0 before the first."""
+    op: str
+    group: str
+    seconds: float
+    """`time.monotonic()` of the last report; 0.0 before the first."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the rank has entered an experiment."""
+        return self.phase != Phase.START
+
+    def __str__(self) -> str:
+        if not self.begun:
+            return "at start-up"
+        place = f"at step {self.step}, {self.phase}"
+        return f"{place}, after {self.op} #{self.sequence} on {self.group}" if self.op else place
+
+
+class HeartbeatWriter:
+    """Writer of one rank's slot. The rank calls it at every phase and every collective."""
+
+    def __init__(self, path: Path, rank: int, keep: Callable[[int, dict[str, Any]], None] | None = None):
+        self._map = _map_file(path)
+        self._phase_at = rank * _SLOT_BYTES
+        self._collective_at = rank * _SLOT_BYTES + _PHASE.size
+        self._keep = keep
+
+    def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
+        """Write that the rank enters `phase` of `step` of an experiment of its job."""
+        _PHASE.pack_into(
+            self._map, self._phase_at, experiment_index, _PHASE_NUMBERS[phase], step, time.monotonic()
+        )
+
+    def collective(self, sequence: int, op: str, group: str) -> None:
+        """Write that the rank issues its collective number `sequence`: `op` over `group`."""
+        _COLLECTIVE.pack_into(
+            self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
+        )
+
+    def finished(self, experiment_index: int, result: dict[str, Any]) -> None:
+        """Store the `RankResult` of one experiment before the job ends, so that a later failure cannot lose it."""
+        if self._keep is not None:
+            self._keep(experiment_index, result)
+
+
+class HeartbeatReader:
+    """Reader of the slots of all ranks of one launch."""
+
+    def __init__(self, path: Path, world: int):
+        with open(path, "wb") as file:
+            file.truncate(world * _SLOT_BYTES)
+        self._map = _map_file(path)
+
+    def position(self, rank: int) -> Position:
+        """Return the position of `rank`."""
+        experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
+        sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
+        return Position(
+            experiment,
+            step,
+            _PHASES[number],
+            sequence,
+            _decode_name(op),
+            _decode_name(group),
+            max(began, issued),
+        )
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._map.close()
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _decode_name(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode()

@@ -1,31 +1,46 @@
-"""Put what came of experiments into the store, and say so; with a full disk, at least the outcome."""
+"""Records of the outcomes of experiments in the store, and the summary of a run."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from repro.config import Experiment
+from repro.config import Experiment, suites
 from repro.config.suites import Entry, Suite
 from repro.launch.job import Job
 from repro.launch.progress import Progress
 from repro.results import select
 from repro.results.record_parts import KernelsRan, Provenance, RankResult, kernel_fallbacks
-from repro.results.schema import MEASURED, ExperimentRecord, Record
+from repro.results.schema import CONCLUSIVE, MEASURED, ExperimentRecord, Record
+from repro.results.select import by_key, by_keys
 from repro.results.store import DISK_FULL, Store
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
-"""What the ranks of a launch hand in of one experiment, as JSON data."""
+"""Results of one experiment, one JSON object per rank."""
 
 
 class DiskFull(Exception):
-    """There is no room for results; `str` says where."""
+    """Error of a full disk; the message names the file or folder."""
+
+
+@contextmanager
+def disk_full_errors(place: Path, message: str = "") -> Iterator[None]:
+    """Convert the operating system's errors of a full disk to `DiskFull` with `message`, by default with the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise DiskFull(message or f"disk full: {error.filename or place}") from None
 
 
 class Recorder:
-    """Writes the records of one `repro run`, all of one kind of evidence."""
+    """Writer of the records of one `repro run`, all of one kind of evidence."""
 
     def __init__(
         self,
@@ -35,15 +50,15 @@ class Recorder:
         evidence: str = MEASURED,
         place: Provenance | None = None,
     ):
-        """`place`: what the provenance of every record says besides, of failures too: the job, its nodes."""
+        """`place`: additional provenance of every record, for example the SLURM job and its nodes."""
         self.suite, self.store, self.progress, self.evidence = suite, store, progress, evidence
         self._place = place or {}
         self._source: Provenance = {}
-        self._told: set[str] = set()
+        self._reported_fallbacks: set[str] = set()
         """Reasons why CUDA kernels did not run."""
 
     def begin(self) -> None:
-        """Look up where the coming records come from: before the ranks start, so as not to disturb them."""
+        """Collect the provenance of the next records before the ranks start, which it would disturb."""
         from repro.measure.provenance import provenance
 
         self._source = {**provenance(), **self._place}
@@ -57,7 +72,7 @@ class Recorder:
         outcome: str = "ok",
         reason: str = "",
     ) -> None:
-        """Record how one experiment ended.  `results`: all ranks' (`RankResult`).  Raises `DiskFull`."""
+        """Record the outcome of one experiment.  `results`: `RankResult` of all ranks.  Raises `DiskFull`."""
         from repro.results.measured import experiment_record
 
         def record(results: Results, outcome: str, reason: str) -> ExperimentRecord:
@@ -76,10 +91,10 @@ class Recorder:
         self._warn(experiment.name, written.kernels or {})
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
-        """Say once why torch's operators ran in place of CUDA kernels, or a slow run would look like a fast one."""
+        """Print each reason once why torch's operators replaced CUDA kernels, because such runs are slower."""
         for why, operators in kernel_fallbacks(ran).items():
-            if why not in self._told:
-                self._told.add(why)
+            if why not in self._reported_fallbacks:
+                self._reported_fallbacks.add(why)
                 print(
                     f"warning: {name} ran torch's operators in place of CUDA kernels for {', '.join(operators)}: "
                     f"{why}\n(`repro doctor` says how kernels stand; this is said once)",
@@ -88,7 +103,7 @@ class Recorder:
                 )
 
     def simulated(self, experiment: Experiment, record: ExperimentRecord) -> None:
-        """Write the record of a simulated `experiment`, with where it comes from.  Raises `DiskFull`."""
+        """Write the record of a simulated `experiment` with its provenance.  Raises `DiskFull`."""
         from repro.simulate.record import failed_record
 
         if record.conclusive:
@@ -99,24 +114,24 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record and say so; where the disk is full, that of its failure, which `failed` makes."""
+        """Append a record and report it. On a full disk, append the record that `failed` makes of the reason."""
         full = ""
         try:
             self.store.append(written)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            # The store has freed its reserve: the outcome fits even if the measurement does not.
+            # The store has freed its reserve, which is large enough for a failure.
             full = f"disk full while writing the result to {self.store.folder}"
             written = failed(full)
-            self._last_word(written)
+            self._append(written, f"{written.reason}, and the outcome of {written.name} did not fit")
         expected = self.suite.entry(written.name).expect in ("", written.outcome)
         self.progress.ended(written.name, written.outcome, written.reason, written.wall_s, expected=expected)
         if full:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Record the ratios of a compared job whose experiments have finished.  Raises `DiskFull`."""
+        """Record the ratios of the finished experiments of a compared job.  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
@@ -134,7 +149,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Record under this suite's names what the store knows under others: equal key, equal experiment."""
+        """Copy records of equal keys, and so of equal experiments, to this suite's names."""
         latest = select.by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
@@ -143,18 +158,75 @@ class Recorder:
             if (record.suite, record.name) != (self.suite.name, name):
                 self._append(record.copy(entry.experiment, self.suite.name))
 
-    def _append(self, record: Record) -> None:
-        try:
+    def _append(self, record: Record, message: str = "") -> None:
+        with disk_full_errors(self.store.folder, message or f"disk full: {self.store.folder}"):
             self.store.append(record)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise DiskFull(f"disk full: {self.store.folder}") from None
 
-    def _last_word(self, record: ExperimentRecord) -> None:
-        try:
-            self.store.append(record)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise DiskFull(f"{record.reason}, and the outcome of {record.name} did not fit") from None
+
+def summarise_run(
+    suite: suites.Suite,
+    entries: list[suites.Entry],
+    store: Store,
+    ran: set[str],
+    needs: dict[str, str],
+    evidence: str = MEASURED,
+) -> dict[str, Any]:
+    """Return plain JSON data on every selected experiment; `ran` names the experiments of this run.
+
+    `needs` maps names to missing requirements. An experiment with one and without a record has `expected` null.
+    """
+    records = store.records()
+    latest = by_key(records, evidence)
+    rows = []
+    for entry in entries:
+        record = latest.get(entry.experiment.key)
+        outcome = record.outcome if record else "not run"
+        lacking = "" if record else needs[entry.experiment.name]
+        logs = store.root / "logs" / entry.experiment.key
+        rows.append(
+            {
+                "name": entry.experiment.name,
+                "key": entry.experiment.key,
+                "outcome": outcome,
+                "expected": None if lacking or not entry.expect else outcome == entry.expect,
+                "reason": record.reason if record else lacking and f"needs {lacking}",
+                "already_known": entry.experiment.name not in ran,
+                "logs": str(logs) if outcome not in CONCLUSIVE and logs.exists() else "",
+            }
+        )
+    keys = {row["key"] for row in rows}
+    ratios = [
+        {
+            "subject": record.subject.name,
+            "baseline": record.baseline.name,
+            **{name: getattr(record, name) for name in ("metric", "ratio", "low", "high", "rounds")},
+        }
+        for pair, record in by_keys(records).items()
+        if set(pair) <= keys and evidence == MEASURED
+    ]
+    return {
+        "suite": suite.name,
+        "evidence": evidence,
+        "results": str(store.root),
+        "counts": dict(Counter(row["outcome"] for row in rows)),
+        "experiments": rows,
+        "comparisons": ratios,
+        "skipped_lines": store.skipped,
+    }
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """End of a run."""
+
+    summary: dict[str, Any]
+    """Result of `summarise_run`, with the reason of a stop under `stopped`."""
+    code: int
+    """Exit code of the command: 128 plus a signal's number, 1 after an unexpected result, else 0."""
+
+
+def run_end(summary: dict[str, Any], *, failure: str, signal: int) -> RunEnd:
+    """Return the end of a run that `failure` or `signal` stopped; empty and 0 for none."""
+    summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
+    wrong = failure or any(row["expected"] is False for row in summary["experiments"])
+    return RunEnd(summary, 128 + signal if signal else int(bool(wrong)))

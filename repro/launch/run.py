@@ -1,24 +1,33 @@
-"""`repro run`: bring the store to where it holds a conclusive record of every selected experiment of suites."""
+"""`repro run`: run the selected experiments of suites without a conclusive record, and preview such a run."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from repro.config import ConfigError
-from repro.config.suites import Entry, Suite, load
+from repro.config import ConfigError, Experiment, words
+from repro.config.suites import Entry, Suite, load_suite
+from repro.config.systems import LOCAL_SYSTEMS
+from repro.config.systems import load_system_file as load_system
 from repro.launch import local_capacity, plan, simulated
 from repro.launch.job import Interrupt
+from repro.launch.local_capacity import DEVICES
 from repro.launch.progress import Progress
-from repro.launch.recorder import DiskFull, Recorder
+from repro.launch.recorder import DiskFull, Recorder, RunEnd, run_end, summarise_run
 from repro.launch.runner import LocalLauncher, Runner
-from repro.launch.summary import RunEnd, run_end, summarise
-from repro.results.schema import MEASURED, SIMULATED
+from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
+from repro.results.select import by_key
 from repro.results.store import Store
+from repro.simulate.plan.closed_form import stage_parameters, state_bytes
+from repro.util import units
+
+TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
 
 
-def run(
+def run_suites(
     suites: Sequence[Path],
     only: list[str],
     results: Path,
@@ -26,34 +35,33 @@ def run(
     evidence: str = MEASURED,
     system: str = "",
 ) -> Iterator[RunEnd]:
-    """Run what the store lacks of `suites`, one after the other, to the first that is interrupted.
+    """Run the experiments of `suites` without a record, suite after suite, until one is interrupted.
 
-    Experiments that need more than this machine are listed and not started.
-    `evidence` simulated: nothing is started, and all of it can be had here, see `.simulated`.
-    Raises `ConfigError` before anything is started.
+    Experiments that need another machine are listed and not started. With `evidence` simulated, `.simulated` traces
+    all of them here.  Raises `ConfigError` before the first start.
     """
-    selected = [(suite, plan.select(suite, only)) for suite in load_suites(suites, evidence, system)]
-    _writable(results)
+    selected = [(suite, plan.select_entries(suite, only)) for suite in load_suites(suites, evidence, system)]
+    _require_writable(results)
     if evidence == SIMULATED:
-        yield from simulated.run(selected, results, system, rerun)
+        yield from simulated.simulate_suites(selected, results, system, rerun)
         return
-    runnable = [_runnable(suite, entries) for suite, entries in selected]
+    runnable = [_split_runnable(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
-        found = _measured(suite, entries, here, needs, results, rerun)
+        found = _run_measured(suite, entries, here, needs, results, rerun)
         yield found
         if found.summary["stopped"]:
             return
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """The suites in `files`, each with a name of its own.  Raises `ConfigError`."""
+    """Load the suites in `files`, which have different names.  Raises `ConfigError`."""
     if evidence not in (MEASURED, SIMULATED):
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
         right = f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
         raise ConfigError("--system", system, says=right)
     found: dict[str, Suite] = {}
-    for suite in map(load, files):
+    for suite in map(load_suite, files):
         if suite.name in found:
             right = f"a name that no other suite of this run has, as {found[suite.name].file} has it"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)
@@ -61,8 +69,8 @@ def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite
     return list(found.values())
 
 
-def _writable(results: Path) -> None:
-    """Raise `ConfigError` unless a folder of this name takes files, or can be made.  Nothing is left there."""
+def _require_writable(results: Path) -> None:
+    """Raise `ConfigError` unless the folder, or its nearest existing parent, is writable."""
     there = next(folder for folder in (results, *results.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -72,12 +80,12 @@ def _writable(results: Path) -> None:
         raise ConfigError("--results", str(results), right) from None
 
 
-def _measured(
+def _run_measured(
     suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, rerun: bool
 ) -> RunEnd:
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.tasks(suite, here, store, rerun=rerun)
+        tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
         todo = {experiment.name for task in tasks for experiment in task.experiments}
         with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress)
@@ -86,36 +94,158 @@ def _measured(
                 Runner(recorder, progress, interrupt, LocalLauncher(results), rerun=rerun).run(tasks)
             except DiskFull as error:
                 failure = str(error)
-        summary = summarise(suite, entries, store, ran=todo, needs=needs)
+        summary = summarise_run(suite, entries, store, ran=todo, needs=needs)
     return run_end(summary, failure=failure, signal=interrupt.signal)
 
 
-def _runnable(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
-    """What this machine can run of `entries`, and by name what each lacks.  `ConfigError` if it can run nothing."""
-    needs = {entry.experiment.name: missing_requirement(entry) for entry in entries}
+def _split_runnable(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
+    """Return the entries that this machine can run, and the missing requirement of each entry by name.
+
+    Raises `ConfigError` if it can run none.
+    """
+    needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
     here = [entry for entry in entries if not needs[entry.experiment.name]]
     if not here:
-        raise _nothing_here(suite, entries, needs)
+        raise _nothing_runnable_error(suite, entries, needs)
     return here, needs
 
 
-def missing_requirement(entry: Entry) -> str:
-    """What keeps an experiment from being measured on this machine, and that it can be simulated instead.
+def missing_for_measurement(entry: Entry) -> str:
+    """Return the missing requirement of a measurement on this machine, with a hint to simulate; empty for none.
 
-    What is to run out of memory is started, however large it is: that it does is its result.
+    An experiment that is expected to run out of memory is started at any size.
     """
     experiment = entry.experiment
     needs = local_capacity.missing_requirement(experiment)
     if not needs and local_capacity.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
         needs = local_capacity.memory_shortage(experiment)
-    hint = f"; `--evidence {SIMULATED}` traces it here" if not simulated.needs(experiment) else ""
+    hint = (
+        f"; `--evidence {SIMULATED}` traces it here"
+        if not simulated.missing_for_simulation(experiment)
+        else ""
+    )
     return needs and needs + hint
 
 
-def _nothing_here(suite: Suite, entries: list[Entry], needs: dict[str, str]) -> ConfigError:
-    """That nothing of what was selected can run on this machine: in one line, however much it is."""
+def _nothing_runnable_error(suite: Suite, entries: list[Entry], needs: dict[str, str]) -> ConfigError:
+    """Return the error, in one line, that this machine can run none of the selected experiments."""
     first = entries[0].experiment
     place = f'{suite.file}: experiment "{first.name}"'
     if len(entries) > 1:
         place = f'{suite.file}: {len(entries)} experiments, the first of them "{first.name}"'
     return ConfigError("not run", says=f"needs {needs[first.name]}", file=place)
+
+
+Durations: TypeAlias = dict[tuple[str, str], float]
+"""Durations in seconds by suite and name."""
+Traced: TypeAlias = dict[str, ExperimentRecord]
+"""The newest simulation by key."""
+
+
+@dataclass(frozen=True)
+class ExperimentPreview:
+    """Preview of one experiment."""
+
+    suite: str
+    name: str
+    state: str
+    """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
+    where: str
+    """Processes of the experiment, or its missing requirement."""
+    steps: int
+    """Number of training steps."""
+    last_s: float | None
+    """Duration of the newest record of this name, in seconds; None without a record."""
+    limit_s: float
+    """Timeout of the launch, in seconds; 0 disables it."""
+    memory: str = ""
+    """Memory per device of another system, and whether it fits; empty for the local machine."""
+
+
+def preview_run(
+    suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
+) -> list[ExperimentPreview]:
+    """Return a preview of every selected experiment, in the order of the files.  Raises `ConfigError`."""
+    store = Store(results)
+    found: list[ExperimentPreview] = []
+    took = _last_durations(store, evidence)
+    traced = by_key(store.records(), SIMULATED)
+    for suite in load_suites(suites, evidence, system):
+        entries = plan.select_entries(suite, only)
+        if evidence == SIMULATED:
+            if system:
+                entries = simulated.move_to_system(entries, system)
+            found += _preview_simulated(suite, entries, store, rerun, took, traced)
+        else:
+            found += _preview_measured(suite, entries, store, rerun, took, traced)
+    return found
+
+
+def _preview_measured(
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
+) -> Iterable[ExperimentPreview]:
+    without = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
+    here = [entry for entry in entries if not without[entry.experiment.name]]
+    todo = {e.name for task in plan.plan_tasks(suite, here, store, rerun=rerun) for e in task.experiments}
+    for entry in entries:
+        name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
+        steps = entry.experiment.training.steps
+        if without[name]:
+            memory = _describe_memory(entry.experiment, traced)
+            yield ExperimentPreview(
+                suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s, memory
+            )
+        else:
+            state, last_s = TO_RUN if name in todo else KNOWN, took.get((suite.name, name))
+            yield ExperimentPreview(
+                suite.name, name, state, _describe_processes(entry.experiment), steps, last_s, limit_s
+            )
+
+
+def _describe_processes(experiment: Experiment) -> str:
+    what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
+    said = words.count_noun(experiment.layout.world, what)
+    return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
+
+
+def _preview_simulated(
+    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
+) -> Iterable[ExperimentPreview]:
+    without = {entry.experiment.name: simulated.missing_for_simulation(entry.experiment) for entry in entries}
+    can = [entry for entry in entries if not without[entry.experiment.name]]
+    on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in can}
+    todo = {entry.experiment.name for entry in simulated.missing_entries(can, store, on, rerun)}
+    for entry in entries:
+        name, ranks = entry.experiment.name, entry.experiment.layout.world
+        if without[name]:
+            yield ExperimentPreview(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
+        else:
+            state = TO_RUN if name in todo else KNOWN
+            where = f"{words.count_noun(ranks, 'rank')} of {entry.experiment.system}, traced here"
+            memory, last_s = _describe_memory(entry.experiment, traced), took.get((suite.name, name))
+            yield ExperimentPreview(suite.name, name, state, where, 1, last_s, 0.0, memory)
+
+
+def _describe_memory(experiment: Experiment, traced: Traced) -> str:
+    """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
+    if experiment.system in LOCAL_SYSTEMS:
+        return ""
+    system = load_system(experiment.system)
+    known = system.device.memory_bytes.value is not None
+    limit = system.allocatable_bytes() if known else None
+    of = "of a size that is not published" if limit is None else f"of {units.size(limit)}"
+    record = traced.get(experiment.key)
+    if record is not None and "memory.peak_bytes" in record.metrics:
+        held = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
+        fits = "" if limit is None else ": fits" if record.outcome == "ok" else ": does not fit"
+        return f"{units.size(held)} {of}, traced{fits}"
+    fullest = max(stage_parameters(experiment.model, experiment.layout).values())
+    states = sum(state_bytes(fullest, experiment.layout).values())
+    fits = "" if limit is None or states <= limit else ": does not fit"
+    return f"states {units.size(states)} {of}{fits}"
+
+
+def _last_durations(store: Store, evidence: str) -> Durations:
+    """Return the durations of the newest records of one kind of evidence."""
+    records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
+    return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

@@ -1,14 +1,8 @@
-"""Run tasks one after another with whatever starts their ranks, and record how each experiment ended."""
+"""Execution of tasks, one after another, with any launcher of ranks, and records of their outcomes."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
-import shutil
-import socket
-import time
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Protocol
@@ -16,31 +10,28 @@ from typing import Protocol
 from repro.config import Experiment
 from repro.emulate.network import NoNetwork
 from repro.launch import plan, supervise
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch
-from repro.launch.plan import Task
+from repro.launch.plan import ExperimentLocks, Task
 from repro.launch.progress import Progress
 from repro.launch.rank.program import DEFAULT_TARGET
-from repro.launch.recorder import DiskFull, Recorder, Results
+from repro.launch.rank_process import Position
+from repro.launch.recorder import Recorder, Results, disk_full_errors
 from repro.results.store import DISK_FULL
-
-LOCK_RETRY_INTERVAL_S = 0.5
-"""Interval between attempts to lock a key that another `repro run` holds, in seconds."""
 
 
 class StopRequest(Protocol):
-    """True when nothing further is to be started and what runs is to end; `reason` then says who wants it."""
+    """Request to stop the run: true after the request. `reason` names its origin."""
 
     @property
-    def stop_s(self) -> float: ...  # how long a rank may take to write its checkpoint then
+    def stop_s(self) -> float: ...  # timeout of the last step and its checkpoint
     @property
     def reason(self) -> str: ...
     def __bool__(self) -> bool: ...
 
 
 class RecordedLaunch(supervise.WatchedLaunch, Protocol):
-    """One started job, of which results can be had while it runs."""
+    """One started job, which returns results while it runs."""
 
     logs: Path
 
@@ -50,23 +41,23 @@ class RecordedLaunch(supervise.WatchedLaunch, Protocol):
 
 
 class Launcher(Protocol):
-    """What starts jobs."""
+    """Interface of a launcher of jobs."""
 
     logs: Path
-    """Below it, the logs of failed experiments by key."""
+    """Folder of the logs of failed experiments, by key."""
 
     def take(self, keys: list[str]) -> bool:
-        """Keep others from these experiments; False if somebody is at one of them."""
+        """Lock these experiments. Return False if another process runs one of them."""
 
     def release(self) -> None:
-        """Let others have them."""
+        """Unlock the experiments."""
 
     def launch(self, job: Job, logs: Path) -> RecordedLaunch:
-        """A launch of `job` that is not yet started."""
+        """Return a launch of `job`, which is not started yet."""
 
 
 class LocalLauncher:
-    """Jobs as processes of this machine, under locks that other `repro run` on the same store respect."""
+    """Launcher of jobs as processes of this machine, with locks that other runs on the same store respect."""
 
     def __init__(self, root: Path):
         self.logs = root / "logs"
@@ -78,23 +69,23 @@ class LocalLauncher:
         return self._locks.take(keys)
 
     def release(self) -> None:
-        """Unlock them."""
+        """Unlock the keys."""
         self._locks.release()
 
     def launch(self, job: Job, logs: Path) -> LocalLaunch:
-        """One process per rank, whose files are swept up by whoever comes after a kill."""
+        """Return a launch with one process per rank. After a kill, the next holder of the lock removes its files."""
         launch = LocalLaunch(job, logs, target=self.target)
         self._locks.remember(launch.folder)
         return launch
 
 
 def rank_target() -> str:
-    """The function that a rank runs; tests put a stand-in here."""
+    """Return the function that a rank runs; tests replace it."""
     return os.environ.get("REPRO_RANK_TARGET", DEFAULT_TARGET)
 
 
 class Runner:
-    """Runs tasks one after another and records how each experiment ended."""
+    """Runs tasks one after another and records the outcome of each experiment."""
 
     def __init__(
         self,
@@ -110,30 +101,27 @@ class Runner:
         self.interrupt, self.rerun = interrupt, rerun
 
     def run(self, tasks: list[Task]) -> None:
-        """Run all tasks; what another process is working on comes last.  Raises `DiskFull`."""
+        """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
         waiting = list(tasks)
-        told = False
-        while waiting and not self.interrupt:
-            waiting = [task for task in waiting if not self.interrupt and not self._claim(task)]
-            if waiting and not self.interrupt:
-                if not told:
-                    names = ", ".join(e.name for task in waiting for e in task.experiments)
-                    self.progress.say(f"waiting for another `repro run` on this store: {names}")
-                    told = True
-                time.sleep(LOCK_RETRY_INTERVAL_S)
+
+        def run_unlocked() -> bool:
+            waiting[:] = [task for task in waiting if not self.interrupt and not self._claim(task)]
+            return not waiting
+
+        def announce() -> None:
+            names = ", ".join(e.name for task in waiting for e in task.experiments)
+            self.progress.say(f"waiting for another `repro run` on this store: {names}")
+
+        plan.retry_until_done(run_unlocked, lambda: bool(self.interrupt), announce)
 
     def _claim(self, task: Task) -> bool:
-        """Run `task` under the locks of its keys; False if another process has one of them."""
-        try:
+        """Run `task` under the locks of its keys. Return False if another process holds one of them."""
+        with disk_full_errors(self.store.root):
             self.store.prepare()
             if not self.launcher.take(task.keys):
                 return False
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise DiskFull(f"disk full: {error.filename or self.store.root}") from None
         try:
-            # Another process may have finished it between our plan and our lock.
+            # Another process may have finished the task between our plan and our lock.
             rest = [task] if self.rerun else plan.missing_tasks(task, self.store)
             left = {experiment.name for part in rest for experiment in part.experiments}
             self.progress.elsewhere(len(task.experiments) - len(left))
@@ -144,7 +132,7 @@ class Runner:
         return True
 
     def _run(self, task: Task) -> None:
-        """Launch a task's experiments; after a failure, launch again those that it was not about."""
+        """Launch the experiments of a task. After a failure, launch the unaffected experiments again."""
         comparison = task.comparison
         remaining = list(task.experiments)
         while remaining and not self.interrupt:
@@ -160,17 +148,17 @@ class Runner:
             remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:
-        """Run one job, record what came of it, and return the experiments that still have no outcome."""
+        """Run one job, record its outcomes, and return the experiments without an outcome."""
         self.progress.launch(job)
         self.recorder.begin()
         logs = self.launcher.logs
         launch = self.launcher.launch(job, logs / job.experiments[0].key)
         finished: dict[int, Results] = {}
         blamed: list[int] = []
-        told: list[bool] = []
+        has_announced_stop = False
 
         def harvest(spent_s: list[float]) -> None:
-            """Record what has come in, in order; compared experiments come in together, at the end."""
+            """Record the results so far, in order; compared experiments have results at the end only."""
             while len(finished) < len(job.experiments):
                 index = len(finished)
                 results = launch.results(index)
@@ -180,16 +168,17 @@ class Runner:
                 self.recorder.outcome(job.experiments[index], spent_s[index], results=results)
 
         def tick(position: Position, spent_s: list[float]) -> None:
+            nonlocal has_announced_stop
             self.progress.tick(position)
             harvest(spent_s)
-            if self.interrupt and not told:
-                told.append(True)
+            if self.interrupt and not has_announced_stop:
+                has_announced_stop = True
                 self.progress.say("waiting for the step and its checkpoint; a second signal ends it at once")
 
         try:
-            ending = _watched(launch, self.interrupt, tick)
+            ending = _watch_launch(launch, self.interrupt, tick)
             harvest(ending.spent_s)
-            blamed = _blamed(job, ending, finished)
+            blamed = _blamed_experiments(job, ending, finished)
         finally:
             launch.close(keep_logs=logs / job.experiments[blamed[0]].key if blamed else None)
         for index in blamed:
@@ -205,10 +194,10 @@ class Runner:
         return [e for i, e in enumerate(job.experiments) if i not in finished and i not in blamed]
 
 
-def _watched(
+def _watch_launch(
     launch: RecordedLaunch, interrupt: StopRequest, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
-    """Start a launch and see it to its end, which may be that there is no room for its logs, or no such network."""
+    """Start a launch and return its end, also for a full disk or an unavailable network."""
     try:
         launch.start()
     except NoNetwork as error:
@@ -223,8 +212,8 @@ def _watched(
     )
 
 
-def _blamed(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Indices of the unfinished experiments that a failed launch was about."""
+def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
+    """Return the indices of the unfinished experiments to which the end of a launch applies."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []
@@ -236,60 +225,3 @@ def _blamed(job: Job, ending: supervise.Ending, finished: Container[int]) -> lis
     if ending.experiment < 0:  # the start failed, and would fail again for each of them
         return open_ones
     return [ending.experiment] if ending.experiment in open_ones else open_ones[:1]
-
-
-class ExperimentLocks:
-    """Locks on experiment keys, with which two `repro run` on one store share the work.
-
-    A lock is an `flock` on `root/locks/<key>`, which the kernel releases when its holder dies. The text of the file
-    names the folder with the holder's short-lived files. The next holder removes that folder after a kill.
-    """
-
-    def __init__(self, root: Path):
-        self._folder = root / "locks"
-        self._held: list[int] = []
-
-    def take(self, keys: list[str]) -> bool:
-        """Lock all `keys` without waiting; False, and none is held, if another process has one of them."""
-        assert not self._held, "one set of keys at a time"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for key in sorted(keys):
-            descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                self.release()
-                return False
-            self._held.append(descriptor)
-            _remove_leftovers(descriptor)
-        return True
-
-    def remember(self, folder: Path) -> None:
-        """Write the folder of the holder's files into the locks, for the next holder after a kill."""
-        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
-        for descriptor in self._held:
-            with contextlib.suppress(OSError):  # only tidiness is lost
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, note.encode(), 0)
-
-    def release(self) -> None:
-        """Release all keys."""
-        for descriptor in self._held:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            os.close(descriptor)
-        self._held = []
-
-
-def _remove_leftovers(descriptor: int) -> None:
-    """Remove the files of a killed holder on this host."""
-    text = os.pread(descriptor, 4096, 0)
-    if not text:
-        return
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        note = json.loads(text)
-        folder = Path(note["folder"])
-        if note["host"] == socket.gethostname() and folder.name.startswith("repro-"):
-            shutil.rmtree(folder, ignore_errors=True)
-    os.ftruncate(descriptor, 0)

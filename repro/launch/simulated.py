@@ -1,9 +1,8 @@
 """`repro run --evidence simulated`: trace every selected experiment at its own scale, on this machine.
 
-Nothing but a few worker processes is started, an experiment each at a time, and every one takes seconds:
-see `repro.simulate`.  The records are of their own kind, and the measured ones of a key stay as they
-are.  An experiment of the machine at hand (`local`) is simulated without a limit on memory but its own, so
-that the record does not depend on the machine.
+Worker processes simulate one experiment each at a time, in seconds (`repro.simulate`). Simulated records do not replace
+measured records of the same key. An experiment of the local machine is simulated without a limit on memory except its
+own, so that the record does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -19,53 +18,52 @@ from repro.config.errors import ConfigError
 from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
 from repro.launch.job import Interrupt
+from repro.launch.plan import ExperimentLocks, retry_until_done
 from repro.launch.progress import Progress
 from repro.launch.rank.program import describe_error
-from repro.launch.recorder import DiskFull, Recorder
-from repro.launch.runner import ExperimentLocks
-from repro.launch.summary import RunEnd, run_end, summarise
+from repro.launch.recorder import DiskFull, Recorder, RunEnd, disk_full_errors, run_end, summarise_run
 from repro.measure.local_system import load_system
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
-from repro.results.store import DISK_FULL, Store
-from repro.simulate.record import facts, failed_record, simulated_record
+from repro.results.store import Store
+from repro.simulate.record import failed_record, simulated_record, simulation_facts
 from repro.util.workers import WorkerDied, Workers
 
-LOCK_RETRY_INTERVAL_S = 0.5
-"""How often the store is tried again that another `repro run` is simulating for."""
 
-
-def run(
+def simulate_suites(
     selected: Sequence[tuple[Suite, list[Entry]]], results: Path, system: str, rerun: bool
 ) -> Iterator[RunEnd]:
-    """Simulate what the store lacks of the entries of each suite, on the same worker processes.
+    """Simulate the entries of each suite without a record, on shared worker processes.
 
-    `system`: simulate all of them on this one.  Raises `ConfigError` before anything is simulated.
+    `system`: simulate all entries on this system.  Raises `ConfigError` before the first simulation.
     """
     if system:
         moves = [(suite, move_to_system(entries, system)) for suite, entries in selected]
         selected = [(replace(suite, entries=tuple(entries)), entries) for suite, entries in moves]
-    prepared = [(suite, entries, *_prepared(suite, entries)) for suite, entries in selected]
+    prepared = [(suite, entries, *_prepare_systems(suite, entries)) for suite, entries in selected]
     with Workers() as workers:
         for suite, entries, on, missing in prepared:
-            found = _run(suite, entries, on, missing, results, rerun, workers)
+            found = _simulate_suite(suite, entries, on, missing, results, rerun, workers)
             yield found
             if found.summary["stopped"]:
                 return
 
 
-def _prepared(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
-    """By name the system of each experiment, and what each lacks.  `ConfigError` if none can be simulated."""
+def _prepare_systems(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
+    """Return the system and the missing requirement of each experiment, by name.
+
+    Raises `ConfigError` if no experiment can be simulated.
+    """
     experiments = [entry.experiment for entry in entries]
-    missing = {experiment.name: needs(experiment) for experiment in experiments}
+    missing = {experiment.name: missing_for_simulation(experiment) for experiment in experiments}
     if all(missing.values()):
         first = experiments[0].name
         place = f'{suite.file}: experiment "{first}"'
         raise ConfigError("not simulated", says=f"needs {missing[first]}", file=place)
-    return {experiment.name: system_of(experiment) for experiment in experiments}, missing
+    return {experiment.name: simulated_system(experiment) for experiment in experiments}, missing
 
 
-def _run(
+def _simulate_suite(
     suite: Suite,
     entries: list[Entry],
     on: dict[str, System],
@@ -83,45 +81,45 @@ def _run(
             recorder = Recorder(suite, store, progress, SIMULATED)
             try:
                 recorder.adopt([entry for entry in can if entry not in todo])
-                with _alone(store, progress, interrupt, bool(todo)):
+                with _hold_simulation_lock(store, progress, interrupt, bool(todo)):
                     left = todo if rerun else missing_entries(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
-                    _simulate(left, on, recorder, interrupt, workers)
+                    _simulate_entries(left, on, recorder, interrupt, workers)
             except (DiskFull, WorkerDied) as error:
                 failure = str(error)
-        summary = summarise(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
+        summary = summarise_run(suite, entries, store, ran=ran, needs=missing, evidence=SIMULATED)
     return run_end(summary, failure=failure, signal=interrupt.signal)
 
 
-def needs(experiment: Experiment) -> str:
-    """What `experiment` would need to be simulated; empty if it can be."""
+def missing_for_simulation(experiment: Experiment) -> str:
+    """Return the missing requirement for a simulation of `experiment`; empty if there is none."""
     return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
 
 
-def system_of(experiment: Experiment) -> System:
-    """The system that `experiment` is simulated on, its network included.  Raises `ConfigError`."""
-    if experiment.system in systems.HERE:
-        return _anywhere()
-    system = systems.load(experiment.system)
+def simulated_system(experiment: Experiment) -> System:
+    """Return the system on which `experiment` is simulated, with its network.  Raises `ConfigError`."""
+    if experiment.system in systems.LOCAL_SYSTEMS:
+        return _unlimited_machine()
+    system = systems.load_system_file(experiment.system)
     if experiment.network is None:
         return system
-    from repro.simulate.time.emulated import emulated
+    from repro.simulate.time.emulated import emulated_system
 
-    return emulated(system, experiment.network)
+    return emulated_system(system, experiment.network)
 
 
-def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
-    """Simulate one experiment; its record, whatever happens."""
+def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
+    """Simulate one experiment and return its record; an exception becomes a failed record."""
     from repro.simulate.step import simulate
-    from repro.simulate.time.curves import curved
+    from repro.simulate.time.predict import with_curves
 
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        here = experiment.network is not None  # where gloo's messages have buffers of their own
-        simulation = simulate(experiment, system, memory_limit=limit, gloo=here, time=True, interval=True)
+        gloo = experiment.network is not None  # gloo allocates buffers for its messages
+        simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
         if simulation.time is not None:
-            simulation = replace(simulation, time=curved(simulation.time))
+            simulation = replace(simulation, time=with_curves(simulation.time))
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(
             experiment, describe_error(error), suite=suite, wall_s=time.perf_counter() - began
@@ -130,8 +128,8 @@ def attempt(experiment: Experiment, system: System, suite: str) -> ExperimentRec
     return simulated_record(experiment, simulation, system, suite=suite, wall_s=spent_s)
 
 
-def _anywhere() -> System:
-    """One machine whose processes share memory without end, for experiments of the machine at hand."""
+def _unlimited_machine() -> System:
+    """Return a machine with unlimited shared memory, for experiments of the local machine."""
     unknown = Quantity(value=None, source="not asked: the record must not depend on the machine")
     return System(
         name="local",
@@ -145,72 +143,69 @@ def _anywhere() -> System:
 
 
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
-    """`entries` on another system, under names that no claim mistakes for the suite's own.
+    """Return `entries` on another system, under names that differ from the names in claims.
 
-    A file of `repro calibrate` for processors is this machine, whose links are emulated there too; any other has links.
+    A file of `repro calibrate` for processors is this machine, which emulates the links; other systems have links.
     """
-    from repro.simulate.time.emulated import INSIDE
+    from repro.simulate.time.emulated import PROCESS_LINK
 
     loaded = load_system(system)
-    of_ours = INSIDE in loaded.links
+    is_emulated = PROCESS_LINK in loaded.links
 
     def move(experiment: Experiment) -> Experiment:
         name = f"{experiment.name}@{loaded.name}"
-        return replace(experiment, name=name, system=system, network=experiment.network if of_ours else None)
+        return replace(
+            experiment, name=name, system=system, network=experiment.network if is_emulated else None
+        )
 
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Entries without a conclusive record of today's system."""
+    """Return the entries without a conclusive record of the present system."""
     latest = by_key(store.records(), SIMULATED)
 
     def known(experiment: Experiment) -> bool:
         record = latest.get(experiment.key)
         if record is None or not record.conclusive:
             return False
-        return record.simulated_on == facts(on[experiment.name], experiment.layout.kernels)
+        return record.simulated_on == simulation_facts(on[experiment.name], experiment.layout.kernels)
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 
 
 @contextmanager
-def _alone(store: Store, progress: Progress, interrupt: Interrupt, needed: bool) -> Iterator[None]:
-    """Hold the store's lock on simulations, which are too short to be shared out.  Raises `DiskFull`."""
+def _hold_simulation_lock(
+    store: Store, progress: Progress, interrupt: Interrupt, needed: bool
+) -> Iterator[None]:
+    """Hold the store's one lock on simulations inside the context, if `needed`.  Raises `DiskFull`."""
     if not needed:
         yield
         return
     locks = ExperimentLocks(store.root)
-    told = False
-    try:
+    with disk_full_errors(store.root):
         store.prepare()
-        while not locks.take([SIMULATED]):
-            if interrupt:
-                break
-            if not told:
-                progress.say("waiting for another `repro run --evidence simulated` on this store")
-                told = True
-            time.sleep(LOCK_RETRY_INTERVAL_S)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise DiskFull(f"disk full: {error.filename or store.root}") from None
+        retry_until_done(
+            lambda: locks.take([SIMULATED]),
+            lambda: bool(interrupt),
+            lambda: progress.say("waiting for another `repro run --evidence simulated` on this store"),
+        )
     try:
         yield
     finally:
         locks.release()
 
 
-def _simulate(
+def _simulate_entries(
     entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt, workers: Workers
 ) -> None:
-    """Simulate and record `entries`, until done or interrupted."""
+    """Simulate and record `entries`; stop at an interrupt."""
     if not entries or interrupt:
         return
     recorder.begin()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
     work = [(e, on[e.name], recorder.suite.name) for e in experiments.values()]
-    for record in workers.completed(attempt, work):
+    for record in workers.completed(simulate_experiment, work):
         recorder.simulated(experiments[record.name], record)
         if interrupt:
             return

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from repro.config.enums import Phase
 from repro.launch.failures import classify_abort
-from repro.launch.heartbeat import Position
-from repro.launch.job import Job
+from repro.launch.job import STOP_TIMEOUT_S, Job
+from repro.launch.rank_process import Position
 
 POLL_INTERVAL_S = 0.05
 FAILURE_GRACE_S = 2.0
@@ -29,8 +29,6 @@ ECHO_GRACE_S = 10.0
 """The same time in seconds, while every failure is an echo of a lost peer."""
 START_TIMEOUT_S = 120.0
 """Minimum time before a hang is reported while ranks start, in seconds: a cold disk loads torch slowly."""
-STOP_TIMEOUT_S = 300.0
-"""Timeout of stopping ranks for their step and checkpoint, in seconds."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from repro.config import systems
 from repro.config.system import Device, Link, Quantity, System
-from repro.config.systems.load import LOCAL
-from repro.measure.provenance import cpu, gpus, memory, nvml
+from repro.config.systems import LOCAL
+from repro.measure.provenance import cpu, gpus, host_memory, nvml
 
 NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
 
@@ -18,7 +18,7 @@ def load_system(name: str | Path) -> System:
     Raises:
         ConfigError: No system has this name, or the file is missing or has a wrong key or value.
     """
-    return discover() if str(name) == LOCAL else systems.load(name)
+    return discover() if str(name) == LOCAL else systems.load_system_file(name)
 
 
 def discover() -> System:
@@ -26,7 +26,7 @@ def discover() -> System:
 
     With different GPUs the first one is described and the note says so.
     """
-    state = memory()
+    state = host_memory()
     host = Quantity(
         value=min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"]),
         source="operating system and cgroup limit, this machine",

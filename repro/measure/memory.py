@@ -1,11 +1,9 @@
 """Live bytes by category, watched storage by storage.
 
-A dispatch mode sees every tensor that an operator returns and notes its storage until it is freed, so the
-numbers are those of real allocations, whoever made them.  What is for parameters, gradients, optimizer
-states, checkpoints and communication says so itself (`repro.parallel.storage`); of the rest, what the
-forward pass allocates is activations.  Bytes are those of storages: a view costs nothing, an allocator's
-rounding is not counted, and temporaries inside one operator are not seen.  Totals are the device's: what
-lies in host memory is a category of its own and no part of them.
+A dispatch mode tracks the storage of every tensor that an operator returns, until the storage is freed.  Storages of
+parameters, gradients, optimizer states, checkpoints and communication have marks (`repro.parallel.storage`); other
+allocations of the forward pass are activations.  Bytes are those of storages: views, an allocator's rounding and
+temporaries inside an operator are not counted.  Host memory is a separate category outside the device's total.
 """
 
 from __future__ import annotations
@@ -18,55 +16,55 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from repro.config.enums import ACCOUNTED, Category, Phase
-from repro.measure.uncompiled import UncompiledMode, wrapped
+from repro.measure.operators import UncompiledMode, has_wrapper_type
 from repro.parallel import storage
 
 
-class _Seen:
-    """A storage, and as what it is counted now: under which category, with how many bytes."""
+class _TrackedStorage:
+    """A storage with the category and the bytes under which it is counted."""
 
     __slots__ = ("born", "category", "reference", "size")
 
     def __init__(self, reference: weakref.ref[torch.UntypedStorage], born: Category):
         self.reference = reference
         self.born = born
-        """The category that it has if it has no mark."""
+        """Category of the storage without a mark."""
         self.category, self.size = born, 0
 
 
 class MemoryTracker(UncompiledMode):
-    """Use as a context manager around initialisation and steps; `phase` is set from outside."""
+    """Tracks live bytes as a context manager around initialisation and steps; the caller sets `phase`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = Phase.INIT
         """`forward` makes unmarked storages activations; other phases make them `other`."""
-        self._live: dict[int, _Seen] = {}
+        self._live: dict[int, _TrackedStorage] = {}
         self._counted = self._nothing()
-        """Bytes by category at this moment, kept up to date inside the context."""
+        """Bytes by category now, updated inside the context."""
         self._now = self._nothing()
-        """The same after the last operator."""
-        self._newborn: list[tuple[_Seen, Category, int]] = []
-        """Storages that it made, with the category under which `_now` counts them and their bytes."""
+        """Bytes by category after the last operator."""
+        self._newborn: list[tuple[_TrackedStorage, Category, int]] = []
+        """Storages that the last operator made, with their category and bytes in `_now`."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by category at the moment when the device's total was largest."""
-        self._judge()
+        """Bytes by category at the peak of the device's total."""
+        self._update_peaks()
         return dict(self._peak)
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which that was."""
-        self._judge()
+        """Phase of the peak."""
+        self._update_peaks()
         return self._peak_phase
 
     @property
     def most(self) -> dict[str, int]:
-        """The most bytes of each category at any moment, and of the device's total."""
-        self._judge()
+        """Peak bytes of each category, and of the device's total."""
+        self._update_peaks()
         return dict(self._most)
 
     def __enter__(self) -> MemoryTracker:
@@ -94,11 +92,11 @@ class MemoryTracker(UncompiledMode):
                 live.watcher = None  # type: ignore[attr-defined]
 
     def marked(self, whole: torch.UntypedStorage, category: Category) -> None:
-        """A storage has a new mark."""
+        """Count a storage under its new mark."""
         self.resized(whole, whole.nbytes())
 
     def resized(self, whole: torch.UntypedStorage, size: int) -> None:
-        """A storage has a new size."""
+        """Count a storage with its new size."""
         seen = self._live.get(whole._cdata)
         if seen is not None:
             self._count(seen, storage.category_of(whole) or seen.born, size)
@@ -106,9 +104,9 @@ class MemoryTracker(UncompiledMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if wrapped(types):
+        if has_wrapper_type(types):
             return NotImplemented
-        self._judge()
+        self._update_peaks()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -117,7 +115,7 @@ class MemoryTracker(UncompiledMode):
         return out
 
     def live(self) -> dict[str, int]:
-        """Bytes that are live now, by category, and the device's total."""
+        """Return the live bytes by category, and the device's total."""
         found = self._nothing()
         for seen in list(self._live.values()):
             live = seen.reference()
@@ -128,7 +126,7 @@ class MemoryTracker(UncompiledMode):
         return _with_total(found)
 
     def largest(self, category: Category) -> int:
-        """Bytes of the largest live storage of a category."""
+        """Return the bytes of the largest live storage of a category."""
         sizes = [
             live.nbytes()
             for seen in list(self._live.values())
@@ -140,10 +138,10 @@ class MemoryTracker(UncompiledMode):
     def _nothing() -> dict[str, int]:
         return dict.fromkeys(("total", *ACCOUNTED), 0)
 
-    def _judge(self) -> None:
-        """Compare the moment after the last operator with the peaks.
+    def _update_peaks(self) -> None:
+        """Update the peaks by the bytes after the last operator.
 
-        Not at once, since a new storage gets its mark just after the operator that made it.
+        The update is late since a new storage gets its mark just after the operator that made it.
         """
         for seen, counted_as, size in self._newborn:
             live = seen.reference()
@@ -176,17 +174,17 @@ class MemoryTracker(UncompiledMode):
         def forget(_: object) -> None:
             self._count(self._live.pop(key), born, 0)
 
-        seen = self._live[key] = _Seen(weakref.ref(whole, forget), born)
+        seen = self._live[key] = _TrackedStorage(weakref.ref(whole, forget), born)
         self._follow(whole, seen)
         self._newborn.append((seen, seen.category, seen.size))
 
-    def _follow(self, whole: torch.UntypedStorage, seen: _Seen) -> None:
-        """Count a storage as it is, and hear of its marks from now on."""
+    def _follow(self, whole: torch.UntypedStorage, seen: _TrackedStorage) -> None:
+        """Count a storage, and watch its marks from now on."""
         self._count(seen, storage.category_of(whole) or seen.born, whole.nbytes())
         whole.watcher = self  # type: ignore[attr-defined]
 
-    def _count(self, seen: _Seen, category: Category, size: int) -> None:
-        """Have a storage counted under `category` with `size` bytes, and no longer as it was."""
+    def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
+        """Move a storage to `category` with `size` bytes."""
         if seen.category != Category.SHAPE:
             self._counted[seen.category] -= seen.size
         if category != Category.SHAPE:
@@ -195,7 +193,7 @@ class MemoryTracker(UncompiledMode):
 
 
 def _with_total(found: dict[str, int]) -> dict[str, int]:
-    """Sum the device's categories under `total`."""
+    """Set `total` to the sum of the device's categories, and return `found`."""
     found["total"] = 0
     found["total"] = sum(found.values()) - found[Category.HOST]
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from repro import __version__
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 PACKAGES = (
     *(
@@ -65,14 +65,14 @@ def provenance() -> dict[str, Any]:
             "libc": " ".join(platform.libc_ver()).strip(),
         },
         "cpu": cpu(),
-        "memory": memory(),
+        "memory": host_memory(),
         "gpus": gpus(),
         "environment": environment(),
         "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
     }
 
 
-def program() -> str:
+def program_version() -> str:
     """`repro 0.1.0 at 1c75963`: the version, and of a checkout its commit, `changed` where the tree differs from it."""
     state = git_state(Path(__file__).resolve().parents[2])
     if state is None or state["commit"] is None:
@@ -132,7 +132,7 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
-def release(version: str) -> tuple[int, ...]:
+def major_minor(version: str) -> tuple[int, ...]:
     """Its first two numbers, (2, 6) of `2.6.0+cu126`; empty where nobody can say, as of `main`."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else ()
@@ -201,7 +201,7 @@ def _cgroup_quota() -> float | None:
     return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
 
 
-def memory() -> dict[str, Any]:
+def host_memory() -> dict[str, Any]:
     """Bytes of memory in the machine, available now, and a container's limit where there is one."""
     import psutil
 

@@ -48,7 +48,7 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
-def summary(seconds: Sequence[float]) -> Summary:
+def summarize(seconds: Sequence[float]) -> Summary:
     """Median and 20 % / 80 % quantiles; a single value is all three.  `ValueError` if there is none."""
     return Summary(quantile(seconds, 0.5), quantile(seconds, 0.2), quantile(seconds, 0.8))
 

@@ -8,23 +8,31 @@ heads, t tensor-parallel ranks, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from repro import kernels
 from repro.config import Layout, Model, OperatorSet, Training
 from repro.config.enums import Category
 from repro.model import operator_sets
-from repro.model.layer import Block, Masks, Place, Setting, dropout_add, norm_parameters, normalised
+from repro.model.layer import BatchPosition, Block, Masks, Setting, dropout_add, norm_parameters, normalised
 from repro.parallel import context, storage, tensor
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
+from repro.parallel.zero.flat_parameters import InitialValues
 from repro.parallel.zero.partition import GatherUnit, ModuleUse
 from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints, recompute
 
-__all__ = ["GPT", "Part", "Place"]
+__all__ = ["GPT", "BatchPosition", "Part", "initial_values"]
+
+STANDARD_DEVIATION = 0.02
+"""Standard deviation of initial weights (1909.08053 sec. 4.1)."""
 
 
 class Embedding(nn.Module):
@@ -43,7 +51,7 @@ class Embedding(nn.Module):
         if m.embedding_norm:
             self.norm, self.norm_bias = norm_parameters(setting)
 
-    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, place: BatchPosition) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
         x = tensor.embed(tokens, self.tokens, tp)
         x = tensor.reduce_output(x, tp, sp, "embedding")
@@ -121,7 +129,7 @@ class GPT(nn.Module):
     ):
         """Without `cp` it sees whole samples."""
         super().__init__()
-        cp = cp or meshes.single().cp
+        cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
         operators, recomputed = layout.kernels, checkpoints is not None
         setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)
@@ -139,11 +147,11 @@ class GPT(nn.Module):
             tokens = self.embed.tokens if self.part.first else self.head.tokens
             tokens.tied = True  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, targets: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor, place: BatchPosition) -> Tensor:
         x = self.hidden(x, targets.shape[1], place)
         return self.head(x, targets).mean() if self.part.last else x
 
-    def hidden(self, x: Tensor, s: int, place: Place) -> Tensor:
+    def hidden(self, x: Tensor, s: int, place: BatchPosition) -> Tensor:
         """What the last block of this part makes of `x`, in samples of which the rank has `s` tokens: [b, s, h]
         (s/t under sp)."""
         if self.part.first:
@@ -158,7 +166,7 @@ class GPT(nn.Module):
         setting, cp = self.setting, self.setting.cp
         if setting.operators is OperatorSet.UNFUSED:
             # Made anew for every micro-batch, as the loader of 2019 did.
-            return (operator_sets.past(s, like),)
+            return (operator_sets.causal_mask(s, like),)
         if setting.model.positions != "alibi":
             return ()
         stretches = context.chunks(cp.rank, cp.size, s * cp.size) if cp.size > 1 else (range(s),)
@@ -166,11 +174,13 @@ class GPT(nn.Module):
         if kept != [(queries.stop, like.dtype, like.device) for queries in stretches]:
             heads = setting.model.heads // setting.tp.size
             own = range(setting.tp.rank * heads, (setting.tp.rank + 1) * heads)
-            made = (operator_sets.alibi(setting.model.heads, own, queries, like) for queries in stretches)
+            made = (
+                operator_sets.alibi_bias(setting.model.heads, own, queries, like) for queries in stretches
+            )
             self._alibi = tuple(storage.mark(mask, Category.OTHER) for mask in made)
         return self._alibi
 
-    def run_block(self, block: nn.Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         """`block(x, place, masks)`, run again in backward where there are `checkpoints`."""
         if self.checkpoints is not None:
             return recompute(partial(block, place=place, masks=masks), x, self.checkpoints)
@@ -192,3 +202,55 @@ class GPT(nn.Module):
         first = [GatherUnit("embed", tuple(ends[:1]))] if self.part.first else []
         last = [GatherUnit("head", tuple(ends[-1:]))] if self.part.last else []
         return [*first, *blocks, *last]
+
+
+def full_index(
+    start: int,
+    stop: int,
+    shape: Sequence[int],
+    split: int | None,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+) -> Tensor:
+    """Return the flat indices in the full parameter of elements start..stop of a tp rank's part of `shape`."""
+    local = torch.arange(start, stop, dtype=torch.int64, device=device)
+    if split is None or ranks == 1:
+        return local
+    inner = math.prod(shape[split + 1 :])
+    part = shape[split] * inner
+    outer = torch.div(local, part, rounding_mode="floor")
+    return local + outer * (part * (ranks - 1)) + rank * part
+
+
+def initial_values(
+    names: Sequence[str],
+    parameters: Sequence[nn.Parameter],
+    *,
+    seed: int,
+    layers: int,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+) -> InitialValues:
+    """Return a function that computes fp32 initial values of the parameters of one tp rank.
+
+    A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
+    The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
+    `rank` of `ranks`: position in the tp group.  Parameters carry `init` and `split`.
+    """
+    shapes = [tuple(p.shape) for p in parameters]
+    kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
+    splits: list[int | None] = [vars(p)["split"] for p in parameters]
+    keys = [kernels.derive_key(seed, zlib.crc32(name.encode())) for name in names]
+
+    def values(i: int, start: int, stop: int) -> Tensor:
+        if device.type == "meta":  # shapes only, without arithmetic
+            return torch.empty(stop - start, device=device)
+        if kinds[i] in ("zeros", "ones"):
+            return torch.full((stop - start,), float(kinds[i] == "ones"), device=device)
+        index = full_index(start, stop, shapes[i], splits[i], rank, ranks, device)
+        deviation = STANDARD_DEVIATION / (math.sqrt(2 * layers) if kinds[i] == "residual" else 1.0)
+        return kernels.normal_at(index, keys[i]).mul_(deviation)
+
+    return values

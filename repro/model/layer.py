@@ -32,17 +32,17 @@ a rank has of a sample: one, under context parallelism two.  None where nothing 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which samples of the training run a micro-batch holds; random numbers follow from it alone."""
+class BatchPosition:
+    """Position of a micro-batch in the training run, on which its random numbers depend."""
 
     step: int
     first_sample: int
-    """Number, within the step's global batch, of the micro-batch's first sample."""
+    """Index of the first sample in the step's global batch."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts of one model share."""
+    """Settings that all parts of a model share."""
 
     model: Model
     tp: Group
@@ -63,7 +63,7 @@ class Setting:
         """Where the `count` rows of x [b, s, h] are that this rank has between its layers."""
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
-    def key(self, place: Place, layer: int, site: int) -> int:
+    def key(self, place: BatchPosition, layer: int, site: int) -> int:
         """Key of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
 
@@ -73,7 +73,7 @@ def dropout_add(
     bias: Tensor | None,
     residual: Tensor | None,
     setting: Setting,
-    place: Place,
+    place: BatchPosition,
     layer: int,
     site: int,
 ) -> Tensor:
@@ -200,14 +200,14 @@ class Attention(nn.Module):
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
-    def attended(self, products: Sequence[Tensor], place: Place, masks: Masks) -> Tensor:
+    def attended(self, products: Sequence[Tensor], place: BatchPosition, masks: Masks) -> Tensor:
         """What this rank's heads make of the products with `columns`, [b, a/t, s, d]."""
         q, k, v = self._heads(products)  # [b, a/t, s, d], of k and v as many heads as there are
         operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
 
         def of_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int = 0) -> Tensor:
             mask = masks[chunk] if masks else None
-            return operator_sets.attention(operators, q, k, v, dropout, mask, cp.size)
+            return operator_sets.attend(operators, q, k, v, dropout, mask, cp.size)
 
         if cp.size == 1:
             return of_chunk(q, k, v)
@@ -234,7 +234,7 @@ class Attention(nn.Module):
         how = (heads, m.head_width, m.rotary_width, m.rotary_base, *at)
         return kernels.rotary(x, *how, plain=self.setting.plain)
 
-    def forward(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         """x and its attention, [b, s, h]."""
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
@@ -250,7 +250,7 @@ class Attention(nn.Module):
         y = tensor.row_linear(y, self.out, tp, sp, "block")
         return dropout_add(y, self.out_bias, x, self.setting, place, self.layer, 1)
 
-    def _weight_dropout(self, place: Place) -> WeightDropout | None:
+    def _weight_dropout(self, place: BatchPosition) -> WeightDropout | None:
         p = self.setting.attention_dropout
         if not p:
             return None
@@ -291,7 +291,7 @@ class Mlp(nn.Module):
             return operator_sets.unfused_gelu(y, self.up_bias)
         return kernels.bias_gelu(y, self.up_bias, plain=plain)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         (y,) = tensor.column_linears(y, self.columns(), tp, sp, "block")
@@ -309,12 +309,12 @@ class Block(nn.Module):
         self.attention = Attention(setting, layer)
         self.mlp = Mlp(setting, layer)
 
-    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
         if self.setting.model.blocks == "sequential":
             return self.mlp(self.attention(x, place, masks), place)
         return self._parallel(x, place, masks)
 
-    def _parallel(self, x: Tensor, place: Place, masks: Masks) -> Tensor:
+    def _parallel(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x))), the norms one or two; their sums over tp are one."""
         setting, attention, mlp = self.setting, self.attention, self.mlp
         tp, sp = setting.tp, setting.sp

@@ -27,20 +27,20 @@ from torch import Tensor
 
 from repro import kernels
 from repro.config import OperatorSet
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 
-MASKED = 10000.0
-"""What is taken from the score of a key that comes after the query."""
+MASK_PENALTY = 10000.0
+"""Penalty on the score of a key after the query."""
 
 
-def past(s: int, like: Tensor) -> Tensor:
-    """1 where key j is no later than query i, else 0: [1, 1, s, s] in the dtype of `like`."""
+def causal_mask(s: int, like: Tensor) -> Tensor:
+    """Return 1 where key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
-def slopes(heads: int) -> list[float]:
-    """ALiBi's of all heads (2108.12409 sec. 3): powers of 2^(-8/n); beyond the largest power of two n every other one
-    of the next."""
+def alibi_slopes(heads: int) -> list[float]:
+    """Return ALiBi's slopes of all heads (2108.12409 sec. 3): powers of 2^(-8/n) with the largest power of two n, and
+    for more heads every other slope of the next power."""
 
     def powers(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -49,17 +49,17 @@ def slopes(heads: int) -> list[float]:
     return [*powers(n), *powers(2 * n)[::2]][:heads]
 
 
-def alibi(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
-    """What ALiBi adds to the scores of the `own` of so many heads, future keys out, like `like`.
+def alibi_bias(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
+    """Return ALiBi's bias of the scores of the heads `own`, -inf for future keys, in the dtype of `like`.
 
-    Of the queries at these positions and the k keys up to the last of them: [1, len(own), len(queries), k].  Slope
-    times (key - query): near the query the numbers are small, and exact in 16 bits.
+    The shape is [1, len(own), len(queries), k] with the k keys up to the last query.  The bias is slope times
+    (key - query): near the query it is small, and exact in 16 bits.
     """
     at = torch.arange(queries.stop, device=like.device)
     distance = (at[None, :] - at[queries.start :, None]).to(torch.float32)
     distance.masked_fill_(distance > 0, float("-inf"))
     bias = torch.empty(1, len(own), *distance.shape, dtype=like.dtype, device=like.device)
-    for i, slope in enumerate(slopes(heads)[own.start : own.stop]):
+    for i, slope in enumerate(alibi_slopes(heads)[own.start : own.stop]):
         bias[0, i].copy_(distance * slope)
     return bias
 
@@ -71,14 +71,14 @@ class WeightDropout:
     p: float
     key: int
     first_sample: int
-    """Number of the first sample in the global batch."""
+    """Index of the first sample in the global batch."""
     heads: int
-    """Of the model."""
+    """Heads of the model."""
     first_head: int
-    """The first of this rank's."""
+    """First head of this rank."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
-        """In one operator, of all queries; by torch's own where `plain`."""
+        """Drop weights of all queries in one operator; `plain`: use torch's own operators."""
         b, a, s, _ = weights.shape
         # A head is a stretch of s rows of its sample.
         rows, first = self.heads * s, self.first_head * s
@@ -89,7 +89,7 @@ class WeightDropout:
         return dropped.view(b, a, s, s)
 
     def keep(self, weights: Tensor, s: int) -> Tensor:
-        """What is kept of `weights` [b, a/t, c, k], as a mask like them; their queries end with token k of s."""
+        """Return the mask of retained `weights` [b, a/t, c, k], whose queries end with token k of s."""
         b, a, c, k = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
@@ -98,7 +98,7 @@ class WeightDropout:
         return kernels.keep_mask(rows, k, self.p, self.key).view(weights.shape)
 
 
-def attention(
+def attend(
     operators: OperatorSet,
     q: Tensor,
     k: Tensor,
@@ -107,10 +107,10 @@ def attention(
     mask: Tensor | None,
     cp: int = 1,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal, on q [b, a/t, s, d] and k, v of as many heads, or of a divisor of them.
+    """Return causal softmax(q k^T / sqrt(d)) v on q [b, a/t, s, d] and k, v of as many heads, or a divisor of them.
 
-    With `cp` ranks to a sample q is one of its 2 cp chunks, and k and v are those up to its end.  `mask`: from `past`
-    where it is unfused, else from `alibi` or None.
+    With `cp` ranks to a sample q is one of its 2 cp chunks, and k and v are those up to its end.  `mask`: from
+    `causal_mask` if unfused, else from `alibi_bias` or None.
     """
     if not operators.writes_scores and dropout is None:
         return kernels.causal_attention(q, k, v, mask)
@@ -124,7 +124,7 @@ def attention(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Written out in fp32 by torch's own operators, for chunks of samples of s tokens: more keys than queries."""
+    """Compute attention in fp32 by torch's own operators, for chunks of samples of s tokens."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
@@ -138,7 +138,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y on [b, a, ...] and [b, a/g, ...]: g heads in a row have one y, whose products are one."""
+    """Return x @ y on [b, a, ...] and [b, a/g, ...], where g consecutive heads share one y and one product."""
     b, a, s, _ = x.shape
     if y.shape[1] == a:
         return x @ y
@@ -153,7 +153,7 @@ def _softmax(
     mask: Tensor | None,
     operators: OperatorSet,
 ) -> Tensor:
-    """The scores pass through memory 4 times in forward and 7 times in backward; one copy of them is kept."""
+    """Compute attention with 4 passes over the scores in forward and 7 in backward, and one retained copy."""
     scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
     if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
         weights = _softmax_apart(scores, scale)
@@ -163,37 +163,37 @@ def _softmax(
 
 
 def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
-    """What Megatron-LM runs in the place of its operator that does not take these: copied to fp32, scaled, masked.
+    """Compute the softmax as Megatron-LM does for sizes without its fused operator: copied to fp32, scaled, masked.
 
-    The mask, which it makes once a micro-batch, is made anew, one byte a token pair.
+    Megatron-LM makes the mask of one byte per token pair once per micro-batch; here each call makes it.
     """
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
-    return (scores.float() * scale).masked_fill_(future, -MASKED).softmax(-1).to(scores.dtype)
+    return (scores.float() * scale).masked_fill_(future, -MASK_PENALTY).softmax(-1).to(scores.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """q k^T, and beside it the bias as it is before the scale."""
+    """Return q k^T plus the bias divided by the scale."""
     products = _by_keys(q, k.transpose(-1, -2))
     return products if mask is None else torch.add(products, mask, alpha=math.sqrt(q.shape[-1]))
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:
-    """The same operator by operator: 10 times in forward and 11 times in backward."""
+    """Compute attention with one operator per line: 10 passes over the scores in forward and 11 in backward."""
     scores = q @ k.transpose(-1, -2)
     scores = scores / math.sqrt(q.shape[-1])
-    scores = torch.mul(scores, mask) - MASKED * (1.0 - mask)
+    scores = torch.mul(scores, mask) - MASK_PENALTY * (1.0 - mask)
     weights = scores.softmax(-1)
     return (weights if dropout is None else dropout(weights)) @ v
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y + bias in place, as torch's linear did on inputs [b, s, h] before 2021."""
+    """Return y + bias in place, as torch's linear did on inputs [b, s, h] before 2021."""
     return y.add_(bias)
 
 
 def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
-    """gelu(y + bias) in two operators; `y` is overwritten by the sum."""
+    """Return gelu(y + bias) in two operators; the sum overwrites `y`."""
     return F.gelu(add_bias(y, bias), approximate="tanh")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from repro.parallel.ledger import NOBODY, Address, CommLedger
+from repro.parallel.ledger import NO_PEER, Address, CommLedger
 from repro.parallel.transports import MAX, SUM, GlooTransport, NoTransport, Transport, Work
 
 __all__ = ["MAX", "SUM", "Group", "Work"]
@@ -48,7 +48,7 @@ class Group:
             self.name, self.ranks, self.ranks[self.rank], transport, self.ledger, blocking=self.blocking
         )
 
-    def _count(self, op: str, message: Tensor, purpose: str, to: Address = NOBODY) -> None:
+    def _count(self, op: str, message: Tensor, purpose: str, to: Address = NO_PEER) -> None:
         if self.size > 1:
             payload = message.numel() * message.element_size()
             self.ledger.count(op, self.name, self.size, payload, purpose, to)

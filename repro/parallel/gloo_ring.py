@@ -21,10 +21,10 @@ from repro.config.enums import Category
 from repro.parallel.storage import empty
 from repro.parallel.transports import GlooTransport, Work
 
-Job = Callable[[], None]
+RingOperation = Callable[[], None]
 
 
-def crowded(ranks: Sequence[int], per_node: int) -> bool:
+def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
     """Whether a group of `ranks`, `per_node` of the world on each node, has several on one node and is on several."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
@@ -40,7 +40,7 @@ class GlooRing(GlooTransport):
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
         super().__init__(group, channel)
-        self._jobs: queue.SimpleQueue[Job | None] | None = None
+        self._jobs: queue.SimpleQueue[RingOperation | None] | None = None
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         parts, tag = input.chunk(self.size), self._next_tag()
@@ -66,7 +66,7 @@ class GlooRing(GlooTransport):
         parts = list(output.chunk(self.size))
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
-    def _beside(self, steps: Job) -> Work:
+    def _beside(self, steps: RingOperation) -> Work:
         """Run `steps` after those before them; the work is done when they are, and raises what they raise."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
@@ -96,7 +96,7 @@ def _wait(work: dist.Work | None) -> None:
     work.wait()
 
 
-def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _run(jobs: queue.SimpleQueue[RingOperation | None]) -> None:
     while job := jobs.get():
         job()
         del job  # it holds the transport, whose end ends this thread

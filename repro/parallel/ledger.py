@@ -26,7 +26,7 @@ EXCHANGED = ("reduce_scatter", "all_gather")
 
 Address = tuple[int, int]
 """The group's rank that receives a message, and the channel on which it does."""
-NOBODY: Address = (-1, 0)
+NO_PEER: Address = (-1, 0)
 """Of a collective."""
 
 
@@ -56,7 +56,7 @@ class CommLedger:
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
     def count(
-        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NOBODY
+        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
         """Note one collective of `payload_bytes` over `size` ranks, or a message; the bytes that this rank sends."""
         self.sequence += 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel.comm import Group
-from repro.parallel.gloo_ring import GlooRing, crowded, ranks_per_node
+from repro.parallel.gloo_ring import GlooRing, needs_ring, ranks_per_node
 from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import Channels, GlooTransport, NcclTransport, NoTransport, Transport
 
@@ -51,7 +51,7 @@ class Mesh:
         return self.world, self.dp, self.cp, self.tp, self.pp, self.embedding
 
 
-def build(
+def build_mesh(
     layout: Layout,
     rank: int,
     transport_of: Callable[[tuple[int, ...]], Transport],
@@ -78,17 +78,17 @@ def build(
     )
 
 
-def single(ledger: CommLedger | None = None) -> Mesh:
+def single_rank_mesh(ledger: CommLedger | None = None) -> Mesh:
     """The mesh of one process that communicates with nobody."""
-    return build(Layout(), 0, lambda ranks: NoTransport(), ledger)
+    return build_mesh(Layout(), 0, lambda ranks: NoTransport(), ledger)
 
 
-def shape_only(layout: Layout, rank: int = 0) -> Mesh:
+def shape_only_mesh(layout: Layout, rank: int = 0) -> Mesh:
     """One rank's mesh for `meta` tensors: messages are counted and carry nothing."""
-    return build(layout, rank, lambda ranks: NoTransport())
+    return build_mesh(layout, rank, lambda ranks: NoTransport())
 
 
-def distributed(layout: Layout, device_type: str) -> Mesh:
+def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
     members: dict[tuple[int, ...], Transport] = {}
     pipelines = groups(layout, "pp")
@@ -104,7 +104,7 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
     ):
         if len(ranks) == 1 or ranks in members:
             continue
-        group = process_group(ranks)
+        group = make_process_group(ranks)
         # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
         piped = device_type == "cuda" and ranks in pipelines
         channels = _channels(ranks, ring=layout.chunks > 1) if piped else {}
@@ -113,9 +113,9 @@ def distributed(layout: Layout, device_type: str) -> Mesh:
         elif device_type == "cuda":
             members[ranks] = NcclTransport(group, channels)
         else:
-            ring = crowded(ranks, ranks_per_node(layout.world))
+            ring = needs_ring(ranks, ranks_per_node(layout.world))
             members[ranks] = GlooRing(group) if ring else GlooTransport(group)
-    return build(layout, dist.get_rank(), members.__getitem__)
+    return build_mesh(layout, dist.get_rank(), members.__getitem__)
 
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
@@ -123,7 +123,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 """Process groups of each default group, by their ranks and purpose."""
 
 
-def process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
+def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
     """The process group of `ranks`, made once and used by every later mesh of the same default group.
 
     `purpose` is empty for collectives; of a stream of messages it is the stage that sends, the one that
@@ -155,16 +155,18 @@ def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
             to = (source + step) % p
             if not ring and to != source + step:
                 continue  # a communicator costs memory of the device
-            found[source, to, channel] = process_group((ranks[source], ranks[to]), (source, to, channel))
+            found[source, to, channel] = make_process_group((ranks[source], ranks[to]), (source, to, channel))
     return found
 
 
-def on_host(group: Group) -> Group:
+def host_group(group: Group) -> Group:
     """The same ranks, for a few numbers that the host must read at once: by gloo, whatever the device."""
     if not isinstance(group.transport, NcclTransport):
         return group
-    process_group = dist.new_group(list(group.ranks), backend="gloo")
-    return Group("host", group.ranks, group.ranks[group.rank], GlooTransport(process_group), group.ledger)
+    make_process_group = dist.new_group(list(group.ranks), backend="gloo")
+    return Group(
+        "host", group.ranks, group.ranks[group.rank], GlooTransport(make_process_group), group.ledger
+    )
 
 
 START, CHANNELS, END = "start", "channels", "end"
@@ -184,7 +186,7 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
     The result has the key `start` for memory before the first communicator (the CUDA context, other processes), the
     names of the groups for their communicators, and `channels` for the communicators of a pipeline's messages.
     """
-    found = {START: bytes_outside_torch(device) - sum(_communicator_bytes.values())}
+    found = {START: non_torch_bytes(device) - sum(_communicator_bytes.values())}
     message = torch.zeros(1, device=device)
     seen: set[dist.ProcessGroup] = set()
     for group in mesh.every_group():
@@ -195,15 +197,15 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
                 continue  # two axes have the same ranks
             seen.add(communicator)
             if communicator not in _communicator_bytes:
-                before = bytes_outside_torch(device)
+                before = non_torch_bytes(device)
                 use(message).wait()
-                _communicator_bytes[communicator] = bytes_outside_torch(device) - before
+                _communicator_bytes[communicator] = non_torch_bytes(device) - before
             name = CHANNELS if number else group.name
             found[name] = found.get(name, 0) + _communicator_bytes[communicator]
     return found
 
 
-def bytes_outside_torch(device: torch.device) -> int:
+def non_torch_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that are in use, but not by the allocator of this process's torch."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)

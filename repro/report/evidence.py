@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.implied import Implied, implied
-from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
+from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
 from repro.claims.again.answers import Answer, answers, systems_of
 from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
@@ -29,18 +29,21 @@ from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.reader import load
 from repro.claims.table import as_dict, summary, table
 from repro.claims.verdicts import ClaimResult
+from repro.config import ConfigError, Experiment, Layout, Training, models
 from repro.measure.local_system import load_system
 from repro.results import tables
+from repro.results.metrics import shown
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
-from repro.util.units import NOTHING
+from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-VARIABLE = "REPRO_RESULTS"
-"""Names the store where `read` is not told."""
+
+STORE_VARIABLE = "REPRO_RESULTS"
+"""Names the store where `read_store` is not told."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class JudgedStore:
                 continue
             for row in result.rows:
                 view = row_view(row, result.claim)
-                seen = dict.fromkeys(KINDS, NOTHING)
+                seen = dict.fromkeys(KINDS, NO_VALUE)
                 for finding in reversed(view["findings"]):  # the strongest of a kind comes first, and so wins
                     seen[finding["kind"]] = f"{finding['value']} {finding['sign']}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
@@ -171,9 +174,9 @@ class JudgedStore:
         return _frame([_origin(record) for record in self.records])
 
     @cached_property
-    def shopping_list(self) -> ShoppingList:
+    def shopping_list(self) -> RankedInputs:
         """The unknowns of systems that move a predicted row, the one that settles most first."""
-        return shopping_list(self.judged, self.records)
+        return rank_inputs(self.judged, self.records)
 
     @cached_property
     def implied(self) -> list[Implied]:
@@ -200,16 +203,16 @@ class JudgedStore:
         return [record for record in self.records if fnmatchcase(record.at, pattern)]
 
 
-def read(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
+def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
-    store = Store(Path(results) if results is not None else default())
+    store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(results=store.root, records=records, torn=torn, ledger=load(own=tuple(own)))
 
 
-def default() -> Path:
+def default_store() -> Path:
     """`$REPRO_RESULTS`; else the nearest folder `results` here or above, else `results` here."""
-    named = os.environ.get(VARIABLE, "")
+    named = os.environ.get(STORE_VARIABLE, "")
     if named:
         return Path(named)
     here = Path.cwd()
@@ -269,13 +272,13 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.origins import where
+    from repro.report.records import describe_origin
 
     names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
     return {
         **{name: getattr(record, name, None) for name in names},
         "judged": of_today(record),
-        **where(record.provenance),
+        **describe_origin(record.provenance),
     }
 
 
@@ -283,3 +286,25 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame(rows)
+
+
+def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
+    """Trace one step of `model` on `system` in this process: its metrics, and `outcome` (`ok` or `oom`).
+
+    `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`.
+    Names of metrics are those of simulated records.  Raises `ConfigError` for what cannot be.
+    """
+    from repro.launch.simulated import simulate_experiment
+
+    known = models.load_model(model)
+    experiment = Experiment(
+        name="what-if",
+        model=known,
+        layout=Layout(**layout),
+        training=Training(seq=known.seq),
+        system=system,
+    )
+    record = simulate_experiment(experiment, load_system(system), "notebook")
+    if record.outcome not in ("ok", "oom"):
+        raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")
+    return {"outcome": record.outcome, **shown(record.metrics, record.outcome)}

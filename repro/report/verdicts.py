@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from repro.claims.table import Line
     from repro.claims.verdicts import ClaimResult, Finding, InputUncertainty, RowResult
 
-SIGNS = {
+VERDICT_SIGNS = {
     REPRODUCED: "✓",
     POSSIBLE: "?",
     NOT_REPRODUCED: "✗",
@@ -68,7 +68,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "needs": claim.needs,
         "verdict": result.verdict,
         "slug": slug(result.verdict),
-        "sign": SIGNS[result.verdict],
+        "sign": VERDICT_SIGNS[result.verdict],
         "basis": result.basis,
         "strongest": next((kind for kind in KINDS if result.basis.startswith(kind)), ""),
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
@@ -124,7 +124,13 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     missed = any(f.verdict in BAD for f, _ in values)
     shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
     scale = "" if kind.scale == CLOSED_FORM else kind.scale
-    return {"text": words, "scale": scale, "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
+    return {
+        "text": words,
+        "scale": scale,
+        "verdict": shown,
+        "slug": slug(shown),
+        "sign": VERDICT_SIGNS[shown],
+    }
 
 
 def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
@@ -133,7 +139,13 @@ def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
     if kind is None or kind.decided == 0:
         return {"text": line.itself, "scale": "", "verdict": line.itself, "slug": "", "sign": ""}
     shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
-    return {"text": line.itself, "scale": "", "verdict": shown, "slug": slug(shown), "sign": SIGNS[shown]}
+    return {
+        "text": line.itself,
+        "scale": "",
+        "verdict": shown,
+        "slug": slug(shown),
+        "sign": VERDICT_SIGNS[shown],
+    }
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "certainty": row.certainty,
         "verdict": result.verdict,
         "slug": slug(result.verdict),
-        "sign": SIGNS[result.verdict],
+        "sign": VERDICT_SIGNS[result.verdict],
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
@@ -172,13 +184,13 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "expression": finding.expression,
         "verdict": finding.verdict,
         "slug": slug(finding.verdict),
-        "sign": SIGNS[finding.verdict],
+        "sign": VERDICT_SIGNS[finding.verdict],
         "disagrees": finding in result.disagrees,
         "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
     }
 
 
-BARS = 5
+MAX_TORNADO_BARS = 5
 """Unknowns of a tornado, those that move the value most."""
 
 
@@ -187,7 +199,7 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
 
     `left` and `width` in percent; `best`: where the value at the best numbers lies.
     """
-    shown = doubt.largest_unknowns(BARS)
+    shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
     start, whole = min(ends), (max(ends) - min(ends)) or 1.0
 
@@ -227,10 +239,10 @@ def _source(text: str, ledger: Ledger) -> dict[str, str]:
     return {"text": text, "title": f"{source.title}; {source.where}" if source else ""}
 
 
-def summary(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Number of claims by verdict, and among the decided by the strongest evidence that decided."""
     counts = []
-    for verdict, sign in SIGNS.items():
+    for verdict, sign in VERDICT_SIGNS.items():
         members = [claim for claim in claims if claim["verdict"] == verdict]
         kinds = KINDS[::-1] if verdict in (REPRODUCED, POSSIBLE, NOT_REPRODUCED) else ()
         by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
@@ -247,7 +259,7 @@ def by_about(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "claims": len(members),
             "verdicts": [
                 {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": count}
-                for verdict, sign in SIGNS.items()
+                for verdict, sign in VERDICT_SIGNS.items()
                 if (count := sum(claim["verdict"] == verdict for claim in members))
             ],
         }

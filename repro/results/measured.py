@@ -12,7 +12,7 @@ from statistics import median
 
 from repro.config import Experiment
 from repro.config.engines import NATIVE
-from repro.measure.statistics import ratio_interval, summary
+from repro.measure.statistics import ratio_interval, summarize
 from repro.results import metrics
 from repro.results.json_fields import finite
 from repro.results.metrics import Held, Metrics
@@ -151,7 +151,7 @@ def _speed(results: list[RankResult]) -> Metrics:
     seconds = [second for steps in step_seconds(results) for second in steps]
     if not seconds:
         return {}
-    middle, p20, p80 = summary(seconds)
+    middle, p20, p80 = summarize(seconds)
     first = results[0]
     found = metrics.speed(
         middle,

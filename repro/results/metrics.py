@@ -33,8 +33,8 @@ from typing import TypeAlias
 
 from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
-from repro.model import flops, parameters
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.model import counts
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.results.record_parts import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
@@ -196,13 +196,13 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
     """FLOP of a step by the formulas, and by the operators of the busiest rank; micro-batches in flight."""
     model, layout = experiment.model, experiment.layout
     metrics: Metrics = {
-        "model.parameters": parameters.total(model),
-        "flops.model": flops.model_flops(model, experiment.seq, layout.global_batch),
-        "flops.hardware": flops.hardware_flops(model, experiment.seq, layout.global_batch, layout.recompute),
+        "model.parameters": counts.total_parameters(model),
+        "flops.model": counts.model_flops(model, experiment.seq, layout.global_batch),
+        "flops.hardware": counts.hardware_flops(model, experiment.seq, layout.global_batch, layout.recompute),
         "flops.operators": operator_flops,
     }
     if layout.pp > 1:
-        schedule = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         metrics["pipeline.in_flight"] = max(map(in_flight, schedule))
     return metrics
 

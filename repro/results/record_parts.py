@@ -16,7 +16,7 @@ Provenance: TypeAlias = dict[str, Any]
 Bytes: TypeAlias = dict[str, int]
 """By category of memory; a peak has the device's `total` too."""
 Software: TypeAlias = dict[str, Any]
-"""As `repro.engines.about.EngineReport` says it."""
+"""As `repro.engines.EngineReport` says it."""
 KernelsRan: TypeAlias = dict[str, dict[str, int]]
 """Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
 
@@ -144,7 +144,7 @@ class StepSeries(RecordPart):
     pipeline: list[dict[str, Any]] | None = None
     """By rank: a `StageReport`; empty without a pipeline."""
     memory: dict[str, Any] | None = None
-    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.timeline`)."""
+    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.live_bytes`)."""
     seconds: dict[str, dict[str, float]] | None = None
     """Of a simulation: the slowest stage's, `busy` by kind of operator, `exposed` by kind of communication."""
 
@@ -213,7 +213,7 @@ class RankOnNetwork(RecordPart):
     node_received_bytes: float | None = None
     """Of one step, by its node's interface: of the first rank of each node."""
     facts: dict[str, Any] | None = None
-    """As `repro.emulate.network.Facts` says it: of rank 0."""
+    """As `repro.emulate.network.NetworkFacts` says it: of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

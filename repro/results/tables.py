@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from repro.config import ConfigError, Experiment, systems
-from repro.model import flops
-from repro.model.parameters import total
+from repro.model import counts
+from repro.model.counts import total_parameters
 from repro.results.metrics import shown
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import Selection
@@ -71,10 +71,10 @@ def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
 def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
     """Return the MFU on a system with a file; None on the local machine, whose peak is unknown."""
     layout, system = experiment.layout, experiment.system
-    if rate is None or system in systems.HERE:
+    if rate is None or system in systems.LOCAL_SYSTEMS:
         return None
     try:
-        return flops.utilisation(rate, layout.world, systems.load(system), layout.precision)
+        return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
     except ConfigError:  # a file that has gone since
         return None
 
@@ -145,7 +145,7 @@ def results_of_run(
 
 def _order(record: ExperimentRecord) -> tuple[Any, ...]:
     experiment, rate = record.experiment, experiment_row(record).get("tokens_per_s", 0.0)
-    return total(experiment.model), experiment.model.name, experiment.system, -rate, record.name
+    return total_parameters(experiment.model), experiment.model.name, experiment.system, -rate, record.name
 
 
 def _compared(

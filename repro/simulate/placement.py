@@ -73,7 +73,7 @@ class Placement:
         try:
             return self.system.link_inside()
         except ConfigError as error:
-            what = f"{error.expected}, since {group} group {_shown(ranks)} is inside a node"
+            what = f"{error.expected}, since {group} group {_ranks_text(ranks)} is inside a node"
             raise ConfigError(error.key, error.value, what, file=self.system.name) from None
 
     def links(self, rank: int) -> dict[str, str]:
@@ -100,6 +100,6 @@ class Placement:
         return int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
 
 
-def _shown(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:3]))
     return f"({shown}, ...)" if len(ranks) > 3 else f"({shown})"

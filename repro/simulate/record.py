@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment, OperatorSet, models, systems
 from repro.config.system import System
-from repro.model import flops
+from repro.model import counts
 from repro.results import metrics
 from repro.results.metrics import Held, Metrics
 from repro.results.record_parts import SimulatedFailure, SimulatedOn, SimulatedRole, StepSeries
@@ -21,7 +21,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
-REVISION = 2
+SIMULATOR_REVISION = 2
 """Of what a simulation does with the numbers of a system; raised where a step's memory or time changes without them."""
 
 
@@ -61,11 +61,11 @@ def simulated_record(
         reason=simulation.reason,
         metrics=found,
         series=_series(experiment, simulation, system),
-        flops_formula=flops.formula(experiment.model),
+        flops_formula=counts.flops_formula(experiment.model),
         comm=traffic[0],
         comm_per_layer=per_layer,
         roles=[_role(experiment, role) for role in roles],
-        simulated_on=facts(system, experiment.layout.kernels),
+        simulated_on=simulation_facts(system, experiment.layout.kernels),
         interval=simulation.time.interval if simulation.time is not None else None,
     )
 
@@ -77,18 +77,17 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
     )
 
 
-def facts(system: System, kernels: OperatorSet) -> SimulatedOn:
+def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     """What a simulation takes from a system, and from the generation of its `kernels`."""
-    from repro.simulate.time.calibration_points import calibration_point_of
-    from repro.simulate.time.uncertain import uncertain
+    from repro.simulate.time.calibration import calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)
     run = point and (
         *(point.rate, point.products, point.passes, point.attention, point.attention_start),
-        point.experiment(models.load(point.model)).key,
-        systems.load(point.system),
+        point.experiment(models.load_model(point.model)).key,
+        systems.load_system_file(point.system),
     )
-    numbers = REVISION, system, run, {one: one.around for one in uncertain(system, point)}
+    numbers = SIMULATOR_REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(
         system=system.name,
         memory_bytes=system.device.memory_bytes.value,
@@ -126,25 +125,27 @@ def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
         prediction.step_s,
         samples=samples,
         tokens=samples * experiment.seq,
-        model_flops=flops.model_flops(model, experiment.seq, samples),
-        hardware_flops=flops.hardware_flops(model, experiment.seq, samples, layout.recompute),
+        model_flops=counts.model_flops(model, experiment.seq, samples),
+        hardware_flops=counts.hardware_flops(model, experiment.seq, samples, layout.recompute),
         devices=layout.world,
     )
     return {**speed, **metrics.parts(prediction.as_dict(), prediction.kernels.others)}
 
 
 def _series(experiment: Experiment, simulation: Simulation, system: System) -> StepSeries:
-    from repro.simulate.memory.timeline import over_step
+    from repro.simulate.memory.live_bytes import live_bytes_over_step
     from repro.simulate.time.device import DeviceCost
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
     traced = simulation.traces[fullest]
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
-        return StepSeries(memory=over_step(traced, lambda operator: operator.read + operator.written))
+        return StepSeries(
+            memory=live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
+        )
     cost = DeviceCost(system, experiment.layout.precision, prediction.kernels, experiment.layout.world)
     found = prediction.as_dict()
     return StepSeries(
-        memory=over_step(traced, cost.seconds),
+        memory=live_bytes_over_step(traced, cost.seconds),
         seconds={"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
     )
 

@@ -9,16 +9,16 @@ from typing import Any
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.model import flops, parameters
+from repro.model import counts
 from repro.results.record_parts import TrafficRow
-from repro.simulate.memory.live import Memory, measure
-from repro.simulate.memory.replay import Replay, replay
+from repro.simulate.memory.allocator import Replay, replay
+from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
-from repro.util.garbage import uncollected
+from repro.util.processes import pause_garbage_collection
 
-NO_STEP = "the step does not fit"
+NO_STEP_TIME = "the step does not fit"
 """Why nothing is said of its time."""
 
 
@@ -27,7 +27,7 @@ class RoleResult:
     """One role of a simulated step."""
 
     role: PipelineRole
-    memory: Memory
+    memory: RoleMemory
     replay: Replay
     traffic: list[TrafficRow]
     operator_flops: int
@@ -111,7 +111,7 @@ class Simulation:
             "system": self.system,
             "gpus": e.layout.world,
             "layout": e.as_dict()["layout"],
-            "params": parameters.total(e.model),
+            "params": counts.total_parameters(e.model),
             "memory": {
                 "peak_bytes": fullest.memory.peak_bytes,
                 "reserved_bytes": fullest.replay.peak_reserved,
@@ -128,28 +128,28 @@ class Simulation:
                 "peak_line": fullest.memory.line,
                 "peak_operator": fullest.memory.operator,
                 "fragmentation": fullest.replay.fragmentation,
-                "by_role": {role.role.name: _role(role) for role in self.roles},
+                "by_role": {role.role.name: _role_document(role) for role in self.roles},
             },
             "comm": {
                 "role": busiest.role.name,
                 "sent_bytes": sum(t.sent_bytes for t in busiest.traffic),
-                "bytes_by_group": _sum(busiest.traffic, "group"),
-                "bytes_by_link": _sum(busiest.traffic, "link"),
+                "bytes_by_group": _sent_bytes_by(busiest.traffic, "group"),
+                "bytes_by_link": _sent_bytes_by(busiest.traffic, "link"),
                 "rows": [t.as_dict() for t in busiest.traffic],
             },
             "flops": {
-                "model": flops.model_flops(e.model, e.seq, e.layout.global_batch),
-                "hardware": flops.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
+                "model": counts.model_flops(e.model, e.seq, e.layout.global_batch),
+                "hardware": counts.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
-                "formula": flops.formula(e.model),
+                "formula": counts.flops_formula(e.model),
             },
             "time": None if self.time is None or not self.fits else self.time.as_dict(),
-            "no_time": self.no_time if self.fits else NO_STEP,
+            "no_time": self.no_time if self.fits else NO_STEP_TIME,
             "trace_seconds": round(self.trace_seconds, 3),
         }
 
 
-def _role(role: RoleResult) -> dict[str, Any]:
+def _role_document(role: RoleResult) -> dict[str, Any]:
     return {
         "stage": role.role.stage,
         "stages": role.role.stages,
@@ -162,7 +162,7 @@ def _role(role: RoleResult) -> dict[str, Any]:
     }
 
 
-def _sum(rows: list[TrafficRow], key: str) -> dict[str, int]:
+def _sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for row in rows:
         name = getattr(row, key)
@@ -170,7 +170,7 @@ def _sum(rows: list[TrafficRow], key: str) -> dict[str, int]:
     return found
 
 
-@uncollected()
+@pause_garbage_collection()
 def simulate(
     experiment: Experiment,
     system: System,
@@ -200,7 +200,7 @@ def simulate(
         results.append(
             RoleResult(
                 role,
-                measure(traced.events),
+                measure_live_bytes(traced.events),
                 replay(traced.events, limit, expandable=expandable),
                 _traffic(traced, placement),
                 sum(n * event.flops for n, event in traced.operators()),

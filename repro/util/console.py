@@ -1,20 +1,30 @@
-"""The terminal: one way to get it for standard output, one for standard error."""
+"""Terminal output: consoles, tables without frames that can be copied and searched, bars, and JSON documents."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
-NARROWEST = 20
+MIN_COLUMNS = 20
 """Minimum width of the output in columns, whatever `COLUMNS` is."""
-WIDE = 120
+WIDE_PAGE_COLUMNS = 120
 """Width in columns of a wide page that is written to a pipe or a file while `COLUMNS` is not set."""
+BAR_COLUMNS = 24
+"""Columns of a full bar."""
+MIN_TABLE_COLUMNS = 80
+"""Width of a terminal below which a table that needs more columns than it has is printed as blocks."""
+UNIT = re.compile(r"%|nats|\S+/s|[numµ]?s|[kMGTP]?B")
+"""Second line of a heading that is only the unit of the first."""
 
 
 def stdout(least: int = 0) -> Console:
@@ -27,19 +37,19 @@ def stdout(least: int = 0) -> Console:
     console = Console(highlight=False)
     columns = os.environ.get("COLUMNS", "")
     is_given = console.is_terminal or (columns.isdigit() and int(columns) > 0)
-    console.width = max(console.width, NARROWEST if is_given else max(least, NARROWEST))
+    console.width = max(console.width, MIN_COLUMNS if is_given else max(least, MIN_COLUMNS))
     return console
 
 
 def stderr() -> Console:
-    """Standard error as it is now."""
+    """Return a console for standard error, without highlighting."""
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
 
-def waiting(text: str) -> AbstractContextManager[object]:
-    """Inside, a person at a terminal sees what is being done and for how long; nobody else sees anything."""
+def show_progress(text: str) -> AbstractContextManager[object]:
+    """Return a context that shows `text` and the elapsed time if standard error is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -51,7 +61,119 @@ def waiting(text: str) -> AbstractContextManager[object]:
 
 
 def print_json(document: Any) -> None:
-    """`document` as the only thing on standard output, for programs and for people who look at it."""
+    """Print `document` as indented JSON to standard output."""
     import json
 
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def new_table(
+    *headings: str, left: int | Container[str] = 1, wrap: Container[str] = (), gap: int = 2, below: int = 0
+) -> Table:
+    """Return an empty table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
+
+    Only the columns of `wrap` are broken into lines, between words.  Where the terminal is too narrow for that, each
+    row becomes a block of lines `heading: value`.  `gap`: columns between columns; `below`: empty lines between rows.
+    """
+    made = _whole_words(box=None, pad_edge=False, padding=(0, gap, below, 0), header_style="bold")
+    for i, heading in enumerate(headings):
+        text = i < left if isinstance(left, int) else heading in left
+        made.add_column(heading, justify="left" if text else "right", no_wrap=heading not in wrap)
+    return made
+
+
+def new_facts_table() -> Table:
+    """Return an empty table of two columns without headings, a name and its description."""
+    made = new_table("", "", left=2, wrap=("",))
+    made.show_header, made.columns[0].style, made.columns[0].no_wrap = False, "dim", True
+    return made
+
+
+def _whole_words(**settings: Any) -> Table:
+    """Return a table that shows the letters of its cells as they are and breaks them only between words."""
+    from rich.table import Table
+    from rich.text import Text
+
+    class WholeWords(Table):
+        def add_row(self, *cells: Any, **named: Any) -> None:
+            """Add a row without markup: rich takes `[engines]` for a style and leaves it out."""
+            super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **named)
+
+        def _widths(self, console: Any, options: Any) -> tuple[list[int], list[int]]:
+            """Return the widths of the columns with whole words, and with whole lines."""
+            ranges = [self._measure_column(console, options.update_width(10**6), c) for c in self.columns]
+            least = [r.maximum if c.no_wrap else r.minimum for r, c in zip(ranges, self.columns, strict=True)]
+            return least, [r.maximum for r in ranges]
+
+        def _calculate_column_widths(self, console: Any, options: Any) -> list[int]:
+            widths = super()._calculate_column_widths(console, options)
+            least, wanted = self._widths(console, options)
+            if any(map(int.__lt__, widths, least)):
+                widths = least
+                while sum(widths) < options.max_width:
+                    widths[min(range(len(widths)), key=lambda i: (widths[i] >= wanted[i], widths[i]))] += 1
+            return widths
+
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            (least, wanted), room = self._widths(console, options), options.max_width
+            if sum(least) > room:
+                self.padding = (0, 1, self.padding[2], 0)
+                least, wanted = self._widths(console, options)
+            is_headed = any(column.header for column in self.columns)
+            if sum(least) > room or (is_headed and sum(wanted) > room and room < MIN_TABLE_COLUMNS):
+                return self._blocks(console, room, is_headed)
+            return super().__rich_console__(console, options)
+
+        def _blocks(self, console: Any, room: int, is_headed: bool) -> Iterator[Text]:
+            """Yield the lines of each row; a row whose first cell is empty continues the block before it."""
+            rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
+            has_names = any(row[0] for row in rows)
+            for number, row in enumerate(rows):
+                names, cells = [_phrase(str(column.header)) for column in self.columns], row
+                if not is_headed:
+                    names, cells = [str(row[0])], row[1:]
+                elif number and row[0]:
+                    yield Text("")
+                for i, (name, cell) in enumerate(zip(names, cells, strict=True)):
+                    if cell or (i == 0 and not has_names):
+                        value = Text(" ").join(cell.split("\n"))
+                        line = Text.assemble((f"{name}: " if name else "", "dim"), value)
+                        line.rstrip()
+                        for j, part in enumerate(line.wrap(console, room - 2)):
+                            yield Text("  " if j else "").append_text(part)
+            if is_headed:
+                yield Text("")
+
+    return WholeWords(**settings)
+
+
+def _phrase(heading: str) -> str:
+    """Return a heading of several lines as one phrase: `step (s)`, `samples/s`, `TFLOP/s a GPU`."""
+    name, _, unit = heading.partition("\n")
+    text = f"{name} ({unit})" if UNIT.fullmatch(unit) else heading.replace("\n/", "/")
+    return " ".join(text.split())
+
+
+def bar(console: Console, size: float, whole: float, *, room: bool = True) -> str:
+    """Return `size` / `whole` as a bar of `BAR_COLUMNS` columns.  `room`: whether the rest is drawn as well."""
+    full, empty = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
+    filled = min(BAR_COLUMNS, round(BAR_COLUMNS * size / whole)) if whole else 0
+    return full * filled + (empty * (BAR_COLUMNS - filled) if room else "")
+
+
+def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:
+    """Return `values` as a curve of at most `columns` characters, the minimum at the bottom and None as a blank.
+
+    With more values than columns, a column shows the mean of its values.
+    """
+    levels = "▁▂▃▄▅▆▇█" if console.encoding.startswith("utf") else "_.-~=+*#"
+    count = min(columns, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)] if count else []
+    parts = [[v for v in values[a:b] if v is not None] for a, b in pairwise(edges)]
+    means = [sum(part) / len(part) if part else None for part in parts]
+    seen = [mean for mean in means if mean is not None]
+    low, span = (min(seen), max(seen) - min(seen)) if seen else (0.0, 0.0)
+    top = len(levels) - 1
+    return "".join(
+        " " if mean is None else levels[round(top * (mean - low) / span) if span else 0] for mean in means
+    )

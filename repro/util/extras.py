@@ -43,14 +43,14 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def require(*extras: str) -> None:
+def require_extras(*extras: str) -> None:
     """Check that every package of some extras is installed.  Raises `ModuleNotFoundError`."""
     for package, extra in EXTRAS.items():
         if extra in extras and not is_installed(package):
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
-def missing(package: str) -> str:
+def missing_package_hint(package: str) -> str:
     """Return one line about a package that an import did not find; empty if no extra provides the package."""
     name = package.partition(".")[0]
     extra = EXTRAS.get(name)

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole or not at all, also after `kill -9` or on a full disk."""
+"""Atomic replacement of files, JSON files, durable writes and digests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 
-def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `content` to `path` in place of what is there, if anything.
+def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write `content` to `path` so that a reader sees either the old file or the complete new one.
 
-    Raises `OSError` about `path` and leaves no partial file.
+    The partial file has a unique name in the folder of `path`, so that writers on several nodes do not collide.
+    `durable`: whether content and name are on disk when the function returns.
 
-    The partial file has a name of its own beside `path`, so that writers on several nodes cannot mix.
-    `durable`: it is on disk, name and all, when this returns.
+    Raises:
+        OSError: The error names `path`; no partial file remains.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -38,8 +39,8 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
         sync_folder(path.parent)
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, which may be a device.  Raises `OSError` that names it, as a full disk's does not."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path`, which may be a device.  Raises `OSError` that names `path`, also on a full disk."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -51,21 +52,21 @@ def _about(path: Path, error: OSError) -> OSError:
 
 
 def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
-    """`replace` with `document` as JSON."""
-    replace(path, json.dumps(document), durable=durable)
+    """Replace `path` by `document` as JSON; see `replace`."""
+    replace_file(path, json.dumps(document), durable=durable)
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    found = hashlib.sha256()
+def sha256_digest(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in `folder` on disk."""
+    """Write the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

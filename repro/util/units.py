@@ -1,4 +1,4 @@
-"""Numbers for people: decimal units (GB = 1e9 bytes), three significant digits, an en dash for what is not there."""
+"""Numbers as text: decimal units (GB = 1e9 bytes), three significant digits, an en dash for a missing value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-NOTHING = "–"
+NO_VALUE = "–"
 GB = 1e9
 TERA = 1e12
 _BYTES = (("TB", 1e12), ("GB", GB), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -17,9 +17,9 @@ _LONG = re.compile(r"\b\d{4,}\b( bytes)?")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits without an exponent: `1.53`, `15.0`, `12,345`; `15` where it is exactly that."""
+    """Return `digits` significant digits without an exponent: `1.53`, `15.0`, `12,345`; `15` for exactly 15."""
     if value is None:
-        return NOTHING
+        return NO_VALUE
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
@@ -30,63 +30,63 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(count: float | None, digits: int = 3) -> str:
-    """Bytes: `1.53 GB`, `512 B`."""
+    """Return bytes as text: `1.53 GB`, `512 B`."""
     return _scaled(count, _BYTES, digits)
 
 
 def gb(count: float | None) -> str:
-    """Bytes as a column of GB: two decimals, so that the points stand below each other."""
-    return NOTHING if count is None else f"{count / GB:,.2f}"
+    """Return bytes as GB with two decimals, for a column with aligned points."""
+    return NO_VALUE if count is None else f"{count / GB:,.2f}"
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """Seconds: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
+    """Return seconds as text: `1.53 s`, `12.3 ms`, `2 min 5 s`."""
     if value is not None and value >= 100:
         minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest} s"
     return "0 s" if value == 0 else _scaled(value, _SECONDS, digits)
 
 
-def parameters(count: float) -> str:
-    """A model's parameters in four digits: `842`, `236.9K`, `1.558B`, `1.008T`."""
+def parameter_count(count: float) -> str:
+    """Return a number of parameters in four digits: `842`, `236.9K`, `1.558B`, `1.008T`."""
     return _scaled(count, _PARAMETERS, digits=4, space="")
 
 
 def flop(count: float) -> str:
-    """Arithmetic: `1.53 PFLOP`."""
+    """Return FLOP as text: `1.53 PFLOP`."""
     return _scaled(count, _FLOP)
 
 
 def flop_rate(per_s: float | None, digits: int = 3) -> str:
-    """FLOP/s, always in the unit that data sheets have: `312 TFLOP/s`."""
-    return NOTHING if per_s is None else f"{number(per_s / TERA, digits)} TFLOP/s"
+    """Return FLOP/s in the unit of data sheets: `312 TFLOP/s`."""
+    return NO_VALUE if per_s is None else f"{number(per_s / TERA, digits)} TFLOP/s"
 
 
 def percent(part: float, *, sign: bool = False) -> str:
-    """A part of 1: `7.7 %`; with `sign` a difference, `+7.7 %`."""
+    """Return a fraction as a percentage: `7.7 %`; with `sign` as a difference, `+7.7 %`."""
     return f"{100 * part:{'+' if sign else ''}.1f} %"
 
 
 def ratio(value: float, low: float | None, high: float | None) -> str:
-    """How many times, with its interval where there is one: `1.023 times (1.010 to 1.034)`."""
+    """Return a ratio and its interval, if known: `1.023 times (1.010 to 1.034)`."""
     span = f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else ""
     return f"{value:.3f} times{span}"
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """`[0.98, 1.04]`, or what is to be said where none can be given."""
+    """Return an interval as text: `[0.98, 1.04]`, or `no interval`."""
     return "no interval" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
 
 
 def readable(message: str) -> str:
-    """An allocator's message with its bytes as `size` writes them."""
+    """Return an allocator's message with its bytes in the format of `size`."""
     return _LONG.sub(lambda found: size(int(found[0].split()[0])), message)
 
 
-def common(values: Iterable[float | None], unit: str) -> tuple[str, float]:
-    """One unit for a column of bytes (`B`), seconds (`s`) or FLOP/s (`FLOP/s`), and how much of the base it is.
+def common_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
+    """Return the unit for a column of bytes (`B`), seconds (`s`) or FLOP/s (`FLOP/s`), and its size in the base unit.
 
-    It is the one in which the largest of `values` is 1 or more.
+    In this unit the largest of `values` is 1 or more.
     """
     known = {
         "B": _BYTES,
@@ -100,9 +100,9 @@ def common(values: Iterable[float | None], unit: str) -> tuple[str, float]:
 def _scaled(
     value: float | None, units: tuple[tuple[str, float], ...], digits: int = 3, space: str = " "
 ) -> str:
-    """`value` in the largest of `units` (descending) in which it is 1 or more when it is rounded."""
+    """Return `value` in the largest of `units` (descending) in which the rounded value is 1 or more."""
     if value is None:
-        return NOTHING
+        return NO_VALUE
     least = 1 - 0.5 * 10.0**-digits
     unit, scale = next((each for each in units if abs(value) >= least * each[1]), units[-1])
     return f"{number(value / scale, digits)}{space}{unit}"

@@ -1,41 +1,43 @@
-"""Functions run on all cores: a few processes that are started when there is enough to do for them."""
+"""Worker processes for many tasks, and pickled values that the process in between forwards."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from repro.util.resources import available_bytes, usable_cores
+from repro.util.processes import available_bytes, usable_cores
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
 
 T = TypeVar("T")
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
-"""Imported once, by the process of which all workers are forks: what traces need, the second for their first shapes."""
-WORTH = 6
-"""Fewer tasks than these are done here: a process needs seconds to import torch."""
+"""Modules that the fork server imports once for all workers.  Traces need both, the second for their first shapes."""
+MIN_PARALLEL_TASKS = 6
+"""Minimum number of tasks for which processes are started; a process needs seconds to import torch."""
 WORKER_BYTES = 2 * 2**30
-"""Host memory that one trace may take, at most."""
+"""Maximum host memory of one trace, in bytes."""
 
 
 class WorkerDied(Exception):
-    """A worker process ended without an answer: killed, perhaps for want of memory."""
+    """A worker process ended without a result, for example killed for lack of memory."""
 
     def __init__(self) -> None:
         super().__init__("a worker process died: killed, perhaps for want of memory")
 
 
 class Workers:
-    """Use as a context manager; its methods may be called several times and keep the processes."""
+    """A pool of processes, used as a context manager; its methods keep the processes for the next call."""
 
     def __init__(self, most: int = 0):
-        """`most`: processes to use, 1 for none but this one; 0: as many as there are cores and memory."""
+        """`most`: maximum number of processes; 1 runs all tasks in this process, 0 means as many as cores and memory
+        allow."""
         room = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
         self.count = min(most or room, room)
         self._pool: ProcessPoolExecutor | None = None
@@ -47,17 +49,17 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
-            if kind is not None:  # the interpreter would wait at its end for what they are at
+            if kind is not None:  # otherwise the interpreter would wait at its end for running tasks
                 for process in self._processes():
                     process.kill()
             self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def _processes(self) -> list[Any]:
-        """Of the pool, which has a method to kill them from Python 3.14."""
+        """Return the pool's processes.  The pool itself can kill them only from Python 3.14 on."""
         return list((getattr(self._pool, "_processes", None) or {}).values())
 
     def start(self) -> None:
-        """Begin to import what tasks need in another process, before there are any: then even one goes there."""
+        """Start the pool and the imports of its fork server.  After that even a single task runs in a process."""
         if self.count > 1 and self._pool is None:
             from concurrent.futures import ProcessPoolExecutor
             from multiprocessing import forkserver, get_context
@@ -68,18 +70,18 @@ class Workers:
             forkserver.ensure_running()
 
     def map(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-        """`function(*task)` of every task, in their order.  Raises what it raises, and `WorkerDied`."""
+        """Return `function(*task)` of every task, in order.  Raises exceptions of `function`, and `WorkerDied`."""
         return self.begin(function, tasks)()
 
     def begin(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Callable[[], list[T]]:
-        """`map`, of which others begin now, and which is over when what is returned has been called."""
-        if self.count == 1 or (self._pool is None and len(tasks) < WORTH):
+        """Submit tasks to the pool, and return a function that waits for the results of `map`."""
+        if self.count == 1 or (self._pool is None and len(tasks) < MIN_PARALLEL_TASKS):
             return lambda: [function(*task) for task in tasks]
         futures = self._submit(function, tasks)
         return lambda: [_result(future) for future in futures]
 
     def completed(self, function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """The same in the order in which they get ready, in processes if there are two tasks or more."""
+        """Yield the results in order of completion.  Two tasks or more run in processes."""
         if min(self.count, len(tasks)) <= 1:
             for task in tasks:
                 yield function(*task)
@@ -105,7 +107,7 @@ def _result(future: Future[T]) -> T:
 
 
 def _outlive_nobody() -> None:
-    """End when the process that uses this worker does, even by SIGKILL: the one that it is a fork of waits for it."""
+    """End this worker when the process that uses the pool ends, even by SIGKILL; the fork server would wait for it."""
     from multiprocessing import parent_process
 
     user = parent_process()
@@ -115,10 +117,35 @@ def _outlive_nobody() -> None:
 
 
 def _prepare() -> None:
-    """A worker lives no longer than the process that uses it, leaves Ctrl-C to it, and takes one core."""
+    """Set up a worker: it ends with the pool's user, ignores Ctrl-C, and uses one thread."""
     threading.Thread(target=_outlive_nobody, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # the parent's output is one document
+
+
+class LazyPickle(Generic[T]):
+    """A pickled value that a process forwards without unpickling it.
+
+    A plan holds the events of hundreds of traces that workers make and workers use.  To unpickle all of them would
+    take the process in between seconds.
+    """
+
+    def __init__(self, value: T):
+        self._value: T | None = value
+        self._bytes = b""
+
+    @property
+    def value(self) -> T:
+        """The value, equal to the one that was sent."""
+        if self._value is None:
+            self._value = pickle.loads(self._bytes)
+        return cast(T, self._value)
+
+    def __getstate__(self) -> bytes:
+        return self._bytes or pickle.dumps(self._value, pickle.HIGHEST_PROTOCOL)
+
+    def __setstate__(self, state: bytes) -> None:
+        self._value, self._bytes = None, state

@@ -92,12 +92,12 @@ def parallelize(
         return lambda index, start, stop: given[index][start:stop]
 
     dtype = None if layout.precision == "fp32" else DTYPES[layout.precision]
-    sharding = replace(Sharding.of(layout, mesh.dp, device, dtype), gather_overlap=False)
+    sharding = replace(Sharding.from_layout(layout, mesh.dp, device, dtype), gather_overlap=False)
     if mesh.dp.size > 1:
         broadcast_parameters([t.data for t in tensors], mesh.dp)
     units = default_units(module, blocks)
     sharded = WrappedModule(module, units, sharding, lambda p: Tag(group_of[id(p)]), values)
-    host = meshes.on_host(mesh.dp)
+    host = meshes.host_group(mesh.dp)
     if sharded.gatherer is not None:
         sharded.gatherer.enable_checks(UnitAgreement(host.on_channel(1 + len(units))))
     loop = StockLoop(module, optimizer, sharded, units, layout.accumulation, clip, host)
@@ -131,9 +131,9 @@ def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
     if layout.dp != world:
         raise ConfigError("dp", layout.dp, f"the number of processes, {world}")
     if world == 1:
-        return meshes.single()
+        return meshes.single_rank_mesh()
     require_backend(dist.get_backend_config(), device)
-    return meshes.distributed(layout, device.type)
+    return meshes.distributed_mesh(layout, device.type)
 
 
 def _backend(device: torch.device) -> str:

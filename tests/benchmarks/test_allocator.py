@@ -11,8 +11,8 @@ import time
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from repro.simulate.memory.allocator import replay
 from repro.simulate.memory.pools import MIB
-from repro.simulate.memory.replay import replay
 from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 pytestmark = pytest.mark.benchmarks

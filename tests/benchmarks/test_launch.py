@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from repro.kernels.cuda import dispatch
+from repro.kernels.cuda import device
 from tests.kernels.bindings import BINDINGS
 from tests.kernels.fake_driver import install
 from tests.kernels.test_operators import samples
@@ -23,6 +23,6 @@ def test_call(benchmark: BenchmarkFixture, name: str, monkeypatch: pytest.Monkey
     benchmark.group = "launch"
     driver = install(monkeypatch)
     driver.keep = False
-    call = dispatch.chooser(name, BINDINGS[name], pytest.fail)
+    call = device.cuda_dispatcher(name, BINDINGS[name], pytest.fail)
     arguments = samples(torch.bfloat16)[name]
     benchmark(call, *arguments)

@@ -26,14 +26,13 @@ import torch.distributed as dist
 
 import repro
 from repro.config import Experiment, Layout, Training
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.engines.torch.model import Dropout, PlainGPT
-from repro.engines.torch.weights import initialise
+from repro.engines.torch.model import Dropout, PlainGPT, initialise
 from repro.measure.statistics import ratio_interval
-from repro.model.gpt import Part, Place
-from repro.model.parameters import total
+from repro.model.counts import total_parameters
+from repro.model.gpt import BatchPosition, Part
 from repro.parallel import mesh as meshes
 from tests.pool import RankPool
 
@@ -45,15 +44,17 @@ STEPS: dict[str, Callable[[], Any]] = {}
 
 def experiment(layout: Layout) -> Experiment:
     training = Training(steps=10_000, clip=CLIP, dropout=0.0, attention_dropout=0.0)
-    return Experiment(name="limit", model=load("smoke-speed"), layout=layout, training=training)
+    return Experiment(name="limit", model=load_model("smoke-speed"), layout=layout, training=training)
 
 
 def batch() -> MicroBatch:
     """This rank's samples, the same in every step."""
-    model = load("smoke-speed")
+    model = load_model("smoke-speed")
     numbers = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(model.vocab, (4, model.seq + 1), generator=numbers)
-    return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), Place(0, 4 * dist.get_rank()))
+    return MicroBatch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), BatchPosition(0, 4 * dist.get_rank())
+    )
 
 
 def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[], None]:
@@ -77,14 +78,14 @@ def stock(wrap: Callable[..., tuple[Any, torch.optim.Optimizer]]) -> Callable[[]
 
 def ours(zero: int) -> Callable[[], None]:
     """`repro.parallelize`."""
-    blocks = [f"blocks.{i}" for i in range(load("smoke-speed").layers)]
+    blocks = [f"blocks.{i}" for i in range(load_model("smoke-speed").layers)]
     return stock(lambda m, o: repro.parallelize(m, o, Layout(dp=2, zero=zero), blocks=blocks))
 
 
 def native(layout: Layout) -> Callable[[], None]:
     """The suite's engine; with `dp = 1` it does not communicate either."""
     data = batch()
-    mesh = meshes.single() if layout.dp == 1 else meshes.distributed(layout, "cpu")
+    mesh = meshes.single_rank_mesh() if layout.dp == 1 else meshes.distributed_mesh(layout, "cpu")
     engine = NativeEngine(experiment(layout), mesh, torch.device("cpu"))
 
     def step() -> None:
@@ -96,8 +97,8 @@ def native(layout: Layout) -> Callable[[], None]:
 
 def messages(zero: int) -> Callable[[], None]:
     """The gradients and parameters of a step on their way, and nothing else."""
-    group = meshes.distributed(Layout(dp=2), "cpu").dp
-    whole = torch.zeros(total(load("smoke-speed")))
+    group = meshes.distributed_mesh(Layout(dp=2), "cpu").dp
+    whole = torch.zeros(total_parameters(load_model("smoke-speed")))
     shard = whole.chunk(2)[group.rank]
 
     def step() -> None:

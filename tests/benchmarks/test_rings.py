@@ -18,9 +18,8 @@ from typing import IO, Any
 import pytest
 
 from repro.config import EmulatedNetwork
-from repro.emulate.frames import payload_share
 from repro.emulate.links import address
-from repro.emulate.network import RunningNetwork
+from repro.emulate.network import RunningNetwork, payload_share
 from tests.launch.runs import ROOT
 
 NETWORK = EmulatedNetwork(nodes=4, ranks_per_node=4, between=6.3e6, within=7.8e6)
@@ -30,14 +29,14 @@ RANK = """
 import sys
 import torch
 import torch.distributed as dist
-from repro.util.cores import DividedCores
+from repro.util.processes import CoreAssignment
 
 rank, world, size, place = *map(int, sys.argv[1:4]), sys.argv[4]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", rank=rank, world_size=world, init_method=place)
 numbers = torch.zeros(world * size // 4)
 dist.all_reduce(numbers)  # after which all threads are there
-DividedCores(rank).divide()
+CoreAssignment(rank).apply()
 print("ready", flush=True)
 for _ in sys.stdin:
     dist.all_reduce(numbers)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from repro.config import Experiment, Layout, Training
-from repro.config.models import load
-from repro.launch.rank.experiment import Run
+from repro.config.models import load_model
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
 
-RUNS: dict[str, Run] = {}
+RUNS: dict[str, ExperimentRun] = {}
 """Lives in the ranks: engines that were built stay for the following calls."""
 
 
@@ -31,10 +31,10 @@ def take_steps(engine: str, zero: int, steps: int) -> float:
         layout = Layout(dp=2, zero=zero, micro_batch=4)
         training = Training(steps=10_000, untimed_steps=2)
         experiment = Experiment(
-            name=name, model=load("smoke-speed"), layout=layout, training=training, engine=engine
+            name=name, model=load_model("smoke-speed"), layout=layout, training=training, engine=engine
         )
-        mesh = meshes.distributed(layout, "cpu")
-        RUNS[name] = Run(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
+        mesh = meshes.distributed_mesh(layout, "cpu")
+        RUNS[name] = ExperimentRun(experiment, mesh, torch.device("cpu"), lambda step, phase: None)
         RUNS[name].prelude()
     RUNS[name].steps(steps)
     return sum(RUNS[name].rounds[-1]) / steps

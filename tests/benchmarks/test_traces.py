@@ -17,7 +17,7 @@ import pytest
 
 from repro import cli
 from repro.config import Layout
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.simulate.placement import Placement
 
 STEPS = {
@@ -77,7 +77,7 @@ def test_host_memory(benchmark: Any, name: str) -> None:
 
 def test_placing_ranks_of_3072(benchmark: Any) -> None:
     """Which links the groups of one rank use, as every stage of a simulation asks."""
-    layout, system = Layout(tp=8, pp=64, dp=6), load("selene")
+    layout, system = Layout(tp=8, pp=64, dp=6), load_system_file("selene")
 
     def answer() -> set[str]:
         placement = Placement(layout, system)

@@ -14,7 +14,7 @@ from repro.claims.expression import texts
 from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
-from repro.simulate.time.basis import BOUND, PUBLISHED
+from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
 from tests import committed
 from tests.claims.made_up import record
 
@@ -51,11 +51,11 @@ def test_what_was_published_is_neither_less_nor_more_than_then() -> None:
 
 
 def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
-    from repro.model.parameters import total
+    from repro.model.counts import total_parameters
 
     for entry in committed.suite(Path(__file__).parents[2] / f"suites/{SUITE}.toml").entries:
         model = entry.experiment.model
-        assert total(model) == pytest.approx(model.published_params, rel=0.05), model.name
+        assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
 
 def asked(folder: Path, text: str) -> Questions:
@@ -99,7 +99,7 @@ def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float 
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answers(asked(folder, text).asked, records, systems.load(system))
+    (found,) = answers(asked(folder, text).asked, records, systems.load_system_file(system))
     return found
 
 
@@ -158,8 +158,8 @@ def test_it_says_what_the_times_rest_on(tmp_path: Path) -> None:
         return replace(simulated(f"{name}@dgx-h100"), conditions=conditions)
 
     records = [on_h100("a", "fused-2024"), on_h100("b", "fused-2024")]
-    assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED
+    assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED_POINT
     records[1] = on_h100("b", "unfused")
-    assert answer(tmp_path, RATIO, *records).rests_on == BOUND
+    assert answer(tmp_path, RATIO, *records).rests_on == UPPER_BOUND
     memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
     assert answer(tmp_path, memory, *records).rests_on == ""

@@ -21,7 +21,7 @@ from repro.claims.verdicts import (
     InputUncertainty,
     RowResult,
 )
-from repro.report.exports.compare import BETTER, SAME, WORSE, _judged
+from repro.report.exports.compare import BETTER, SAME, WORSE, _judge_verdicts
 from repro.report.text.claims import print_claim
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
@@ -159,9 +159,9 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
 
 
 def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> None:
-    assert _judged(REPRODUCED, POSSIBLE) == WORSE == _judged(POSSIBLE, NOT_REPRODUCED)
-    assert _judged(NOT_REPRODUCED, POSSIBLE) == BETTER == _judged(POSSIBLE, REPRODUCED)
-    assert _judged(POSSIBLE, POSSIBLE) == SAME == _judged(NOT_COMPARABLE, POSSIBLE)
+    assert _judge_verdicts(REPRODUCED, POSSIBLE) == WORSE == _judge_verdicts(POSSIBLE, NOT_REPRODUCED)
+    assert _judge_verdicts(NOT_REPRODUCED, POSSIBLE) == BETTER == _judge_verdicts(POSSIBLE, REPRODUCED)
+    assert _judge_verdicts(POSSIBLE, POSSIBLE) == SAME == _judge_verdicts(NOT_COMPARABLE, POSSIBLE)
 
 
 def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_widest_span(

@@ -18,7 +18,7 @@ from repro.results.schema import read as read_record
 from repro.results.store import Store, read
 from tests import committed
 
-GPT2 = asdict(models.load("gpt2-1.5b"))
+GPT2 = asdict(models.load_model("gpt2-1.5b"))
 
 
 def scored(
@@ -63,7 +63,7 @@ def test_without_a_record_the_command_is_said() -> None:
 
 def test_weights_that_nobody_has_stay_not_comparable_until_they_are_scored() -> None:
     assert row("tnlg-lambada", "Turing-NLG 17B").verdict == NOT_COMPARABLE
-    theirs = scored("megatron", model=asdict(models.load("turing-nlg-17b")), accuracy=0.6798)
+    theirs = scored("megatron", model=asdict(models.load_model("turing-nlg-17b")), accuracy=0.6798)
     assert row("tnlg-lambada", "Turing-NLG 17B", theirs).verdict == REPRODUCED
 
 

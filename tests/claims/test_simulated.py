@@ -15,7 +15,7 @@ from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
 from repro.claims.verdicts import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import Experiment, Layout, Model
-from repro.launch.simulated import attempt, system_of
+from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
 from tests import committed
 from tests.claims import made_up
@@ -77,7 +77,7 @@ def test_ddps_copies_decide_whether_1p5b_fits() -> None:
             assert not experiment.layout.gradient_as_bucket_view
             layout = dataclasses.replace(experiment.layout, gradient_as_bucket_view=view)
             experiment = dataclasses.replace(experiment, layout=layout)
-            ended[name, view] = attempt(experiment, system_of(experiment), "s").outcome
+            ended[name, view] = simulate_experiment(experiment, simulated_system(experiment), "s").outcome
     assert ended == {
         ("dp-mp1-1.4b", False): "ok",
         ("dp-mp1-1.4b", True): "ok",
@@ -178,7 +178,7 @@ def test_what_is_missing_says_how_to_simulate_it() -> None:
 def simulated(suite: str, *names: str) -> list[ExperimentRecord]:
     loaded = committed.suite(Path(__file__).parents[2] / "suites" / f"{suite}.toml")
     found = [loaded.entry(name).experiment for name in names]
-    return [attempt(experiment, system_of(experiment), suite) for experiment in found]
+    return [simulate_experiment(experiment, simulated_system(experiment), suite) for experiment in found]
 
 
 def test_table_1_comes_out_with_the_papers_own_digits() -> None:
@@ -326,7 +326,7 @@ def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
 
 
 def test_every_generation_is_calibrated_by_rows_that_say_so() -> None:
-    from repro.simulate.time.calibration_points import calibration_points
+    from repro.simulate.time.calibration import calibration_points
 
     marked = {(row.calibrates, claim.id) for claim in LEDGER.claims for row in claim.rows if row.calibrates}
     assert marked == {(known.name, known.claim) for known in calibration_points()}

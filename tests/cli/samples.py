@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from repro.accuracy.calibrate.toml import text as toml
+from repro.accuracy.calibrate.document import toml_text as toml
 from repro.config import suites, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.results.store import Store
 from tests.accuracy.twins.conftest import tables
 from tests.report import synthetic
@@ -68,9 +68,9 @@ def prepare(folder: Path) -> None:
     """Write the small store, the model and the machine that the samples name."""
     (folder / "tiny.toml").write_text("layers = 4\nhidden = 128\nheads = 4\nvocab = 512\nseq = 64\n")
     (folder / "here.toml").write_text(toml(tables()))
-    entries = suites.load(SUITES / "zero_throughput.toml").entries
+    entries = suites.load_suite(SUITES / "zero_throughput.toml").entries
     asked = next(entry.experiment for entry in entries if entry.experiment.name == "fig2-40b-zero")
-    simulated = attempt(asked, systems.load(asked.system), "zero_throughput")
+    simulated = simulate_experiment(asked, systems.load_system_file(asked.system), "zero_throughput")
     with Store(folder / "store") as store:
         for record in (*synthetic.records(), simulated):
             store.append(record)

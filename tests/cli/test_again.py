@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from repro.config import ConfigError, Experiment, Layout, Model
-from repro.report.text.again import print_claims_on_system
+from repro.report.text.claims import print_claims_on_system
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
 from tests.claims.made_up import record

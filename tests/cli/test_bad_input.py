@@ -18,7 +18,7 @@ def load(folder: Path, text: str) -> suites.Suite:
     (folder / "tiny.toml").write_text(MODEL)
     path = folder / "s.toml"
     path.write_text('[suite]\nname = "s"\n' + text)
-    return suites.load(path)
+    return suites.load_suite(path)
 
 
 CASES = {
@@ -271,7 +271,7 @@ def test_a_wrong_model_file_is_named_itself(tmp_path: Path) -> None:
 
 def test_suite_without_a_head(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"s\.toml: suite: is missing"):
-        suites.parse({"experiment": []}, file="s.toml")
+        suites.parse_suite({"experiment": []}, file="s.toml")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from repro import cli
 from repro.cli.commands.layout_options import LAYOUT
 from repro.config import ConfigError, Layout
-from repro.simulate.plan.asked import memory_bytes
+from repro.simulate.plan.candidates import parse_memory_size
 from tests.cli.predictions import GPT2
 
 BAD = [
@@ -132,10 +132,10 @@ def test_what_is_wrong_in_a_file_is_said_of_its_key(
     ],
 )
 def test_sizes(text: str, bytes_: float | None) -> None:
-    assert memory_bytes(text) == bytes_
+    assert parse_memory_size(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["x", "-3", "0", "32 G", "1e99", "GB", "nan"])
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="memory_limit"):
-        memory_bytes(text)
+        parse_memory_size(text)

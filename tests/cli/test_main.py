@@ -101,9 +101,9 @@ def test_exit_codes(
     code: int,
     says: str,
 ) -> None:
-    from repro.report.text import run
+    from repro.report.text import results
 
-    monkeypatch.setattr(run, "print_run", raising(error))
+    monkeypatch.setattr(results, "print_run", raising(error))
     assert cli.main(["run", "s.toml"]) == code
     out, err = capsys.readouterr()
     assert out == ""
@@ -112,10 +112,10 @@ def test_exit_codes(
 
 
 def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from repro.report.text import run
+    from repro.report.text import results
 
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run, "print_run", lambda *arguments: seen.append(arguments) or 1)
+    monkeypatch.setattr(results, "print_run", lambda *arguments: seen.append(arguments) or 1)
     assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     suites = [Path("s.toml"), Path("t.toml")]
     assert seen == [(suites, ["a*", "b"], Path("results"), True, True, "measured", "")]

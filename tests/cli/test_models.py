@@ -7,9 +7,9 @@ import json
 import pytest
 
 from repro.config import ConfigError
-from repro.config.models import load, names
-from repro.model.parameters import total
-from repro.report.text.models import print_models
+from repro.config.models import load_model, model_names
+from repro.model.counts import total_parameters
+from repro.report.text.models_and_systems import print_models
 
 
 def test_the_list_names_every_model_uncut_in_80_columns(
@@ -20,8 +20,8 @@ def test_the_list_names_every_model_uncut_in_80_columns(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line for line in lines if line.strip()}
-    for name in names():
-        assert f"{total(load(name)):,}" in rows[name]
+    for name in model_names():
+        assert f"{total_parameters(load_model(name)):,}" in rows[name]
 
 
 def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_a_counted_model_has_no_flops(capsys: pytest.CaptureFixture[str]) -> Non
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_models(None, True) == 0
     everything = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in everything] == names()
+    assert [each["name"] for each in everything] == model_names()
     assert print_models("yuan-1.0-245b", True) == 0
     one = json.loads(capsys.readouterr().out)
     assert one in everything

@@ -12,7 +12,7 @@ from repro import cli
 from repro.config import systems
 from repro.simulate.plan.rows import OK, OOM
 
-CONTEXT = systems.load("dgx2").context()
+CONTEXT = systems.load_system_file("dgx2").context()
 LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from repro import cli
 from repro.config import EmulatedNetwork, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.report.text import results as view
 from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
-from repro.util.table import sparkline
+from repro.util.console import sparkline
 from tests.launch.runs import experiments, run, write_suite
 from tests.records import changed
 from tests.report import synthetic
@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = next(r for r in measured if isinstance(r, ExperimentRecord) and r.name == "parity-z1-dp2")
     emulated = changed(one, name="lowbw", experiment={**one.conditions, "network": asdict(NETWORK)})
     asked = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16", kernels="reference")
-    fits = attempt(replace(asked, system="selene"), systems.load("selene"), "smoke")
+    fits = simulate_experiment(replace(asked, system="selene"), systems.load_system_file("selene"), "smoke")
     tight = changed(fits, name="tight", outcome="oom", reason="out of memory, 8599967744 bytes requested")
     with Store(root) as opened:
         for record in (*measured, emulated, fits, tight):

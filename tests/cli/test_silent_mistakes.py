@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.config.suites import load
+from repro.config.suites import load_suite
 from repro.results.store import Store
 from tests.records import made_up
 
@@ -79,7 +79,7 @@ def test_names_that_no_file_can_have(
 
 def test_a_mark_that_begins_a_file_is_none_of_its_keys(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SUITE, encoding="utf-8-sig")
-    assert load(tmp_path / "s.toml").name == "s"
+    assert load_suite(tmp_path / "s.toml").name == "s"
 
 
 def test_blank_lines_in_a_store_are_nothing_to_tell(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import systems
-from repro.simulate.time.basis import BOUND, PUBLISHED
+from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
 from tests.cli.predictions import FIT, GPT2, run
 from tests.config.system_texts import NODES, PROVENANCE
 
@@ -80,7 +80,9 @@ def test_simulate_says_what_a_person_wants_to_know(
     for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--memory-limit", str(systems.load("dgx2").context() + 2_000_000))
+    code, out = run(
+        capsys, *asked, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
+    )
     assert code == 1
     assert "does not fit" in out
     assert "out of memory" in out
@@ -105,7 +107,7 @@ def test_a_step_says_how_sure_it_is(
 def test_what_does_not_fit_takes_no_time_and_ends_alike(
     capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
 ) -> None:
-    least = str(systems.load("dgx2").context() + 2_000_000)
+    least = str(systems.load_system_file("dgx2").context() + 2_000_000)
     asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
     timeline = tmp_path / "step.json"
     code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
@@ -133,7 +135,11 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
 
 @pytest.mark.parametrize(
     ("system", "kernels", "basis"),
-    [("dgx-h100", "unfused", BOUND), ("dgx2", "softmax", PUBLISHED), ("dgx-h100", "fused", PUBLISHED)],
+    [
+        ("dgx-h100", "unfused", UPPER_BOUND),
+        ("dgx2", "softmax", PUBLISHED_POINT),
+        ("dgx-h100", "fused", PUBLISHED_POINT),
+    ],
 )
 def test_a_prediction_says_what_it_rests_on(
     capsys: pytest.CaptureFixture[str], tiny_model: str, system: str, kernels: str, basis: str
@@ -144,14 +150,14 @@ def test_a_prediction_says_what_it_rests_on(
     rows = json.loads(run(capsys, "plan", *few, "--json")[1])
     assert {row["time"]["rests_on"] for row in rows} == {step["rests_on"]} == {basis}
     assert 0 < step["mfu"] < 1
-    peak = systems.load(system).peak("fp16" if system == "dgx2" else "bf16")
+    peak = systems.load_system_file(system).peak("fp16" if system == "dgx2" else "bf16")
     assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
     page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
     for said in (page, table):
         assert "MFU" in said
         assert f"on: {basis}; " in said
     line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
-    bound = basis == BOUND
+    bound = basis == UPPER_BOUND
     assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
     assert step["interval"]["low_s"] < step["step_s"]
     assert ("by the best values of what is not known" in " ".join(page.split())) == bound

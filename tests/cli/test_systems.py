@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.config.systems import load, names
-from repro.report.text.systems import print_systems
+from repro.config.systems import load_system_file, system_names
+from repro.report.text.models_and_systems import print_systems
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
 SHOWN = ("latency_s", "efficiency")
@@ -27,17 +27,17 @@ def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert set(names()) <= set(rows)
+    assert set(system_names()) <= set(rows)
     assert rows["dgx2"][-6:] == ["16", "34.06", "125", "150", "15.75", "6.25"]
     assert rows["lowbw-v100"][-6:] == ["4", "16.94", "112", "-", "15.75", "1.25"]
     assert rows["yuan"][-6:] == ["8", "?", "312", "300", "-", "6.094"]
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name != "local"])
+@pytest.mark.parametrize("name", [name for name in system_names() if name != "local"])
 def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems(name, False) == 0
     out = capsys.readouterr().out
-    said, system = " ".join(out.split()), load(name)
+    said, system = " ".join(out.split()), load_system_file(name)
     device = system.device
     for quantity in (
         *(device.memory_bytes, device.memory_bandwidth, *device.peak_flops.values()),
@@ -54,7 +54,7 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems("", True) == 0
     everything = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in everything] == names()
+    assert [each["name"] for each in everything] == system_names()
     assert print_systems("dgx-h200", True) == 0
     one = json.loads(capsys.readouterr().out)
     assert one in everything

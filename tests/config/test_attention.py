@@ -8,7 +8,7 @@ import pytest
 
 from repro import cli
 from repro.config import Layout, models
-from repro.config.attention import unfused
+from repro.config.engines import unfused_attention_note
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from repro.config.attention import unfused
 )
 def test_heads_of_100(heads: int, keys: dict[str, str], capability: str, said: bool) -> None:
     layout = Layout(**{"precision": "fp16", **keys})
-    model = replace(models.load("gpt2-1.5b"), heads=heads)
-    assert bool(unfused(model, layout, capability)) is said
+    model = replace(models.load_model("gpt2-1.5b"), heads=heads)
+    assert bool(unfused_attention_note(model, layout, capability)) is said
 
 
 @pytest.mark.parametrize(("heads", "said"), [("16", True), ("25", False)])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from repro.config import ConfigError, Layout, spread
-from repro.config.files import build
+from repro.config import ConfigError, Layout, engines
+from repro.config.files import build_dataclass
 from repro.config.model import Model
-from repro.config.models import FILES, _packaged, load, names
-from repro.model.parameters import total
+from repro.config.models import FILES, _packaged, load_model, model_names
+from repro.model.counts import total_parameters
 
 SMALL = (
     *("smoke-states", "smoke-speed", "char-1m", "tiny-parity", "gpt2-tiny"),
@@ -178,13 +178,13 @@ OTHERS = {
 
 
 def test_every_model_is_here_once() -> None:
-    assert sorted(names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
-    assert {name for name in names() if load(name).departures()} == set(OTHERS)
+    assert sorted(model_names()) == sorted({*TABLES, *OTHERS, *SMALL, "bert-large", "t5-11b"})
+    assert {name for name in model_names() if load_model(name).departures()} == set(OTHERS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_shapes_of_other_layers_are_the_printed_ones(name: str) -> None:
-    m = load(name)
+    m = load_model(name)
     assert (m.layers, m.hidden, m.heads, m.key_heads, m.ffn_width, m.vocab) == OTHERS[name]
 
 
@@ -206,35 +206,35 @@ def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
             Model(**good, positions="rotary", rotary_fraction=fraction)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", model_names())
 def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
     table, path = _packaged()[name]
-    assert load(name) == build(Model, table, file=str(path))
-    assert load(name).name == name == name.lower()
+    assert load_model(name) == build_dataclass(Model, table, file=str(path))
+    assert load_model(name).name == name == name.lower()
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
-    model = load(name)
+    model = load_model(name)
     layers, hidden, heads, degrees = TABLES[name]
     assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
     for degree in degrees:
-        spread.check(Layout(tp=degree), model)
+        engines.check_layout_fits(Layout(tp=degree), model)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name not in SMALL])
+@pytest.mark.parametrize("name", [name for name in model_names() if name not in SMALL])
 def test_a_published_size_that_is_not_the_rounded_count_has_a_note(name: str) -> None:
-    model = load(name)
+    model = load_model(name)
     assert model.source
     digits, unit = model.published_name[:-1], {"M": 1e6, "B": 1e9, "T": 1e12}[model.published_name[-1]]
     assert float(digits) * unit == pytest.approx(model.published_params)
-    psi = total(model) / unit
+    psi = total_parameters(model) / unit
     if f"{psi:.{len(digits.partition('.')[2])}f}" != digits:
         assert any(f"{psi:.{places}f}{model.published_name[-1]}" in model.note for places in (1, 2)), psi
 
 
 def test_small_models_are_small() -> None:
-    assert {name: round(total(load(name)) / 1e6, 1) for name in SMALL} == {
+    assert {name: round(total_parameters(load_model(name)) / 1e6, 1) for name in SMALL} == {
         "smoke-states": 0.2,
         "smoke-speed": 4.9,
         "char-1m": 0.8,
@@ -261,7 +261,7 @@ def test_a_persons_file_is_named_after_itself(tmp_path: Path, text: str) -> None
     path = tmp_path / "mine.toml"
     path.write_text(text)
     expected = Model(name="mine", layers=2, hidden=8, heads=2, vocab=16, seq=4)
-    assert load(path) == load(str(path)) == expected
+    assert load_model(path) == load_model(str(path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_wrong_file_gets_one_line_with_its_name(tmp_path: Path, text: str, sai
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_model(path)
     line = str(caught.value)
     assert said in line
     assert str(path) in line
@@ -295,20 +295,20 @@ def test_one_model_of_a_file_with_two_is_chosen_by_name(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     tables = (f'[[model]]\nname = "{name}"\nlayers = {n}\n' for name, n in (("small", 2), ("large", 9)))
     path.write_text("[defaults]\n" + GOOD.replace("layers = 2\n", "") + "".join(tables))
-    assert load(f"{path}:large").layers == 9
-    assert load(f"{path}:small") == Model(name="small", layers=2, hidden=8, heads=2, vocab=16, seq=4)
+    assert load_model(f"{path}:large").layers == 9
+    assert load_model(f"{path}:small") == Model(name="small", layers=2, hidden=8, heads=2, vocab=16, seq=4)
     for wrong in (str(path), f"{path}:huge"):
         with pytest.raises(ConfigError, match=r"ours\.toml:small or .*ours\.toml:large"):
-            load(wrong)
+            load_model(wrong)
 
 
 def test_unknown_names_and_missing_files() -> None:
     with pytest.raises(ConfigError, match=r"did you mean .*zero-100b"):
-        load("zero-100")
+        load_model("zero-100")
     with pytest.raises(ConfigError, match="repro models"):
-        load("chinchilla")
+        load_model("chinchilla")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        load("nowhere.toml")
+        load_model("nowhere.toml")
 
 
 def test_files_are_the_packages_data() -> None:
@@ -317,7 +317,7 @@ def test_files_are_the_packages_data() -> None:
 
 def test_listing_the_models_needs_no_heavy_import() -> None:
     code = (
-        "import sys; from repro.report.text.models import print_models; print_models(None, False);"
+        "import sys; from repro.report.text.models_and_systems import print_models; print_models(None, False);"
         "print([m for m in ('torch', 'numpy', 'pandas', 'pydantic') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -11,7 +11,7 @@ from repro import cli
 from repro.config import ConfigError, Experiment, Layout, Model, Training, sizes
 from repro.launch.local_capacity import max_ranks
 
-MOST = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.Most)]
+MOST = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "seq": 128}
 SIMULATE = ["simulate", "--model", "gpt2-1.5b", "--system", "dgx2"]
 

@@ -11,7 +11,7 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
-from repro.config.systems import load, names
+from repro.config.systems import load_system_file, system_names
 from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES
 
@@ -49,7 +49,7 @@ def write(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", system_names())
 def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
     system = load_system(name)
     assert system.name == name
@@ -60,25 +60,25 @@ def test_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
     today = {"llama3-h100", "dgx-b200", "gb200-nvl72", "mi300x"}
     clusters = {"lowbw-v100", "jean-zay", "oneflow-v100", "selene", "vtrain-a100", "yuan"}
-    assert dgx | today | clusters | {"local"} == set(names())
-    dgx2 = load("dgx2")
+    assert dgx | today | clusters | {"local"} == set(system_names())
+    dgx2 = load_system_file("dgx2")
     assert (dgx2.devices_per_node.value, dgx2.nodes.value) == (16, 25)
     assert dgx2.peak("fp16") == 125e12
     assert dgx2.link_per_device("inter-node") == 6.25e9
-    assert load("lowbw-v100").link_per_device("inter-node") == 1.25e9
-    assert load("selene").link_per_device("inter-node") == 25e9
+    assert load_system_file("lowbw-v100").link_per_device("inter-node") == 1.25e9
+    assert load_system_file("selene").link_per_device("inter-node") == 25e9
     for name in ("dgx-b200", "gb200-nvl72", "mi300x"):  # 400 Gb/s for each device
-        assert load(name).link_per_device("inter-node") == 50e9
-    assert load("yuan").device.memory_bytes.value is None
+        assert load_system_file(name).link_per_device("inter-node") == 50e9
+    assert load_system_file("yuan").device.memory_bytes.value is None
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
         dgx2.peak("bf16")
-    assert "(assumed)" in load("yuan").links["nvlink"].bandwidth.source
+    assert "(assumed)" in load_system_file("yuan").links["nvlink"].bandwidth.source
 
 
 def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
-    other = load("dgx2h")
+    other = load_system_file("dgx2h")
     numbers = '[device.time]\nmatmul_efficiency = { value = 0.7, source = "here" }\n[links.nvlink]\nper = "device"\n'
-    mine = load(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
+    mine = load_system_file(write(f'like = "dgx2h"\nnodes = {{ value = 3, source = "here" }}\n{numbers}'))
     assert mine.name == "mine"
     assert (mine.nodes.value, other.nodes.value) == (3, 32)
     efficiency = mine.device.time.matmul_efficiency
@@ -95,11 +95,11 @@ def test_like_what_is_not_known_is_one_line(write: Any) -> None:
         with pytest.raises(
             ConfigError, match=rf"mine\.toml: like = '{name}': must be one of dgx-a100-40gb, .*, yuan"
         ):
-            load(write(f'like = "{name}"'))
+            load_system_file(write(f'like = "{name}"'))
     with pytest.raises(
         ConfigError, match=r"mine\.toml: links\.nvlink\.bandwidth = 5: must be a table \{ value"
     ):
-        load(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
+        load_system_file(write('like = "dgx2"\n[links.nvlink]\nbandwidth = 5'))
 
 
 def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
@@ -107,10 +107,10 @@ def test_a_link_of_unknown_bandwidth_says_why(write: Any) -> None:
         GOOD.replace('{ value = 10e9, source = "here" }', '{ value = "unknown", source = "not published" }')
     )
     with pytest.raises(ConfigError, match=r"bandwidth = 'unknown': is needed here, but not published"):
-        load(path).link_per_device("inter-node")
+        load_system_file(path).link_per_device("inter-node")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", system_names())
 def test_memory_that_the_allocator_can_reserve(name: str) -> None:
     system = load_system(name)
     memory, context = system.device.memory_bytes.value, system.context_used
@@ -126,16 +126,16 @@ def test_memory_that_the_allocator_can_reserve(name: str) -> None:
 
 
 def test_links_inside_a_node() -> None:
-    inside = {name: load(name).link_inside() for name in names() if name != "local"}
+    inside = {name: load_system_file(name).link_inside() for name in system_names() if name != "local"}
     assert inside.pop("lowbw-v100") == "pcie"
     assert set(inside.values()) == {"nvlink"}
 
 
 def test_own_file_by_path(write: Any) -> None:
-    system = load(write(GOOD))
+    system = load_system_file(write(GOOD))
     assert system.name == "mine"
     assert system.link_per_device("inter-node") == 2.5e9
-    assert load(str(write(GOOD))) == system
+    assert load_system_file(str(write(GOOD))) == system
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_mistakes_are_one_line_with_file_key_and_remedy(
 ) -> None:
     path = write(GOOD.replace(old, new, 1))
     if message is None:
-        load(path)
+        load_system_file(path)
         return
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_system_file(path)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -198,6 +198,6 @@ def test_mistakes_are_one_line_with_file_key_and_remedy(
 
 def test_unknown_and_missing_systems() -> None:
     with pytest.raises(ConfigError, match=r"system = 'dgx-2': did you mean dgx2\?"):
-        load("dgx-2")
+        load_system_file("dgx-2")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        load("nowhere.toml")
+        load_system_file("nowhere.toml")

@@ -9,7 +9,7 @@ import pytest
 from repro.config import ConfigError
 from repro.config.links import ASSUMED_ANY, ASSUMED_LINKS, LINKS
 from repro.config.system import System
-from repro.config.systems import load, names
+from repro.config.systems import load_system_file, system_names
 from repro.config.timing import ASSUMED
 from repro.measure.local_system import load_system
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
@@ -40,7 +40,7 @@ CALIBRATED = PRODUCTS + MEASURED_LINK + PROVENANCE
 def system(path: Path, text: str) -> System:
     file = path / "mine.toml"
     file.write_text(PLAIN + text)
-    return load(file)
+    return load_system_file(file)
 
 
 def test_what_a_file_leaves_out_is_assumed_and_says_so(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_mistakes_are_one_line(text: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", system_names())
 def test_every_system_has_numbers_for_time(name: str) -> None:
     found = load_system(name)
     assert 0 < found.timing.matmul_efficiency <= 1

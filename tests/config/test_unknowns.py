@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError
 from repro.config.quantity import Quantity
-from repro.config.systems import load, names
+from repro.config.systems import load_system_file, system_names
 from repro.config.systems.unknowns import (
     BEST,
     DRAWS,
     HIGH,
     JOINT,
     LOW,
-    Case,
+    QuantileCase,
     Unknown,
     drawn,
     unknowns,
@@ -73,10 +73,10 @@ def written(path: Path, said: str, more: str = "") -> Path:
 def test_a_range_is_about_its_value_and_has_reasons(tmp_path: Path, said: str, message: str | None) -> None:
     file = written(tmp_path, said)
     if message is None:
-        assert load(file).device.memory_bandwidth.ranges
+        assert load_system_file(file).device.memory_bandwidth.ranges
         return
     with pytest.raises(ConfigError) as caught:
-        load(file)
+        load_system_file(file)
     assert str(file) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -85,7 +85,7 @@ def test_a_range_is_about_its_value_and_has_reasons(tmp_path: Path, said: str, m
 def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
     with pytest.raises(ConfigError, match="what is unknown has no range"):
         Quantity(value=None, low=1.0, source="low: x")
-    for name in names():
+    for name in system_names():
         for one in unknowns(load_system(name)):
             assert one.low <= one.best <= one.high
             assert one.low < one.high, f"{name}: {one.key}"
@@ -93,22 +93,22 @@ def test_what_is_unknown_or_counted_has_ends_of_the_same_kind() -> None:
 
 def test_a_number_that_is_assumed_is_unknown_as_well_but_not_beside_a_measurement(tmp_path: Path) -> None:
     file = written(tmp_path, 'source = "here"')
-    found = {one.key: (one.low, one.best, one.high) for one in unknowns(load(file))}
+    found = {one.key: (one.low, one.best, one.high) for one in unknowns(load_system_file(file))}
     assert found["links.inter-node.rings"] == (1, 2, 4)
-    assert found["device.time.launch_s"][1] == load(file).timing.launch_s
+    assert found["device.time.launch_s"][1] == load_system_file(file).timing.launch_s
     assert "device.memory_bandwidth" not in found
     calibrated = written(tmp_path, 'source = "here"', PRODUCTS + PROVENANCE)
-    assert unknowns(load(calibrated)) == ()
+    assert unknowns(load_system_file(calibrated)) == ()
 
 
 @pytest.mark.parametrize("name", ["dgx2", "yuan", "lowbw-v100"])
 def test_a_system_with_other_values_has_these_and_no_others(name: str) -> None:
-    system = load(name)
+    system = load_system_file(name)
     found = {one.key: one for one in unknowns(system)}
-    assert drawn(system, Case()) is system
+    assert drawn(system, QuantileCase()) is system
     for key, one in found.items():
         for quantile, value in ((LOW, one.low), (HIGH, one.high)):
-            other = drawn(system, Case(key, quantile))
+            other = drawn(system, QuantileCase(key, quantile))
             assert (other == system) == (value == one.best)
             left = {each.key: each for each in unknowns(other)}
             if value == one.best:
@@ -125,20 +125,20 @@ def test_values_rise_with_the_quantile_between_the_ends(
 ) -> None:
     one = Unknown(key="device.x", low=low, best=low + more, high=low + more + yet, source="")
     first, second = sorted((a, b))
-    assert one.at(LOW) == one.low
-    assert one.at(BEST) == one.best
-    assert one.at(HIGH) == pytest.approx(one.high)
+    assert one.value_at(LOW) == one.low
+    assert one.value_at(BEST) == one.best
+    assert one.value_at(HIGH) == pytest.approx(one.high)
     slack = 1e-9
-    assert one.low - slack <= one.at(first) <= one.at(second) + slack <= one.high + 2 * slack
+    assert one.low - slack <= one.value_at(first) <= one.value_at(second) + slack <= one.high + 2 * slack
 
 
 def test_joint_draws_fill_every_part_of_a_range_alike_and_stay_as_they_are() -> None:
     for key in ("a", "b"):
-        column = [case.of(key) for case in JOINT]
+        column = [case.quantile_of(key) for case in JOINT]
         assert sorted(int(part * DRAWS) for part in column) == list(range(DRAWS))
-    assert [case.of("a") for case in JOINT] != [case.of("b") for case in JOINT]
-    assert [round(case.of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
-        round(Case(number=number).of("links.inter-node.rings"), 4) for number in (0, 1)
+    assert [case.quantile_of("a") for case in JOINT] != [case.quantile_of("b") for case in JOINT]
+    assert [round(case.quantile_of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
+        round(QuantileCase(number=number).quantile_of("links.inter-node.rings"), 4) for number in (0, 1)
     ]
     whole = Unknown(key="links.inter-node.rings", low=1, best=1, high=8, source="")
-    assert {whole.at(case.of(whole.key)) for case in JOINT} == set(range(1, 9))
+    assert {whole.value_at(case.quantile_of(whole.key)) for case in JOINT} == set(range(1, 9))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from repro.config import EmulatedNetwork
-from repro.emulate.frames import ETHERNET, HEADERS
+from repro.emulate.network import ETHERNET_BYTES, HEADER_BYTES
 from repro.results.record_parts import NetworkReport
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.util import resources
+from repro.util import processes
 from tests.launch import runs
 
 NETWORK = """
@@ -19,7 +19,7 @@ nodes = 2
 ranks_per_node = 2
 between = 8e6
 """
-TOO_FAST = EmulatedNetwork(nodes=min(4 * resources.usable_cores(), 200), ranks_per_node=1, between=4e9)
+TOO_FAST = EmulatedNetwork(nodes=min(4 * processes.usable_cores(), 200), ranks_per_node=1, between=4e9)
 """Half of the nodes send at once, two of them for each core; a core that does nothing else carries one such link."""
 
 
@@ -45,5 +45,5 @@ def experiments(results: Path) -> Iterator[ExperimentRecord]:
 
 def most_over_ledger(network: NetworkReport) -> float:
     """Data has a header for each packet at most, and an acknowledgement comes back for each at most."""
-    packet = network.mtu - HEADERS
-    return (packet + 2 * (HEADERS + ETHERNET)) / packet
+    packet = network.mtu - HEADER_BYTES
+    return (packet + 2 * (HEADER_BYTES + ETHERNET_BYTES)) / packet

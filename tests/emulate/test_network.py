@@ -56,13 +56,13 @@ def messages(network: RunningNetwork, source: int, target: int, most: dict[int, 
     address = f"10.77.{target // per_node}.{target % per_node + 1}"
     command = [sys.executable, "-c", EXCHANGE]
     receiver = subprocess.Popen(
-        network.facts.command(target, [*command, "-", address]), stdout=subprocess.PIPE, text=True
+        network.facts.exec_command(target, [*command, "-", address]), stdout=subprocess.PIPE, text=True
     )
     try:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
         sizes = [f"{size}:{seconds}" for size, seconds in most.items()]
-        sender = network.facts.command(source, [*command, "+", address, *sizes])
+        sender = network.facts.exec_command(source, [*command, "+", address, *sizes])
         done = subprocess.run(sender, capture_output=True, text=True, check=True)
     finally:
         receiver.kill()
@@ -188,7 +188,7 @@ except NoNetwork as error:
     print("refused:", error)
 else:
     assert network.facts.user_namespace
-    inside = network.facts.command(1, ["cat", "/proc/net/dev"])
+    inside = network.facts.exec_command(1, ["cat", "/proc/net/dev"])
     print(subprocess.run(inside, capture_output=True, text=True, check=True).stdout)
 """
 

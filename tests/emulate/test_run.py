@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.job import NETWORK_FILE, Job
 from repro.launch.local_launch import LocalLaunch, read_json
 from tests.emulate.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
@@ -53,7 +53,7 @@ def test_bytes_of_the_interfaces_are_the_ledgers_and_headers(tmp_path: Path) -> 
 
 def test_links_are_as_fast_as_ranks_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that hold for ranks of half the rate are twice as high."""
-    monkeypatch.setattr(products, "of_a_rank", {4: 3e9}.__getitem__)
+    monkeypatch.setattr(compute_rate, "rank_flops_per_s", {4: 3e9}.__getitem__)
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, flops_per_s=1.5e9)
     model = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
     experiment = Experiment(name="one", model=model, layout=Layout(dp=4), network=network)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.engines import missing
+from repro.engines import missing_library
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
@@ -12,5 +12,5 @@ def needs(engine: str) -> pytest.MarkDecorator:
     user's own (`KEEP_TORCH`) that is too old for it, never with the pinned one (`test_needs.py`)."""
     if engine != "torch":
         return pytest.mark.library(engine)
-    lacks = missing(engine)
+    lacks = missing_library(engine)
     return pytest.mark.skipif(bool(lacks), reason=lacks)

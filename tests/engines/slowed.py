@@ -11,8 +11,7 @@ import torch
 from repro.config import Layout
 from repro.config.enums import Phase
 from repro.engines import build_engine
-from repro.measure.timing import COMPUTING, StepClock
-from repro.measure.waiting import StageWaits
+from repro.measure.timing import COMPUTE_PHASES, StageWaits, StepClock
 from repro.parallel import mesh as meshes
 from tests.engines.told_time import ToldTime, told_time
 from tests.pool import RankPool
@@ -40,7 +39,7 @@ def _second_step(layout: Layout, engine: str) -> tuple[float, float, float]:
 def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, float]:
     blocks = layout.pp * layout.chunks
     experiment = tiny(layout, replace(TINY, name=f"tiny-{blocks}", layers=blocks), engine)
-    built: Any = build_engine(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"))
+    built: Any = build_engine(experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"))
     parts = {"native": "parts", "torch": "modules", "megatron": "models"}[engine]
     for part in getattr(built, parts):
         for module in getattr(part, "model", part).modules():
@@ -61,7 +60,7 @@ def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, fl
     for clock in (seen, said):
         clock.mark("end")
     ((row,), (own,)) = seen.read(), said.read()
-    return sum(row[phase] for phase in COMPUTING), row[Phase.IDLE], own[Phase.IDLE]
+    return sum(row[phase] for phase in COMPUTE_PHASES), row[Phase.IDLE], own[Phase.IDLE]
 
 
 PLAIN = Layout(pp=2, micro_batch=1, global_batch=4)

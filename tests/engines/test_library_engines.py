@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from repro.config import Layout
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
@@ -21,7 +21,9 @@ SMALL = 2048
 
 def seen(layout: Layout) -> dict[str, Any]:
     experiment = tiny(layout, smallest(layout), "torch", steps=5, untimed_steps=2)
-    run = Run(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"), lambda step, phase: None)
+    run = ExperimentRun(
+        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
+    )
     run.prelude()
     run.steps(3)
     return run.result().as_dict()

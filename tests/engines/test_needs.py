@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.engines import missing
+from repro.engines import missing_library
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ def test_torchs_engine_needs_what_torch_has_since_2_10(
     version: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert missing("torch").startswith(f"torch 2.10: this one, {version},") is lacks
-    assert lacks or not missing("torch")
-    assert not missing("native")
+    assert missing_library("torch").startswith(f"torch 2.10: this one, {version},") is lacks
+    assert lacks or not missing_library("torch")
+    assert not missing_library("native")
 
 
 def test_the_pinned_torch_has_all_that_its_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +35,4 @@ def test_the_pinned_torch_has_all_that_its_engine_needs(monkeypatch: pytest.Monk
     pins = (Path(__file__).parents[2] / "constraints-cpu.txt").read_text()
     (pinned,) = re.findall(r"^torch==(\S+)", pins, re.MULTILINE)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: pinned)
-    assert not missing("torch")
+    assert not missing_library("torch")

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from repro.config.enums import Phase
-from repro.measure.timing import StepClock
-from repro.measure.waiting import StageWaits
+from repro.measure.timing import StageWaits, StepClock
 from tests.engines.needs import needs
 from tests.engines.slowed import BACKWARD_S, FORWARD_S, SCHEDULES, busy_and_idle, of_formula
 from tests.engines.told_time import told_time

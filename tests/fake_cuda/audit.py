@@ -31,9 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.fake_cuda.counts import Counts
-from tests.fake_cuda.rules import broken
-
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """Name in `repro::` -> what CUDA tensors get."""
 
@@ -57,17 +54,19 @@ _import_kernels()
 
 from repro.config import Layout, Model, Training  # noqa: E402
 from repro.engines.native.engine import NativeEngine  # noqa: E402
-from repro.kernels.cuda import dispatch  # noqa: E402
+from repro.kernels.cuda import device as cuda_device  # noqa: E402
 from repro.kernels.cuda.program import Program, Unavailable  # noqa: E402
-from repro.launch.rank.inputs import Inputs  # noqa: E402
+from repro.launch.rank.step_data import BatchLoader  # noqa: E402
 from repro.model.data import open_stream  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
-from repro.simulate.trace.lines import innermost  # noqa: E402
+from repro.simulate.trace.recorder import innermost_line  # noqa: E402
+from tests.fake_cuda.counts import Counts  # noqa: E402
+from tests.fake_cuda.rules import broken  # noqa: E402
 from tests.training import TINY, tiny  # noqa: E402
 
-line = innermost(("repro",))
+line = innermost_line(("repro",))
 
 
 class Nothing:
@@ -238,22 +237,22 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     training: dict[str, Any] = {"dropout": 0.1, **case["training"]}
     assert set(training) <= set(Training.__dataclass_fields__)
     experiment = tiny(layout, model, **training)
-    audit, before = Audit(), dispatch.ran()
-    dispatch.device = _no_nvrtc if not case["kernels"] else lambda index: Nothing(audit.counts)  # type: ignore[assignment]
+    audit, before = Audit(), cuda_device.ran()
+    cuda_device.cuda_launcher = _no_nvrtc if not case["kernels"] else lambda index: Nothing(audit.counts)  # type: ignore[assignment]
     device = torch.device("cuda")
     error = ""
     try:
         with FakeTensorMode(), audit:
             for rank in sorted({layout.group_of("pp", 0)[stage] for stage in (0, layout.pp - 1)}):
-                mesh = meshes.build(layout, rank, lambda ranks: Checked(audit.found))
+                mesh = meshes.build_mesh(layout, rank, lambda ranks: Checked(audit.found))
                 engine = NativeEngine(experiment, mesh, device)
-                inputs = Inputs(open_stream(experiment.training, model), layout, rank, device)
+                inputs = BatchLoader(open_stream(experiment.training, model), layout, rank, device)
                 steps = []
                 for step in range(2):
                     audit.counts.passes = []
                     audit.counts.begins("input")
-                    engine.step(inputs.of(step), audit.counts.begins)
-                    inputs.fetch(step + 1)
+                    engine.step(inputs.micro_batches(step), audit.counts.begins)
+                    inputs.prefetch(step + 1)
                     steps.append(audit.counts.passes)
                 engine.synchronize()
     except Exception as raised:
@@ -261,7 +260,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(last))
         error = f"{type(raised).__name__}: {raised} at {where}"
     found = [*([error] if error else []), *audit.found]
-    ran = sorted({how for _, how in dispatch.ran() - before})
+    ran = sorted({how for _, how in cuda_device.ran() - before})
     # What is made once is made in the first micro-batch.
     told = {name for k in (-3, -2) for name in steps[0][k].differs(steps[1][k])} if not error else set()
     return {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.bench.table import BenchRow, as_data, render
+from repro.kernels.bench.timing import BenchRow, as_data, render_table
 from repro.measure.provenance import provenance
 from repro.results.schema import KernelsRecord
 from repro.results.store import Store
@@ -48,5 +48,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table."""
     if MEASURED["rows"]:
         terminalreporter.write_sep("=", "kernels")
-        for line in render(MEASURED["rows"], MEASURED["copy"]):
+        for line in render_table(MEASURED["rows"], MEASURED["copy"]):
             terminalreporter.write_line(line)

@@ -14,15 +14,14 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from repro.kernels.bench.case import OURS, Case
+from repro.kernels.bench.case import KERNEL, BenchCase
 from repro.kernels.bench.cases import cases
-from repro.kernels.bench.clock import Clock, clock_of, copy_bandwidth, overhead_seconds
-from repro.kernels.bench.table import BenchRow
+from repro.kernels.bench.timing import BenchRow, HostClock, benchmark_clock, copy_bandwidth, overhead_seconds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmarks]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CLOCK: Clock = clock_of(DEVICE)
+CLOCK: HostClock = benchmark_clock(DEVICE)
 CASES = cases()
 SETS = 2
 """Sets of inputs that take turns."""
@@ -41,13 +40,13 @@ def dtypes() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float32] if modern else [torch.float16, torch.float32]
 
 
-@pytest.mark.benchmark(timer=CLOCK.now)
+@pytest.mark.benchmark(timer=CLOCK.total_seconds)
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(
     ("case", "who"), [pytest.param(c, who, id=f"{c.name}-{who}") for c in CASES for who in c.names]
 )
 def test_bandwidth(
-    benchmark: BenchmarkFixture, case: Case, who: str, dtype: torch.dtype, measured: dict[str, Any]
+    benchmark: BenchmarkFixture, case: BenchCase, who: str, dtype: torch.dtype, measured: dict[str, Any]
 ) -> None:
     benchmark.group = f"{case.name} {dtype}"
     way = case.way(who)
@@ -60,7 +59,7 @@ def test_bandwidth(
 
     benchmark.pedantic(once, rounds=ROUNDS, warmup_rounds=2 * SETS)
     overhead = None
-    if who == OURS:
+    if who == KERNEL:
         small = case.inputs(DEVICE, dtype, 64)
         overhead = overhead_seconds(lambda: way(small))
     nbytes = case.nbytes(sets[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from repro.kernels.cuda import dispatch
+from repro.kernels.cuda import device
 from tests.kernels.test_operators import NAMES, samples
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +27,9 @@ def call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_shapes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
     arguments = samples(dtype)[name]
-    before = dispatch.ran()
+    before = device.ran()
     found = call(name, tree_map_only(Tensor, lambda t: t.cuda(), arguments))
-    assert set(dispatch.ran() - before) == {(name, "cuda")}
+    assert set(device.ran() - before) == {(name, "cuda")}
     expected = call(name, tree_map_only(Tensor, torch.clone, arguments))
     for a, e in zip(found, expected, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from repro.config import Layout
-from repro.kernels.cuda.families import FAMILIES
-from repro.launch.rank.experiment import Run
+from repro.kernels.families import FAMILIES
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.parallel.test_architectures import FAMILIES as LAYERS
 from tests.parallel.test_parity import BATCH, alone
@@ -67,7 +67,9 @@ def test_the_record_names_the_kernels(precision: str) -> None:
     for kernels in ("fused", "reference"):
         layout = Layout(micro_batch=4, precision=precision, kernels=kernels)
         experiment = tiny(layout, steps=3, untimed_steps=1, **DROPOUT)
-        run = Run(experiment, meshes.single(), torch.device("cuda"), lambda step, phase: None)
+        run = ExperimentRun(
+            experiment, meshes.single_rank_mesh(), torch.device("cuda"), lambda step, phase: None
+        )
         run.prelude()
         run.steps(2)
         seen[kernels] = run.result().as_dict()["kernels"]
@@ -78,8 +80,8 @@ def test_the_record_names_the_kernels(precision: str) -> None:
 
 def test_every_family_is_loaded_and_launched_nowhere_else() -> None:
     """What `repro doctor` calls the usual programs loads into this GPU."""
-    from repro.kernels.cuda.device import device
+    from repro.kernels.cuda.device import cuda_launcher
 
     for family in FAMILIES.values():
         for program in family.examples():
-            device(0).load(program)
+            cuda_launcher(0).load(program)

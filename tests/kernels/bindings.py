@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
+from repro.kernels import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
 
 BINDINGS: dict[str, Callable[..., Any]] = {
-    "adamw_": adamw.adamw_,
-    "norm_squared": norm.norm_squared,
-    "layer_norm": layernorm.layer_norm,
-    "layer_norm_backward": layernorm.layer_norm_backward,
-    "rms_norm": layernorm.rms_norm,
-    "rms_norm_backward": layernorm.rms_norm_backward,
-    "swiglu": glu.swiglu,
-    "swiglu_backward": glu.swiglu_backward,
-    "rotary": rope.rotary,
-    "bias_gelu": gelu.bias_gelu,
-    "bias_gelu_backward": gelu.bias_gelu_backward,
-    "bias_dropout_residual": dropout.bias_dropout_residual,
-    "bias_dropout_residual_backward": dropout.bias_dropout_residual_backward,
-    "causal_softmax": softmax.causal_softmax,
-    "causal_softmax_backward": softmax.causal_softmax_backward,
-    "cross_entropy_max": cross_entropy.cross_entropy_max,
-    "cross_entropy_sums": cross_entropy.cross_entropy_sums,
-    "cross_entropy_backward_": cross_entropy.cross_entropy_backward_,
+    "adamw_": adamw.launch_adamw_,
+    "norm_squared": norm.launch_norm_squared,
+    "layer_norm": layernorm.launch_layer_norm,
+    "layer_norm_backward": layernorm.launch_layer_norm_backward,
+    "rms_norm": layernorm.launch_rms_norm,
+    "rms_norm_backward": layernorm.launch_rms_norm_backward,
+    "swiglu": glu.launch_swiglu,
+    "swiglu_backward": glu.launch_swiglu_backward,
+    "rotary": rope.launch_rotary,
+    "bias_gelu": gelu.launch_bias_gelu,
+    "bias_gelu_backward": gelu.launch_bias_gelu_backward,
+    "bias_dropout_residual": dropout.launch_bias_dropout_residual,
+    "bias_dropout_residual_backward": dropout.launch_bias_dropout_residual_backward,
+    "causal_softmax": softmax.launch_causal_softmax,
+    "causal_softmax_backward": softmax.launch_causal_softmax_backward,
+    "cross_entropy_max": cross_entropy.launch_cross_entropy_max,
+    "cross_entropy_sums": cross_entropy.launch_cross_entropy_sums,
+    "cross_entropy_backward_": cross_entropy.launch_cross_entropy_backward_,
 }

@@ -45,7 +45,7 @@ def close() -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def gpu() -> Elsewhere:
     """The first GPU, with the kernels as they are compiled for it."""
-    return Elsewhere(device.device(0), "cuda")
+    return Elsewhere(device.cuda_launcher(0), "cuda")
 
 
 @pytest.fixture(scope="session")

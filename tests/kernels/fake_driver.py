@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.cuda import cache, device
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled
+from repro.kernels.cuda import device
+from repro.kernels.cuda.compile import CompiledProgram
 
 INVALID_CONTEXT, REFUSED = 201, 1
 
@@ -56,8 +56,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Driver:
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(compiler, "architectures", lambda: (90,))
-    monkeypatch.setattr(cache, "compiled", lambda program, target: Compiled(b"", ""))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (90,))
+    monkeypatch.setattr(compiler, "compile_cached", lambda program, target: CompiledProgram(b"", ""))
     monkeypatch.setattr(device, "driver", lambda: driver)
     monkeypatch.setattr(device, "_devices", {})
     monkeypatch.setattr(device, "_current_device", lambda: -1)

@@ -41,7 +41,7 @@ def torch_adamw(
 def test_follows_torch_over_steps_with_a_skip(
     dtype: torch.dtype, scaled: bool, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw, "CHUNK", 50)
+    monkeypatch.setattr(adamw, "CPU_CHUNK_ELEMENTS", 50)
     masters = shards(130, 1, 50, 0)
     start = [m.clone() for m in masters]
     exp_avgs, exp_avg_sqs = ([torch.zeros_like(m) for m in masters] for _ in range(2))
@@ -118,7 +118,7 @@ def test_any_sizes_and_chunks(sizes: list[int], chunk: int, seed: int) -> None:
     moments = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
     expected = torch_adamw(masters, [[g.float() for g in grads]], [0.01], torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "CHUNK", chunk)
+        patch.setattr(adamw, "CPU_CHUNK_ELEMENTS", chunk)
         adamw_(masters, grads, *moments, [], step=torch.tensor(1.0), lr=torch.tensor(0.01), **OPTIONS)
     for a, e in zip(masters, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)

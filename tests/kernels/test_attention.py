@@ -7,7 +7,7 @@ import torch
 
 from repro.kernels import causal_attention
 from repro.kernels.attention import reference
-from repro.model.operator_sets import alibi, slopes
+from repro.model.operator_sets import alibi_bias, alibi_slopes
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 3, 7, 8), (1, 2, 33, 16)])
@@ -32,7 +32,7 @@ def test_shared_keys_and_a_bias(keys: int, biased: bool) -> None:
     torch.manual_seed(0)
     shapes = [(2, heads, 9, 4) for heads in (6, keys, keys)]
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    bias = alibi(6, range(6), range(9), given[0]) if biased else None
+    bias = alibi_bias(6, range(6), range(9), given[0]) if biased else None
     found, expected = causal_attention(*given, bias), reference(*given, bias)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn(shapes[0], dtype=torch.float64)
@@ -55,8 +55,8 @@ def test_queries_that_are_the_last_of_a_sequence(keys: int, biased: bool) -> Non
     given = [x.requires_grad_() for x in (whole[0][:, :, 6:].clone(), *whole[1:])]
     bias, expected = None, reference(*whole)[:, :, 6:]
     if biased:
-        bias = alibi(6, range(6), range(6, 9), whole[0])
-        expected = reference(*whole, alibi(6, range(6), range(9), whole[0]))[:, :, 6:]
+        bias = alibi_bias(6, range(6), range(6, 9), whole[0])
+        expected = reference(*whole, alibi_bias(6, range(6), range(9), whole[0]))[:, :, 6:]
     found = causal_attention(*given, bias)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(found)
@@ -71,10 +71,10 @@ def test_queries_that_are_the_last_of_a_sequence(keys: int, biased: bool) -> Non
 
 def test_alibi_by_hand() -> None:
     """2108.12409 sec. 3: of 8 heads 1/2 to 1/256; of 3 those of 2, and the first of 4."""
-    assert slopes(8) == [2.0**-i for i in range(1, 9)]
-    assert slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
     inf = float("inf")
-    own = alibi(8, range(1, 2), range(3), torch.empty(0, dtype=torch.float16))
+    own = alibi_bias(8, range(1, 2), range(3), torch.empty(0, dtype=torch.float16))
     assert own.tolist() == [[[[0, -inf, -inf], [-0.25, 0, -inf], [-0.5, -0.25, 0]]]]
 
 

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from repro.kernels.bench import clock as clocks
-from repro.kernels.bench.case import COMPILED, EAGER, OURS, PLAIN, Case
+from repro.kernels.bench import timing as clocks
+from repro.kernels.bench.case import COMPILED, EAGER, KERNEL, PLAIN, BenchCase
 from repro.kernels.bench.cases import cases
-from repro.kernels.bench.clock import Clock, DeviceClock, copy_bandwidth, median_seconds, overhead_seconds
-from repro.kernels.bench.table import BenchRow, render
+from repro.kernels.bench.timing import (
+    BenchRow,
+    DeviceClock,
+    HostClock,
+    copy_bandwidth,
+    median_seconds,
+    overhead_seconds,
+    render_table,
+)
 from repro.results.select import by_key
 from repro.results.store import Store
 from tests.gpu.conftest import record
@@ -58,9 +65,9 @@ def test_the_clock_counts_the_call_and_not_the_flush() -> None:
     clock = DeviceClock(device.event, lambda: device.work("flush", 7.0))
     clock.run(lambda: device.work("call", 2.0))
     assert device.log == ["flush", "event", "call", "event", "wait"]
-    assert clock.now() == pytest.approx(2e-3)
+    assert clock.total_seconds() == pytest.approx(2e-3)
     clock.run(lambda: device.work("call", 3.0))
-    assert clock.now() == pytest.approx(5e-3)
+    assert clock.total_seconds() == pytest.approx(5e-3)
 
 
 def test_the_median_of_inputs_that_take_turns() -> None:
@@ -91,20 +98,20 @@ def test_the_overhead_is_that_of_the_best_round(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_way_runs_on_a_cpu(case: Case) -> None:
+def test_every_way_runs_on_a_cpu(case: BenchCase) -> None:
     """`torch.compile` apart, which takes its time: what it compiles is `eager`."""
-    assert case.names[0] == OURS
+    assert case.names[0] == KERNEL
     assert {EAGER, COMPILED} <= set(case.names)
-    clock = Clock()
+    clock = HostClock()
     for who in case.names:
         if who != COMPILED:
             inputs = case.inputs(CPU, torch.bfloat16, 64)
             clock.run(lambda who=who, inputs=inputs: case.way(who)(inputs))  # type: ignore[misc]
-    assert clock.now() > 0
+    assert clock.total_seconds() > 0
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if PLAIN in c.names], ids=lambda case: case.name)
-def test_ways_do_the_same_work(case: Case) -> None:
+def test_ways_do_the_same_work(case: BenchCase) -> None:
     """As far as dropout, whose elements torch chooses by itself, lets them be compared."""
     torch.manual_seed(0)
     inputs = case.inputs(CPU, torch.float32, 64)
@@ -124,9 +131,9 @@ def test_ways_do_the_same_work(case: Case) -> None:
         changed = [own[name] for name in ("states", "tensors") if name in own]
         return [t.detach() for t in tree_leaves((result, changed)) if isinstance(t, Tensor)]
 
-    expected = done(OURS)
+    expected = done(KERNEL)
     for who in case.names:
-        if who not in (OURS, COMPILED) and not ("dropout" in case.name and who == EAGER):
+        if who not in (KERNEL, COMPILED) and not ("dropout" in case.name and who == EAGER):
             found = done(who)
             for a, b in zip(found, expected, strict=False):
                 if a.shape == b.shape:
@@ -134,7 +141,7 @@ def test_ways_do_the_same_work(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bytes_are_those_of_the_formulas(case: Case) -> None:
+def test_bytes_are_those_of_the_formulas(case: BenchCase) -> None:
     """None is free, and 16 bits are no more than 32."""
     small, wide = case.inputs(CPU, torch.bfloat16, 64), case.inputs(CPU, torch.float32, 64)
     assert 0 < case.nbytes(small) <= case.nbytes(wide)  # AdamW has a copy in 16 bits, and none in 32
@@ -142,14 +149,14 @@ def test_bytes_are_those_of_the_formulas(case: Case) -> None:
 
 ROWS = [
     BenchRow("bias_gelu", EAGER, "bf16", 2e-3, 10**9, 0.9),
-    BenchRow("bias_gelu", OURS, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
-    BenchRow("norm", OURS, "fp32", 2e-3, 10**9, 0.9),
+    BenchRow("bias_gelu", KERNEL, "bf16", 1e-3, 10**9, 0.9, 8.25e-6),
+    BenchRow("norm", KERNEL, "fp32", 2e-3, 10**9, 0.9),
     BenchRow("norm", EAGER, "fp32", 1e-3, 10**9, 0.9),
 ]
 
 
 def test_the_table_shows_shares_goals_and_who_is_faster() -> None:
-    lines = render(ROWS, copy=1.05e12)
+    lines = render_table(ROWS, copy=1.05e12)
     assert lines[0] == "copy: 1,050 GB/s"
     assert lines[2].split() == ["bias_gelu", "bf16", "kernel", "1000.0", "1000", "95%", "90%", "1.00", "8.2"]
     assert lines[3].split() == ["eager", "2000.0", "500", "48%", "2.00"]

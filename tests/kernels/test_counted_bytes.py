@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from repro.kernels import cost
-from repro.kernels.cuda import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
+from repro.kernels import adamw, cost, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
@@ -72,45 +71,48 @@ def wide(*shape: int) -> Tensor:
 
 ROWS = (3, 40, 64)
 SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
-    "layer_norm": (layernorm.layer_norm, lambda: (sixteen(*ROWS), sixteen(64), sixteen(64), 1e-5)),
+    "layer_norm": (layernorm.launch_layer_norm, lambda: (sixteen(*ROWS), sixteen(64), sixteen(64), 1e-5)),
     "layer_norm_backward": (
-        layernorm.layer_norm_backward,
+        layernorm.launch_layer_norm_backward,
         lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), wide(3, 40, 1), sixteen(64)),
     ),
-    "rms_norm": (layernorm.rms_norm, lambda: (sixteen(*ROWS), sixteen(64), 1e-5)),
+    "rms_norm": (layernorm.launch_rms_norm, lambda: (sixteen(*ROWS), sixteen(64), 1e-5)),
     "rms_norm_backward": (
-        layernorm.rms_norm_backward,
+        layernorm.launch_rms_norm_backward,
         lambda: (sixteen(*ROWS), sixteen(*ROWS), wide(3, 40, 1), sixteen(64)),
     ),
-    "swiglu": (glu.swiglu, lambda: (sixteen(*ROWS),)),
-    "swiglu_backward": (glu.swiglu_backward, lambda: (sixteen(3, 40, 32), sixteen(*ROWS))),
-    "rotary": (rope.rotary, lambda: (sixteen(3, 40, 96), 2, 32, 16, 1e4, False)),
-    "bias_gelu": (gelu.bias_gelu, lambda: (sixteen(*ROWS), sixteen(64))),
-    "bias_gelu_backward": (gelu.bias_gelu_backward, lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64))),
+    "swiglu": (glu.launch_swiglu, lambda: (sixteen(*ROWS),)),
+    "swiglu_backward": (glu.launch_swiglu_backward, lambda: (sixteen(3, 40, 32), sixteen(*ROWS))),
+    "rotary": (rope.launch_rotary, lambda: (sixteen(3, 40, 96), 2, 32, 16, 1e4, False)),
+    "bias_gelu": (gelu.launch_bias_gelu, lambda: (sixteen(*ROWS), sixteen(64))),
+    "bias_gelu_backward": (
+        gelu.launch_bias_gelu_backward,
+        lambda: (sixteen(*ROWS), sixteen(*ROWS), sixteen(64)),
+    ),
     "bias_dropout_residual": (
-        dropout.bias_dropout_residual,
+        dropout.launch_bias_dropout_residual,
         lambda: (sixteen(*ROWS), sixteen(64), sixteen(*ROWS), 0.1, 7, 0, 40, 0),
     ),
     "bias_dropout_residual_backward": (
-        dropout.bias_dropout_residual_backward,
+        dropout.launch_bias_dropout_residual_backward,
         lambda: (sixteen(*ROWS), True, 0.1, 7, 0, 40, 0),
     ),
-    "causal_softmax": (softmax.causal_softmax, lambda: (sixteen(2, 64, 64), 0.5)),
+    "causal_softmax": (softmax.launch_causal_softmax, lambda: (sixteen(2, 64, 64), 0.5)),
     "causal_softmax_backward": (
-        softmax.causal_softmax_backward,
+        softmax.launch_causal_softmax_backward,
         lambda: (sixteen(2, 64, 64), sixteen(2, 64, 64), 0.5),
     ),
-    "cross_entropy_max": (cross_entropy.cross_entropy_max, lambda: (sixteen(9, 531),)),
+    "cross_entropy_max": (cross_entropy.launch_cross_entropy_max, lambda: (sixteen(9, 531),)),
     "cross_entropy_sums": (
-        cross_entropy.cross_entropy_sums,
+        cross_entropy.launch_cross_entropy_sums,
         lambda: (sixteen(9, 531), wide(9), torch.arange(9), 0),
     ),
     "cross_entropy_backward_": (
-        cross_entropy.cross_entropy_backward_,
+        cross_entropy.launch_cross_entropy_backward_,
         lambda: (sixteen(9, 531), wide(9), wide(2, 9) + 1, torch.arange(9), 0, wide(9)),
     ),
     "adamw_": (
-        adamw.adamw_,
+        adamw.launch_adamw_,
         lambda: (
             *(
                 [wide(8195), wide(7)],
@@ -131,7 +133,7 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
             ),
         ),
     ),
-    "norm_squared": (norm.norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
+    "norm_squared": (norm.launch_norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
 }
 """Of every operator: its binding, and operands of which no two are the same tensor."""
 
@@ -165,7 +167,7 @@ def test_operands_are_read_once_and_results_written_once(name: str, host: Counti
 
 
 def test_all_operators_are_counted() -> None:
-    from repro.kernels.flops import FORMULAS
+    from repro.kernels.families import FORMULAS
 
     assert set(SAMPLES) == set(FORMULAS)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from repro.kernels import adamw
-from repro.kernels.cuda import adamw as binding
+from repro.kernels import adamw as binding
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
@@ -32,7 +32,7 @@ def run(
         )
     )
     adamw.reference(*wide, **precise, **OPTIONS)  # type: ignore[arg-type]
-    host.call(binding.adamw_, *groups, *scalars[:2], *OPTIONS.values(), *scalars[2:])  # type: ignore[arg-type]
+    host.call(binding.launch_adamw_, *groups, *scalars[:2], *OPTIONS.values(), *scalars[2:])  # type: ignore[arg-type]
     return wide
 
 
@@ -88,7 +88,7 @@ def test_any_sizes_and_alignments(
 
 
 def test_more_shards_than_one_launch_takes(host: Host) -> None:
-    count = binding.SHARDS + 3
+    count = binding.MAX_SHARDS + 3
     groups = [[torch.rand(5 + i) for i in range(count)] for _ in range(4)]
     expected = run(host, [*groups, []], 2.0, None, None)
     compare([*groups, []], expected)
@@ -110,9 +110,9 @@ def test_what_it_refuses(host: Host) -> None:
     ok = [torch.ones(4)]
     scalars = (torch.tensor(1.0), torch.tensor(0.1), *OPTIONS.values(), None, None)
     with pytest.raises(Unavailable, match="fp32"):
-        host.call(binding.adamw_, [torch.ones(4).double()], ok, ok, ok, [], *scalars)
+        host.call(binding.launch_adamw_, [torch.ones(4).double()], ok, ok, ok, [], *scalars)
     with pytest.raises(Unavailable, match="contiguous"):
-        host.call(binding.adamw_, [torch.ones(8)[::2]], ok, ok, ok, [], *scalars)
+        host.call(binding.launch_adamw_, [torch.ones(8)[::2]], ok, ok, ok, [], *scalars)
     with pytest.raises(Unavailable, match="float64"):
-        host.call(binding.adamw_, ok, [torch.ones(4).double()], ok, ok, [], *scalars)
+        host.call(binding.launch_adamw_, ok, [torch.ones(4).double()], ok, ok, [], *scalars)
     assert not host.launched

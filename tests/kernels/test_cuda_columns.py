@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from repro.kernels import dropout, gelu, random
-from repro.kernels.cuda import columns
-from repro.kernels.cuda import dropout as cuda_dropout
-from repro.kernels.cuda import gelu as cuda_gelu
+from repro.kernels import column_sums, dropout, gelu, random
 from repro.kernels.cuda.program import TYPES, Unavailable
 from tests.kernels.on_cpu import Host, placed
 
@@ -31,9 +28,9 @@ def test_gelu(
     bias = torch.randn(shape[-1]).to(kind)
     wide = [t.double().requires_grad_() for t in (x, bias)]
     expected = gelu.reference(*wide)
-    close(host.call(cuda_gelu.bias_gelu, x, bias), expected, 2)
+    close(host.call(gelu.launch_bias_gelu, x, bias), expected, 2)
     slopes = torch.autograd.grad(expected, wide, grad.double())
-    for actual, slope in zip(host.call(cuda_gelu.bias_gelu_backward, grad, x, bias), slopes, strict=True):
+    for actual, slope in zip(host.call(gelu.launch_bias_gelu_backward, grad, x, bias), slopes, strict=True):
         close(actual, slope, 4)
     whole_x()
     whole_grad()
@@ -58,7 +55,10 @@ def test_gelu_of_any_size_and_alignment(
     slopes = torch.autograd.grad(expected, wide, grad.double())
     tolerance = 4e-6 if kind == torch.float32 else 3e-3
     for actual, value in zip(
-        [host.call(cuda_gelu.bias_gelu, x, bias), *host.call(cuda_gelu.bias_gelu_backward, grad, x, bias)],
+        [
+            host.call(gelu.launch_bias_gelu, x, bias),
+            *host.call(gelu.launch_bias_gelu_backward, grad, x, bias),
+        ],
         [expected, *slopes],
         strict=True,
     ):
@@ -68,7 +68,7 @@ def test_gelu_of_any_size_and_alignment(
 
 def test_gelu_far_out_and_not_finite(host: Host) -> None:
     x = torch.tensor([[-1e20, -50.0, 50.0, 1e20], [float("nan"), float("inf"), 0.0, -0.0]])
-    y = host.call(cuda_gelu.bias_gelu, x, torch.zeros(4))
+    y = host.call(gelu.launch_bias_gelu, x, torch.zeros(4))
     torch.testing.assert_close(y[0], torch.tensor([0.0, 0.0, 50.0, 1e20]), rtol=1e-6, atol=1e-6)
     assert y[1, 0].isnan()
     assert y[1, 1].isinf()
@@ -103,14 +103,14 @@ def test_dropout(
     residual = torch.randn(shape).to(kind) if given[1] else None
     wide = [None if t is None else t.double().requires_grad_() for t in (x, bias, residual)]
     expected = dropout.reference(*wide, *arguments, True, *further)  # type: ignore[arg-type]
-    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, *arguments, *further)
+    y = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, *arguments, *further)
     tolerance = 2e-6 if kind == torch.float32 else 2e-3
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
     grad = torch.randn(shape).to(kind)
     asked = [t for t in wide[:2] if t is not None]
     slopes = torch.autograd.grad(expected, asked, grad.double())
     has_bias = bias is not None
-    results = host.call(cuda_dropout.bias_dropout_residual_backward, grad, has_bias, *arguments, *further)
+    results = host.call(dropout.launch_bias_dropout_residual_backward, grad, has_bias, *arguments, *further)
     # The same elements are dropped, to the last one.
     assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
     for actual, slope in zip(results, slopes, strict=has_bias):
@@ -120,24 +120,28 @@ def test_dropout(
 def test_dropped_nan_is_dropped_and_kept_nan_is_kept(host: Host) -> None:
     x = torch.full((1, 50, 8), float("nan"))
     keep = random.keep_mask(torch.arange(50), 8, 0.4, 11).view(1, 50, 8)
-    y = host.call(cuda_dropout.bias_dropout_residual, x, None, None, 0.4, 11, 0, 50, 0)
+    y = host.call(dropout.launch_bias_dropout_residual, x, None, None, 0.4, 11, 0, 50, 0)
     assert torch.equal(y.isnan(), keep)
     assert torch.equal(y[~keep], torch.zeros(int((~keep).sum())))
 
 
 def test_without_dropout_and_refused(host: Host) -> None:
     x, bias, residual = torch.randn(2, 5, 9), torch.randn(9), torch.randn(2, 5, 9)
-    y = host.call(cuda_dropout.bias_dropout_residual, x, bias, residual, 0.0, 1, 0, 5, 0)
+    y = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, 0.0, 1, 0, 5, 0)
     assert torch.equal(y, x + bias + residual)
     none = torch.ones(0, 5, 9)
-    assert host.call(cuda_dropout.bias_dropout_residual, none, bias, none, 0.1, 1, 0, 5, 0).shape == (0, 5, 9)
-    assert host.call(cuda_dropout.bias_dropout_residual_backward, none, True, 0.1, 1, 0, 5, 0)[1].shape == (
+    assert host.call(dropout.launch_bias_dropout_residual, none, bias, none, 0.1, 1, 0, 5, 0).shape == (
+        0,
+        5,
+        9,
+    )
+    assert host.call(dropout.launch_bias_dropout_residual_backward, none, True, 0.1, 1, 0, 5, 0)[1].shape == (
         9,
     )
     with pytest.raises(Unavailable, match="dtype of x"):
-        host.call(cuda_dropout.bias_dropout_residual, x, bias, residual.half(), 0.1, 1, 0, 5, 0)
+        host.call(dropout.launch_bias_dropout_residual, x, bias, residual.half(), 0.1, 1, 0, 5, 0)
     with pytest.raises(Unavailable, match="dtype of x"):
-        host.call(cuda_gelu.bias_gelu_backward, x.half(), x, bias)
+        host.call(gelu.launch_bias_gelu_backward, x.half(), x, bias)
 
 
 @settings(max_examples=60)
@@ -152,13 +156,13 @@ def test_a_grid_covers_every_row_and_column(rows: int, vectors: int, processors:
         def __init__(self) -> None:
             self.processors = processors
 
-    blocks, at_once = columns.spread(Size(), rows, vectors * width, width, 256)  # type: ignore[arg-type]
+    blocks, at_once = column_sums.row_grid(Size(), rows, vectors * width, width, 256)  # type: ignore[arg-type]
     assert 1 <= at_once <= rows
     assert blocks * 256 >= at_once * vectors
 
 
 def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., None]) -> None:
     matrices: Tensor = torch.randn(2, 45, 70)
-    loaded = host.load(columns.program(TYPES[dtype]))
-    found = host.call(lambda on, x: columns.column_sums(loaded, x, dtype), matrices)
+    loaded = host.load(column_sums.program(TYPES[dtype]))
+    found = host.call(lambda on, x: column_sums.launch_column_sums(loaded, x, dtype), matrices)
     close(found, matrices.double().sum(1), 2)

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda import families
+from repro.kernels.cuda.occupancy import parse_resources
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.kernels.cuda.resources import resources
-from repro.launch.doctor.sizes import size_classes
+from repro.kernels.families import size_classes
 
 try:
-    ARCHITECTURES = compiler.architectures()
+    ARCHITECTURES = compiler.supported_architectures()
     MISSING = ""
 except Unavailable as error:
     ARCHITECTURES, MISSING = (), str(error)
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.mark.parametrize("architecture", [70, 90])
-@pytest.mark.parametrize("program", families.examples(), ids=lambda program: program.name)
+@pytest.mark.parametrize("program", families.example_programs(), ids=lambda program: program.name)
 def test_compiles_without_spills(program: Program, architecture: int) -> None:
     if architecture not in ARCHITECTURES:
-        pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
-    check(program, compiler.Target(f"sm_{architecture}"))
+        pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not compile for sm_{architecture}")
+    check(program, compiler.CompileTarget(f"sm_{architecture}"))
 
 
-def check(program: Program, target: compiler.Target) -> None:
-    compiled = compiler.compile(program, target)
+def check(program: Program, target: compiler.CompileTarget) -> None:
+    compiled = compiler.compile_program(program, target)
     assert compiled.code.startswith(b"\x7fELF")
     assert not [line for line in compiled.log.splitlines() if "warning" in line and "deprecated" not in line]
-    found = resources(compiled.log)
+    found = parse_resources(compiled.log)
     assert set(found) == set(program.kernels)
     for kernel in found.values():
         assert kernel.spilled_bytes == kernel.stack_bytes == 0
@@ -52,25 +52,27 @@ PARTS = 12
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_size_of_every_suite_compiles_without_spills(part: int, architecture: int) -> None:
     if architecture not in ARCHITECTURES:
-        pytest.skip(f"NVRTC {compiler.version()} does not compile for sm_{architecture}")
-    asked = [*families.examples(), *(each.program for each in size_classes())]
+        pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not compile for sm_{architecture}")
+    asked = [*families.example_programs(), *(each.program for each in size_classes())]
     programs = {program.text: program for program in asked}
     for program in list(programs.values())[part::PARTS]:
-        check(program, compiler.Target(f"sm_{architecture}"))
+        check(program, compiler.CompileTarget(f"sm_{architecture}"))
 
 
 def test_the_message_of_the_compiler_reaches_the_user() -> None:
-    good = families.examples()[0]
+    good = families.example_programs()[0]
     bad = Program(good.source, (*good.definitions, ("float", "nonsense")), good.arguments, good.kernels, 256)
     with pytest.raises(Unavailable, match=r"does not compile for sm_80: (.|\n)*nonsense"):
-        compiler.compile(bad, compiler.Target("sm_80"))
+        compiler.compile_program(bad, compiler.CompileTarget("sm_80"))
 
 
 def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
     """In a process of its own, which the fault would poison: intermediate code has no assembler's log, just its NUL."""
     script = """
-from repro.kernels.cuda import compile as compiler, families
-made = compiler.compile(families.examples()[0], compiler.Target(f"compute_{compiler.architectures()[-1]}"))
+from repro.kernels import families
+from repro.kernels.cuda import compile as compiler
+target = compiler.CompileTarget(f"compute_{compiler.supported_architectures()[-1]}")
+made = compiler.compile_program(families.example_programs()[0], target)
 assert made.log == "", made.log
 assert b".version" in made.code, made.code[:80]
 print([n for n in range(256) if bytes([n])[0] != n])
@@ -80,12 +82,12 @@ print([n for n in range(256) if bytes([n])[0] != n])
 
 
 def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80, 90))
-    monkeypatch.setattr(compiler, "version", lambda: (13, 0))
-    assert compiler.target((8, 0)).architecture == "sm_80"
-    assert compiler.target((8, 9)).architecture == "sm_80"
-    assert compiler.target((12, 0)).architecture == "compute_90"
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80, 90))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
+    assert compiler.compile_target((8, 0)).architecture == "sm_80"
+    assert compiler.compile_target((8, 9)).architecture == "sm_80"
+    assert compiler.compile_target((12, 0)).architecture == "compute_90"
     with pytest.raises(
         Unavailable, match=r"NVRTC 13.0 does not compile for sm_70, only from sm_75 on; install"
     ):
-        compiler.target((7, 0))
+        compiler.compile_target((7, 0))

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.cuda import cache, device, dispatch, families
+from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda import device
+from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
 
-PROGRAM = families.examples()[0]
-TARGET = Target("sm_80")
+PROGRAM = families.example_programs()[0]
+TARGET = CompileTarget("sm_80")
 
 
 @pytest.fixture
@@ -26,44 +27,44 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A compiler that counts, and a cache of its own."""
     calls: list[str] = []
 
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         calls.append(target.architecture)
-        return Compiled(b"code\nof " + target.architecture.encode(), "log")
+        return CompiledProgram(b"code\nof " + target.architecture.encode(), "log")
 
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
     return calls
 
 
 def test_a_program_is_compiled_once(compilations: list[str]) -> None:
-    first = cache.compiled(PROGRAM, TARGET)
-    assert cache.compiled(PROGRAM, TARGET) == first == Compiled(b"code\nof sm_80", "log")
+    first = compiler.compile_cached(PROGRAM, TARGET)
+    assert compiler.compile_cached(PROGRAM, TARGET) == first == CompiledProgram(b"code\nof sm_80", "log")
     assert compilations == ["sm_80"]
-    cache.compiled(PROGRAM, Target("sm_90"))
+    compiler.compile_cached(PROGRAM, CompileTarget("sm_90"))
     assert compilations == ["sm_80", "sm_90"]
 
 
 def test_another_compiler_or_source_is_another_program(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {cache.key(PROGRAM, TARGET)}
+    keys = {compiler.cache_key(PROGRAM, TARGET)}
     other = Program(PROGRAM.source, PROGRAM.definitions, PROGRAM.arguments, PROGRAM.kernels, 128)
-    keys.add(cache.key(other, TARGET))
-    monkeypatch.setattr(compiler, "version", lambda: (12, 6))
-    keys.add(cache.key(PROGRAM, TARGET))
-    monkeypatch.setattr(cache, "headers", lambda: {"number.cuh": "changed"})
-    keys.add(cache.key(PROGRAM, TARGET))
+    keys.add(compiler.cache_key(other, TARGET))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 6))
+    keys.add(compiler.cache_key(PROGRAM, TARGET))
+    monkeypatch.setattr(compiler, "headers", lambda: {"number.cuh": "changed"})
+    keys.add(compiler.cache_key(PROGRAM, TARGET))
     assert len(keys) == 4
 
 
 def test_a_damaged_file_is_compiled_again(compilations: list[str]) -> None:
-    cache.compiled(PROGRAM, TARGET)
-    (file,) = cache.folder().iterdir()
+    compiler.compile_cached(PROGRAM, TARGET)
+    (file,) = compiler.cache_folder().iterdir()
     whole = file.read_bytes()
     for damaged in (whole[:-1], b"", b"\xff", b"[]\n", whole[: whole.index(b"\n")]):
         file.write_bytes(damaged)
-        assert cache.compiled(PROGRAM, TARGET).code == b"code\nof sm_80"
+        assert compiler.compile_cached(PROGRAM, TARGET).code == b"code\nof sm_80"
         assert file.read_bytes() == whole
 
 
@@ -71,14 +72,14 @@ def test_a_folder_that_cannot_be_written_is_said(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file" / "below"))
-    with pytest.warns(RuntimeWarning, match=f"cannot be written.*set {cache.FOLDER}"):
-        assert cache.compiled(PROGRAM, TARGET).log == "log"
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    with pytest.warns(RuntimeWarning, match=f"cannot be written.*set {compiler.CACHE_VARIABLE}"):
+        assert compiler.compile_cached(PROGRAM, TARGET).log == "log"
 
 
 def _write(folder: Path, content: int) -> None:
     for _ in range(50):
-        cache._write(folder / "program", Compiled(bytes([content]) * 20000, "log"))
+        compiler._write_cached(folder / "program", CompiledProgram(bytes([content]) * 20000, "log"))
 
 
 def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
@@ -87,19 +88,19 @@ def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert not (tmp_path / "program").exists() or cache._read(tmp_path / "program") is not None
+        assert not (tmp_path / "program").exists() or compiler._read_cached(tmp_path / "program") is not None
     assert [path.name for path in tmp_path.iterdir()] == ["program"]
 
 
 def _ask(answers: Any) -> None:
     for _ in range(20):
-        answers.put(cache.compiled(PROGRAM, TARGET).code)
+        answers.put(compiler.compile_cached(PROGRAM, TARGET).code)
 
 
 @pytest.mark.usefixtures("compilations")
 def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
-    cache.compiled(PROGRAM, TARGET)
-    (file,) = cache.folder().iterdir()
+    compiler.compile_cached(PROGRAM, TARGET)
+    (file,) = compiler.cache_folder().iterdir()
     whole = file.read_bytes()
     file.write_bytes(whole[:-3])
     context = multiprocessing.get_context("fork")
@@ -110,23 +111,23 @@ def test_many_ranks_that_begin_with_a_torn_file_all_get_the_program() -> None:
     assert {answers.get() for _ in range(20 * len(ranks))} == {b"code\nof sm_80"}
     for rank in ranks:
         rank.join(250)
-    assert [path.read_bytes() for path in cache.folder().iterdir()] == [whole]
+    assert [path.read_bytes() for path in compiler.cache_folder().iterdir()] == [whole]
 
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_ran", Counter())
-    monkeypatch.setattr(dispatch, "_told", set())
-    monkeypatch.setattr(dispatch, "device", lambda index: f"gpu {index}")
+    monkeypatch.setattr(device, "_ran", Counter())
+    monkeypatch.setattr(device, "_reported_reasons", set())
+    monkeypatch.setattr(device, "cuda_launcher", lambda index: f"gpu {index}")
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_the_kernel_runs_where_it_can() -> None:
-    call = dispatch.chooser("twice", lambda on, x: (on, x), lambda x: "torch")
+    call = device.cuda_dispatcher("twice", lambda on, x: (on, x), lambda x: "torch")
     x = torch.ones(1)
     assert call(x) == ("gpu -1", x)
     assert call([x]) == ("gpu -1", [x])
-    assert dispatch.ran() == {("twice", "cuda"): 2}
+    assert device.ran() == {("twice", "cuda"): 2}
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -134,7 +135,7 @@ def test_a_fallback_is_told_once_for_each_reason() -> None:
     def binding(on: Any, x: torch.Tensor) -> None:
         raise Unavailable("no NVRTC; pip install")
 
-    calls = [dispatch.chooser(name, binding, lambda x: "torch") for name in ("twice", "thrice")]
+    calls = [device.cuda_dispatcher(name, binding, lambda x: "torch") for name in ("twice", "thrice")]
     with pytest.warns(RuntimeWarning, match="repro::twice runs torch's operators.*no NVRTC; pip install"):
         assert calls[0](torch.ones(1)) == "torch"
     with warnings.catch_warnings():
@@ -142,7 +143,7 @@ def test_a_fallback_is_told_once_for_each_reason() -> None:
         for call in calls:
             assert call(torch.ones(1)) == "torch"
     why = "torch: no NVRTC; pip install"
-    assert dispatch.ran() == {("twice", why): 2, ("thrice", why): 1}
+    assert device.ran() == {("twice", why): 2, ("thrice", why): 1}
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -151,7 +152,7 @@ def test_errors_of_a_launch_are_no_reason_to_fall_back() -> None:
         raise RuntimeError("was not launched")
 
     with pytest.raises(RuntimeError, match="not launched"):
-        dispatch.chooser("twice", binding, lambda x: "torch")(torch.ones(1))
+        device.cuda_dispatcher("twice", binding, lambda x: "torch")(torch.ones(1))
 
 
 def test_a_failed_compilation_is_not_tried_again(
@@ -159,18 +160,18 @@ def test_a_failed_compilation_is_not_tried_again(
 ) -> None:
     tried: list[str] = []
 
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         tried.append(program.source)
         raise Unavailable("line 3: nonsense")
 
     properties = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(compiler, "architectures", lambda: (80,))
-    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (80,))
+    monkeypatch.setattr(compiler, "compile_program", compile)
     monkeypatch.setattr(device, "_devices", {})
     for _ in range(3):
         with pytest.raises(Unavailable, match="line 3: nonsense"):
-            device.device(0).load(PROGRAM)
+            device.cuda_launcher(0).load(PROGRAM)
     assert tried == [PROGRAM.source]
 
 
@@ -182,10 +183,10 @@ def test_a_device_that_nvrtc_does_not_know_is_not_asked_again(monkeypatch: pytes
         return SimpleNamespace(major=7, minor=0, multi_processor_count=80)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80))
-    monkeypatch.setattr(compiler, "version", lambda: (13, 0))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(device, "_devices", {})
     for _ in range(2):
         with pytest.raises(Unavailable, match="does not compile for sm_70"):
-            device.device(0)
+            device.cuda_launcher(0)
     assert asked == [0]

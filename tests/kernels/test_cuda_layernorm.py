@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.kernels import layernorm, rmsnorm
-from repro.kernels.cuda import columns
-from repro.kernels.cuda import layernorm as binding
+from repro.kernels import column_sums, layernorm, rmsnorm
+from repro.kernels import layernorm as binding
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
@@ -40,14 +39,14 @@ def test_forward_and_backward(
     weight, bias = torch.randn(shape[-1]).to(weights), torch.randn(shape[-1]).to(weights)
     wide = [t.double().requires_grad_() for t in (x, weight, bias)]
     expected = layernorm.reference(*wide, eps=EPS)
-    y, mean, rstd = host.call(binding.layer_norm, x, weight, bias, EPS)
+    y, mean, rstd = host.call(binding.launch_layer_norm, x, weight, bias, EPS)
     close(y, expected, 2)
     assert mean.shape == rstd.shape == (*shape[:-1], 1)
     close(mean, wide[0].mean(-1, keepdim=True))
     close(rstd, (wide[0].var(-1, keepdim=True, unbiased=False) + EPS).rsqrt(), 2)
     slopes = torch.autograd.grad(expected, wide, grad.double())
     for actual, slope in zip(
-        host.call(binding.layer_norm_backward, grad, x, mean, rstd, weight), slopes, strict=True
+        host.call(binding.launch_layer_norm_backward, grad, x, mean, rstd, weight), slopes, strict=True
     ):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
     whole_x()
@@ -60,15 +59,15 @@ def test_any_number_of_rows(
     host: Host, case: tuple[tuple[int, ...], torch.dtype, torch.dtype, int], rows: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    (*_, columns), kind, weights, offset = case
-    x, whole = placed((3 * torch.randn(rows, columns) + 5).to(kind), offset)
-    grad = torch.randn(rows, columns).to(kind)
-    weight, bias = torch.randn(columns).to(weights), torch.randn(columns).to(weights)
+    (*_, column_sums), kind, weights, offset = case
+    x, whole = placed((3 * torch.randn(rows, column_sums) + 5).to(kind), offset)
+    grad = torch.randn(rows, column_sums).to(kind)
+    weight, bias = torch.randn(column_sums).to(weights), torch.randn(column_sums).to(weights)
     wide = [t.double().requires_grad_() for t in (x, weight, bias)]
     expected = layernorm.reference(*wide)
     slopes = torch.autograd.grad(expected, wide, grad.double())
-    y, mean, rstd = host.call(binding.layer_norm, x, weight, bias, 1e-5)
-    found = host.call(binding.layer_norm_backward, grad, x, mean, rstd, weight)
+    y, mean, rstd = host.call(binding.launch_layer_norm, x, weight, bias, 1e-5)
+    found = host.call(binding.launch_layer_norm_backward, grad, x, mean, rstd, weight)
     for actual, value in zip([y, *found], [expected, *slopes], strict=True):
         tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[actual.dtype]
         torch.testing.assert_close(actual.double(), value, rtol=tolerance, atol=tolerance * (1 + rows**0.5))
@@ -77,7 +76,7 @@ def test_any_number_of_rows(
 
 def test_a_large_mean_leaves_the_variance(host: Host, close: Callable[..., None]) -> None:
     x = 1000 + torch.randn(4, 64)
-    y = host.call(binding.layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
+    y = host.call(binding.launch_layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)[0]
     close(y, layernorm.reference(x.double(), torch.ones(64), torch.zeros(64)), 100)
 
 
@@ -85,24 +84,24 @@ def test_what_is_not_finite_stays_in_its_row(host: Host) -> None:
     x = torch.randn(3, 64)
     x[1, 5] = float("nan")
     x[2, 60] = float("inf")
-    y, mean, rstd = host.call(binding.layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)
+    y, mean, rstd = host.call(binding.launch_layer_norm, x, torch.ones(64), torch.zeros(64), 1e-5)
     assert y[0].isfinite().all()
     assert y[1:].isnan().all()
-    dx = host.call(binding.layer_norm_backward, torch.ones(3, 64), x, mean, rstd, torch.ones(64))[0]
+    dx = host.call(binding.launch_layer_norm_backward, torch.ones(3, 64), x, mean, rstd, torch.ones(64))[0]
     assert dx[0].isfinite().all()
     assert dx[1:].isnan().all()
 
 
 def test_empty_and_refused(host: Host) -> None:
     one = torch.ones(8)
-    assert host.call(binding.layer_norm, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
-    assert host.call(binding.layer_norm_backward, *[torch.ones(0, 8)] * 2, *[torch.ones(0, 1)] * 2, one)[
-        1
-    ].shape == (8,)
+    assert host.call(binding.launch_layer_norm, torch.ones(0, 8), one, one, 1e-5)[1].shape == (0, 1)
+    assert host.call(
+        binding.launch_layer_norm_backward, *[torch.ones(0, 8)] * 2, *[torch.ones(0, 1)] * 2, one
+    )[1].shape == (8,)
     with pytest.raises(Unavailable, match="float64"):
-        host.call(binding.layer_norm, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
+        host.call(binding.launch_layer_norm, torch.ones(2, 8).double(), one.double(), one.double(), 1e-5)
     with pytest.raises(Unavailable, match="one dtype"):
-        host.call(binding.layer_norm, torch.ones(2, 8), one, one.half(), 1e-5)
+        host.call(binding.launch_layer_norm, torch.ones(2, 8), one, one.half(), 1e-5)
     assert not host.launched
 
 
@@ -130,9 +129,9 @@ def test_rows_that_no_block_holds(
     wide = [t.double().requires_grad_() for t in (x, *vectors)]
     expected = (layernorm if centred else rmsnorm).reference(*wide, eps=EPS)
     forward, backward = (
-        (binding.layer_norm, binding.layer_norm_backward)
+        (binding.launch_layer_norm, binding.launch_layer_norm_backward)
         if centred
-        else (binding.rms_norm, binding.rms_norm_backward)
+        else (binding.launch_rms_norm, binding.launch_rms_norm_backward)
     )
     y, *statistics = host.call(forward, x, *vectors, EPS)
     close(y, expected, 2)
@@ -149,7 +148,7 @@ def test_rows_that_no_block_holds(
 def test_rows_fit_their_threads(width: int, backward: bool) -> None:
     most, threads = (16, 512) if backward else (32, 1024)
     for size in (1, 7, 64, 1023, 1600, 4256, 5120, 8191, 8192):
-        shape = columns.row_shape(size, width, most, threads)
+        shape = column_sums.row_shape(size, width, most, threads)
         assert shape is not None, size
         assert shape[0] % 32 == 0
         assert shape[0] <= threads

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.kernels.cuda import norm
+from repro.kernels import norm
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
@@ -29,7 +29,7 @@ def test_norm_of_any_sizes_and_alignments(host: Host, shapes: list[tuple[int, in
     placements = [placed(torch.randn(n).to(k), o) for (n, o), k in zip(shapes, kinds, strict=True)]
     tensors = [tensor for tensor, _ in placements]
     expected = sum(t.double().square().sum().item() for t in tensors)
-    result = host.call(norm.norm_squared, tensors)
+    result = host.call(norm.launch_norm_squared, tensors)
     assert result.shape == ()
     assert result.dtype == torch.float32
     assert result.item() == pytest.approx(expected, rel=1e-6)
@@ -41,19 +41,23 @@ def test_norm_of_what_is_not_finite(host: Host) -> None:
     x = torch.ones(5000)
     for value in (float("inf"), float("-inf"), 1e20):
         x[4321] = value
-        assert host.call(norm.norm_squared, [x]).item() == math.inf
+        assert host.call(norm.launch_norm_squared, [x]).item() == math.inf
     x[17] = float("nan")
-    assert math.isnan(host.call(norm.norm_squared, [x]).item())
+    assert math.isnan(host.call(norm.launch_norm_squared, [x]).item())
 
 
 def test_norm_of_many_equal_numbers_and_tensors(host: Host) -> None:
-    tensors = [torch.full((3,), 0.1)] * (norm.TENSORS + 2)
-    assert host.call(norm.norm_squared, tensors).item() == pytest.approx(0.03 * len(tensors), rel=1e-6)
+    tensors = [torch.full((3,), 0.1)] * (norm.MAX_TENSORS + 2)
+    assert host.call(norm.launch_norm_squared, tensors).item() == pytest.approx(0.03 * len(tensors), rel=1e-6)
     assert host.launched == ["partial", "partial", "total"]
-    assert host.call(norm.norm_squared, [torch.full((300000,), 0.1)]).item() == pytest.approx(3000, rel=1e-6)
+    assert host.call(norm.launch_norm_squared, [torch.full((300000,), 0.1)]).item() == pytest.approx(
+        3000, rel=1e-6
+    )
     # In fp32, to which 2^26 + 1 is 2^26, the ones would be lost one by one.
     large = [torch.full((1,), 8192.0), *[torch.ones(1)] * 128]
-    assert host.call(norm.norm_squared, large).item() == 2**26 + 128  # 16 blocks, each with several tensors
-    assert host.call(norm.norm_squared, [torch.ones(0)]).item() == 0
+    assert (
+        host.call(norm.launch_norm_squared, large).item() == 2**26 + 128
+    )  # 16 blocks, each with several tensors
+    assert host.call(norm.launch_norm_squared, [torch.ones(0)]).item() == 0
     with pytest.raises(Unavailable, match="float64"):
-        host.call(norm.norm_squared, [torch.ones(3).double()])
+        host.call(norm.launch_norm_squared, [torch.ones(3).double()])

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.kernels import cross_entropy, softmax
-from repro.kernels.cuda import cross_entropy as cuda_cross_entropy
-from repro.kernels.cuda import softmax as cuda_softmax
 from repro.kernels.cuda.program import Unavailable
 from tests.kernels.on_cpu import Host, placed
 
@@ -28,14 +26,14 @@ def test_softmax(
     scores[..., 5, 3] = float("-inf")
     wide = scores.double().requires_grad_()
     expected = softmax.reference(wide, 0.3)
-    y = host.call(cuda_softmax.causal_softmax, scores, 0.3)
+    y = host.call(softmax.launch_causal_softmax, scores, 0.3)
     close(y, expected)
     assert torch.equal(y.triu(1), torch.zeros_like(y))
     grad = torch.randn(shape).to(kind)
     rounded = y.double()
     product = grad.double() * rounded
     slope = 0.3 * (product - rounded * product.sum(-1, keepdim=True))
-    close(host.call(cuda_softmax.causal_softmax_backward, grad, y, 0.3), slope)
+    close(host.call(softmax.launch_causal_softmax_backward, grad, y, 0.3), slope)
     whole()
 
 
@@ -52,7 +50,7 @@ def test_softmax_of_any_number_of_matrices(
     torch.manual_seed(seed)
     (*_, size), kind, offset = case
     scores, whole = placed(torch.randn(matrices, size, size).to(kind), offset)
-    y = host.call(cuda_softmax.causal_softmax, scores, scale)
+    y = host.call(softmax.launch_causal_softmax, scores, scale)
     expected = softmax.reference(scores.double(), scale)
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[kind]
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
@@ -63,10 +61,10 @@ def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> Non
     scores = torch.randn(24, 24)
     expected = softmax.reference(scores, 1.0)
     scores[torch.ones(24, 24).triu(1).bool()] = float("nan")
-    y = host.call(cuda_softmax.causal_softmax, scores, 1.0)
+    y = host.call(softmax.launch_causal_softmax, scores, 1.0)
     torch.testing.assert_close(y, expected)
     scores[9, 4], scores[11, 2] = float("nan"), float("inf")
-    y = host.call(cuda_softmax.causal_softmax, scores, 1.0)
+    y = host.call(softmax.launch_causal_softmax, scores, 1.0)
     bad = torch.zeros(24, dtype=torch.bool)
     bad[[9, 11]] = True
     assert torch.equal(y.isnan().any(1), bad)
@@ -74,11 +72,11 @@ def test_softmax_reads_no_future_and_keeps_what_is_not_finite(host: Host) -> Non
 
 
 def test_softmax_refuses(host: Host) -> None:
-    assert host.call(cuda_softmax.causal_softmax, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
+    assert host.call(softmax.launch_causal_softmax, torch.ones(0, 8, 8), 1.0).shape == (0, 8, 8)
     with pytest.raises(Unavailable, match="up to 16384 scores, not 20000"):
-        cuda_softmax.program("half", 20000, 8, True)
+        softmax.program("half", 20000, 8, True)
     with pytest.raises(Unavailable, match="dtype of the weights"):
-        host.call(cuda_softmax.causal_softmax_backward, torch.ones(2, 2), torch.ones(2, 2).half(), 1.0)
+        host.call(softmax.launch_causal_softmax_backward, torch.ones(2, 2), torch.ones(2, 2).half(), 1.0)
     assert not host.launched
 
 
@@ -99,15 +97,15 @@ def test_cross_entropy(
     targets = torch.randint(start, start + columns, (rows,))
     targets[0], targets[1] = start - 1, start + columns
     grad = torch.randn(rows)
-    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
+    maximum = host.call(cross_entropy.launch_cross_entropy_max, logits)
     assert torch.equal(maximum, cross_entropy.reference_max(logits).float())
     maximum += 0.5  # of other ranks' columns
     precise = (logits.double(), maximum.double())
-    sums = host.call(cuda_cross_entropy.cross_entropy_sums, logits, maximum, targets, start)
+    sums = host.call(cross_entropy.launch_cross_entropy_sums, logits, maximum, targets, start)
     expected = cross_entropy.reference_sums(*precise, targets, start)
     torch.testing.assert_close(sums.double(), expected, rtol=3e-6, atol=3e-6)
     slope = cross_entropy.reference_gradient(*precise, expected, targets, start, grad.double())
-    host.call(cuda_cross_entropy.cross_entropy_backward_, logits, maximum, sums, targets, start, grad)
+    host.call(cross_entropy.launch_cross_entropy_backward_, logits, maximum, sums, targets, start, grad)
     close(logits, slope, 2)
     whole()
     assert host.launched == ["maxima", "sums", "gradient"]
@@ -127,9 +125,9 @@ def test_cross_entropy_of_any_size_and_alignment(
     torch.manual_seed(seed)
     logits, whole = placed((3 * torch.randn(rows, columns)).to(kind), offset)
     before, targets, grad = logits.double(), torch.randint(columns, (rows,)), torch.randn(rows)
-    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
-    sums = host.call(cuda_cross_entropy.cross_entropy_sums, logits, maximum, targets, 0)
-    host.call(cuda_cross_entropy.cross_entropy_backward_, logits, maximum, sums, targets, 0, grad)
+    maximum = host.call(cross_entropy.launch_cross_entropy_max, logits)
+    sums = host.call(cross_entropy.launch_cross_entropy_sums, logits, maximum, targets, 0)
+    host.call(cross_entropy.launch_cross_entropy_backward_, logits, maximum, sums, targets, 0, grad)
     loss = torch.nn.functional.cross_entropy(before.requires_grad_(), targets, reduction="none")
     torch.testing.assert_close((sums[0].log() - sums[1]).double(), loss, rtol=1e-5, atol=1e-5)
     (slope,) = torch.autograd.grad(loss, before, grad.double())
@@ -142,24 +140,24 @@ def test_cross_entropy_of_what_is_not_finite(host: Host) -> None:
     logits = torch.randn(3, 600)
     logits[1, 599] = float("nan")
     logits[2, 300] = float("inf")
-    maximum = host.call(cuda_cross_entropy.cross_entropy_max, logits)
+    maximum = host.call(cross_entropy.launch_cross_entropy_max, logits)
     assert maximum[0].isfinite()
     assert maximum[1].isnan()
     assert maximum[2].isinf()
     sums = host.call(
-        cuda_cross_entropy.cross_entropy_sums, logits, maximum, torch.zeros(3, dtype=torch.int64), 0
+        cross_entropy.launch_cross_entropy_sums, logits, maximum, torch.zeros(3, dtype=torch.int64), 0
     )
     assert torch.equal(sums[0].isnan(), torch.tensor([False, True, True]))
 
 
 def test_cross_entropy_refuses(host: Host) -> None:
     logits, one = torch.ones(2, 8), torch.ones(2)
-    assert host.call(cuda_cross_entropy.cross_entropy_max, torch.ones(0, 8)).shape == (0,)
+    assert host.call(cross_entropy.launch_cross_entropy_max, torch.ones(0, 8)).shape == (0,)
     with pytest.raises(Unavailable, match="int64"):
-        host.call(cuda_cross_entropy.cross_entropy_sums, logits, one, one.int(), 0)
+        host.call(cross_entropy.launch_cross_entropy_sums, logits, one, one.int(), 0)
     with pytest.raises(Unavailable, match="fp32"):
-        host.call(cuda_cross_entropy.cross_entropy_sums, logits, one.half(), one.long(), 0)
+        host.call(cross_entropy.launch_cross_entropy_sums, logits, one.half(), one.long(), 0)
     sums, turned = torch.ones(2, 2), torch.ones(8, 2).t()
     with pytest.raises(Unavailable, match="overwrites"):
-        host.call(cuda_cross_entropy.cross_entropy_backward_, turned, one, sums, one.long(), 0, one)
+        host.call(cross_entropy.launch_cross_entropy_backward_, turned, one, sums, one.long(), 0, one)
     assert not host.launched

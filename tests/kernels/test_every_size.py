@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from repro.kernels.cuda import softmax
-from repro.launch.doctor.sizes import size_classes
+from repro.kernels import softmax
+from repro.kernels.families import size_classes
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

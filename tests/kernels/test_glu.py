@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from repro.kernels import glu as binding
 from repro.kernels import swiglu
-from repro.kernels.cuda import glu as binding
 from repro.kernels.cuda.program import Unavailable
 from repro.kernels.glu import reference
 from tests.kernels.on_cpu import Host, placed
@@ -54,17 +54,17 @@ def test_the_cuda_source(
     grad = torch.randn(*shape[:-1], shape[-1] // 2).to(kind)
     wide = x.double().requires_grad_()
     expected = reference(wide)
-    close(host.call(binding.swiglu, x), expected)
+    close(host.call(binding.launch_swiglu, x), expected)
     (slope,) = torch.autograd.grad(expected, wide, grad.double())
-    close(host.call(binding.swiglu_backward, grad, x), slope)
+    close(host.call(binding.launch_swiglu_backward, grad, x), slope)
     whole()
 
 
 def test_the_cuda_source_at_the_ends(host: Host) -> None:
     x = torch.tensor([[-1e30, -200.0, 200.0, float("nan"), 1.0, 1.0, 1.0, 1.0]])
-    y = host.call(binding.swiglu, x)
+    y = host.call(binding.launch_swiglu, x)
     assert y[0, :3].tolist() == [0, 0, 200]
     assert y[0, 3].isnan()
-    assert host.call(binding.swiglu, torch.ones(0, 8)).shape == (0, 4)
+    assert host.call(binding.launch_swiglu, torch.ones(0, 8)).shape == (0, 4)
     with pytest.raises(Unavailable, match="gradient of the dtype of x"):
-        host.call(binding.swiglu_backward, torch.ones(2, 4).half(), torch.ones(2, 8))
+        host.call(binding.launch_swiglu_backward, torch.ones(2, 4).half(), torch.ones(2, 8))

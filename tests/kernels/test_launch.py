@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.cuda import device, gelu
+from repro.kernels import gelu
+from repro.kernels.cuda import device
 from tests.kernels.fake_driver import INVALID_CONTEXT, REFUSED, Driver, install, passed
 
 KIND = gelu.program("float", "float", 4)
@@ -28,7 +29,7 @@ def test_function_grid_stream_and_arguments(driver: Driver, monkeypatch: pytest.
 
     monkeypatch.setattr(Driver, "cuLaunchKernel", lambda self, *arguments: look(*arguments))
     x, bias = torch.ones(3, 8), torch.ones(8)
-    y = gelu.bias_gelu(device.device(-1), x, bias)
+    y = gelu.launch_bias_gelu(device.cuda_launcher(-1), x, bias)
     ((function, *shape),) = driver.launches
     assert function == "forward"
     assert shape[:8] == [1, 1, 1, KIND.threads, 1, 1, 0, 77]
@@ -36,7 +37,7 @@ def test_function_grid_stream_and_arguments(driver: Driver, monkeypatch: pytest.
 
 
 def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
-    loaded = device.device(-1).load(KIND)
+    loaded = device.cuda_launcher(-1).load(KIND)
     driver.answers = [INVALID_CONTEXT]
     loaded.launch("forward", 1, bytes(KIND.arguments.size))
     assert driver.contexts == len(driver.launches) == 1
@@ -45,13 +46,13 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
 def test_another_device_is_made_current(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [0, -1]
     monkeypatch.setattr(device, "_current_device", lambda: places.pop(0))
-    device.device(-1).load(KIND).launch("forward", 1, bytes(KIND.arguments.size))
+    device.cuda_launcher(-1).load(KIND).launch("forward", 1, bytes(KIND.arguments.size))
     assert not places
     assert len(driver.launches) == 1
 
 
 def test_a_launch_that_is_refused_is_an_error(driver: Driver) -> None:
-    loaded = device.device(-1).load(KIND)
+    loaded = device.cuda_launcher(-1).load(KIND)
     driver.answers = [REFUSED]
     with pytest.raises(RuntimeError, match="CUDA kernel forward was not launched on cuda:-1: error 1"):
         loaded.launch("forward", 1, bytes(KIND.arguments.size))

@@ -12,8 +12,8 @@ from repro.kernels.norm import _norm_squared
 
 
 def test_norm_squared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "CHUNK", 100)
-    monkeypatch.setattr(norm, "ROW", 16)
+    monkeypatch.setattr(norm, "CPU_CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(norm, "CPU_ROW_ELEMENTS", 16)
     tensors = [torch.randn(s).to(dtype) for s in ((7, 30), (1,), (0,), (100,), (3, 2, 2))]
     expected = norm.reference([t.double() for t in tensors])
     for function in (norm_squared, _norm_squared):

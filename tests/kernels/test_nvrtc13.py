@@ -10,24 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from repro.kernels.cuda import families
+from repro.kernels import families
 
 FOLDER = Path(sys.prefix) / "nvrtc13"
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import ctypes, json, sys
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # or NVIDIA's bindings find the environment's own
-from repro.kernels.cuda import compile as compiler, families
-from repro.kernels.cuda.resources import resources
+from repro.kernels import families
+from repro.kernels.cuda import compile as compiler
+from repro.kernels.cuda.occupancy import parse_resources
 found = {}
-for program in {(program.source, program.kernels): program for program in reversed(families.examples())}.values():
+programs = {(program.source, program.kernels): program for program in reversed(families.example_programs())}
+for program in programs.values():
     for architecture in (80, 90, 100):
-        made = compiler.compile(program, compiler.Target(f"sm_{architecture}"))
+        made = compiler.compile_program(program, compiler.CompileTarget(f"sm_{architecture}"))
         assert made.code.startswith(b"\\x7fELF")
         found[f"{program.name} sm_{architecture}"] = {
-            name: [used.registers, used.spilled_bytes] for name, used in resources(made.log).items()
+            name: [used.registers, used.spilled_bytes] for name, used in parse_resources(made.log).items()
         }
-print(json.dumps({"version": compiler.version(), "oldest": compiler.architectures()[0], "found": found}))
+oldest = compiler.supported_architectures()[0]
+print(json.dumps({"version": compiler.nvrtc_version(), "oldest": oldest, "found": found}))
 """
 
 
@@ -49,7 +52,7 @@ def test_every_source_compiles_without_spills() -> None:
     document = json.loads(done.stdout)
     assert document["version"][0] == 13
     assert document["oldest"] >= 75, "the last NVRTC for V100 is 12"
-    kinds = {(program.source, program.kernels) for program in families.examples()}
+    kinds = {(program.source, program.kernels) for program in families.example_programs()}
     assert len(document["found"]) == 3 * len(kinds)
     for name, kernels in document["found"].items():
         assert kernels, name

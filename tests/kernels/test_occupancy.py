@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from repro.kernels.cuda import gelu, layernorm
-from repro.kernels.cuda.occupancy import GPUS, asked_for, blocks_at_once, filled
-from repro.kernels.cuda.resources import Resources
+from repro.kernels import gelu, layernorm
+from repro.kernels.cuda.occupancy import GPUS, KernelResources, occupancy_of, requested_bytes, resident_blocks
 
 
 @pytest.mark.parametrize(
@@ -23,24 +22,24 @@ from repro.kernels.cuda.resources import Resources
     ],
 )
 def test_blocks(registers: int, shared: int, threads: int, architecture: int, blocks: int) -> None:
-    assert blocks_at_once(Resources(registers, 0, 0, shared), threads, GPUS[architecture]) == blocks
+    assert resident_blocks(KernelResources(registers, 0, 0, shared), threads, GPUS[architecture]) == blocks
 
 
 def test_bandwidth_by_littles_law() -> None:
     """Full of threads that read one half each, an H100 has asked for 2048 x 2 of the 5788 bytes that it takes."""
-    used = Resources(32, 0, 0, 0)
+    used = KernelResources(32, 0, 0, 0)
     single, whole = gelu.program("half", "half", 1), gelu.program("half", "half", 8)
-    assert (asked_for(single), asked_for(whole)) == (2, 16)
+    assert (requested_bytes(single), requested_bytes(whole)) == (2, 16)
     needed = 3352e9 * 400 / 1.755e9 / 132
-    assert filled(single, used, GPUS[90]).bandwidth == pytest.approx(4096 / needed)
-    assert filled(whole, used, GPUS[90]).bandwidth == 1.0
-    assert filled(single, used, GPUS[90]).occupancy == 1.0
+    assert occupancy_of(single, used, GPUS[90]).bandwidth == pytest.approx(4096 / needed)
+    assert occupancy_of(whole, used, GPUS[90]).bandwidth == 1.0
+    assert occupancy_of(single, used, GPUS[90]).occupancy == 1.0
 
 
 def test_the_last_wave_of_rows_is_not_full() -> None:
     """Backward of rows of 8192 by 512 threads: two blocks a multiprocessor are launched, for 8192 rows 160 at once."""
     backward = layernorm.program("half", "half", 8192, 8, True)
-    assert (backward.threads, asked_for(backward)) == (512, 32)
-    found = filled(backward, Resources(40, 0, 0, 0), GPUS[70])
+    assert (backward.threads, requested_bytes(backward)) == (512, 32)
+    found = occupancy_of(backward, KernelResources(40, 0, 0, 0), GPUS[70])
     assert found.blocks == 2
     assert found.bandwidth == pytest.approx(8192 / 160 / 52)

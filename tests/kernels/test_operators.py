@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import repro.kernels as kernels
 from repro.kernels import cost, cross_entropy, dropout, glu, rmsnorm, softmax
-from repro.kernels.flops import FORMULAS
+from repro.kernels.families import FORMULAS
 from repro.kernels.library import Cost
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from repro.kernels import layernorm as binding
 from repro.kernels import rms_norm
-from repro.kernels.cuda import layernorm as binding
 from repro.kernels.cuda.program import Unavailable
 from repro.kernels.rmsnorm import reference
 from tests.kernels.on_cpu import Host, placed
@@ -71,20 +71,24 @@ def test_the_cuda_source(
     grad, weight = torch.randn(shape).to(kind), torch.randn(shape[-1]).to(weights)
     wide = [t.double().requires_grad_() for t in (x, weight)]
     expected = reference(*wide, eps=0.5)
-    y, rstd = host.call(binding.rms_norm, x, weight, 0.5)
+    y, rstd = host.call(binding.launch_rms_norm, x, weight, 0.5)
     close(y, expected, 2)
     close(rstd, (wide[0].square().mean(-1, keepdim=True) + 0.5).rsqrt(), 2)
     slopes = torch.autograd.grad(expected, wide, grad.double())
-    found = host.call(binding.rms_norm_backward, grad, x, rstd, weight)
+    found = host.call(binding.launch_rms_norm_backward, grad, x, rstd, weight)
     for actual, slope in zip(found, slopes, strict=True):
         close(actual, slope, 8 if actual.dtype == torch.float32 else 2)
     whole()
 
 
 def test_the_cuda_source_refuses(host: Host) -> None:
-    assert host.call(binding.rms_norm, torch.ones(0, 8), torch.ones(8), 1e-5)[1].shape == (0, 1)
+    assert host.call(binding.launch_rms_norm, torch.ones(0, 8), torch.ones(8), 1e-5)[1].shape == (0, 1)
     empty = [torch.ones(0, 8)] * 2
-    assert host.call(binding.rms_norm_backward, *empty, torch.ones(0, 1), torch.ones(8))[1].shape == (8,)
+    assert host.call(binding.launch_rms_norm_backward, *empty, torch.ones(0, 1), torch.ones(8))[1].shape == (
+        8,
+    )
     with pytest.raises(Unavailable, match="rms_norm_backward needs a gradient of the dtype of x"):
-        host.call(binding.rms_norm_backward, empty[0].half(), empty[1], torch.ones(0, 1), torch.ones(8))
+        host.call(
+            binding.launch_rms_norm_backward, empty[0].half(), empty[1], torch.ones(0, 1), torch.ones(8)
+        )
     assert not host.launched

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from repro.kernels import rope as binding
 from repro.kernels import rotary
-from repro.kernels.cuda import rope as binding
 from repro.kernels.rope import reference
 from tests.kernels.on_cpu import Host, placed
 from tests.kernels.test_layernorm import with_gradients
@@ -65,7 +65,7 @@ def test_rows_further_on_are_turned_as_there(host: Host, plain: bool) -> None:
     torch.testing.assert_close(found.double(), whole, rtol=1e-5, atol=1e-6)
     (back,) = torch.autograd.grad(found, part, found)
     torch.testing.assert_close(back, part)  # turned there and back
-    of_source = host.call(binding.rotary, part.detach(), *how, False, 1, 2, 4)
+    of_source = host.call(binding.launch_rotary, part.detach(), *how, False, 1, 2, 4)
     torch.testing.assert_close(of_source.double(), whole, rtol=1e-5, atol=1e-5)
 
 
@@ -103,14 +103,14 @@ def test_the_cuda_source(
     expected = reference(wide, *how)
     if inverse:  # the transpose of a turn
         (expected,) = torch.autograd.grad(expected, wide, x.double())
-    close(host.call(binding.rotary, x, *how, inverse), expected, 2)
+    close(host.call(binding.launch_rotary, x, *how, inverse), expected, 2)
     whole()
 
 
 def test_the_cuda_source_far_from_the_first_token(host: Host) -> None:
     """Angles of hundreds of turns: within the rounding of the angle itself, 2^-24 of 20,000."""
     x = torch.randn(1, 20_000, 2)
-    found = host.call(binding.rotary, x, 1, 2, 2, 10000.0, False)
+    found = host.call(binding.launch_rotary, x, 1, 2, 2, 10000.0, False)
     expected = reference(x.double(), 1, 2, 2, 10000.0)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-3)
-    assert host.call(binding.rotary, x[:0], 1, 2, 2, 10000.0, False).shape == (0, 20_000, 2)
+    assert host.call(binding.launch_rotary, x[:0], 1, 2, 2, 10000.0, False).shape == (0, 20_000, 2)

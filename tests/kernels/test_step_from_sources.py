@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from repro.config import Layout
-from repro.kernels.cuda import dispatch
+from repro.kernels.cuda import device
 from tests.kernels.bindings import BINDINGS
 from tests.kernels.on_cpu import Host
 from tests.parallel.test_architectures import FAMILIES
@@ -28,16 +28,16 @@ LLAMA = {"rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotary"}
 def sources(session_host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Operators on the CPU call the bindings, as they do on a GPU; a fallback fails."""
     session_host.reversed = False
-    monkeypatch.setattr(dispatch, "_ran", Counter())
-    monkeypatch.setattr(dispatch, "_told", set())
-    monkeypatch.setattr(dispatch, "device", lambda index: session_host)
+    monkeypatch.setattr(device, "_ran", Counter())
+    monkeypatch.setattr(device, "_reported_reasons", set())
+    monkeypatch.setattr(device, "cuda_launcher", lambda index: session_host)
 
     def never(*arguments: Any) -> None:
         raise AssertionError("torch's operators ran")
 
     library = torch.library.Library("repro", "IMPL")
     for name, binding in BINDINGS.items():
-        library.impl(name, dispatch.chooser(name, binding, never), "CPU", allow_override=True)
+        library.impl(name, device.cuda_dispatcher(name, binding, never), "CPU", allow_override=True)
     yield
     library._destroy()
 
@@ -59,7 +59,7 @@ def test_it_trains_as_torchs_operators_do(
     expected = train(experiment)
     request.getfixturevalue("sources")
     found = train(experiment)
-    ran = dispatch.ran()
+    ran = device.ran()
     others = (GPT2 | LLAMA) - layer | (SCORES if kernels == "fused" else set())
     assert {name for name, _ in ran} == set(BINDINGS) - others
     assert {how for _, how in ran} == {"cuda"}

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import STOP_FILE, Job
+from repro.launch.rank_process import HeartbeatWriter
 
 HELD = 3
 """The step, counted from 0, at whose start experiments are held."""

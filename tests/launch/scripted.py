@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from repro.config import Experiment, Layout, Limits, Model, Training
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
+from repro.launch.rank_process import Position
 
 MODEL = Model(name="tiny", layers=2, hidden=16, heads=4, vocab=64, seq=16)
 

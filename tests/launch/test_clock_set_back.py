@@ -56,7 +56,7 @@ def test_the_last_run_counts(
         """Time of the record that `repro results` shows, which is the one that claims read."""
         cli.main(["results", "--results", str(results), "--json"])
         (row,) = json.loads(capsys.readouterr().out)["experiments"]
-        assert [record.written for record in evidence.read(results).latest()] == [row["written"]]
+        assert [record.written for record in evidence.read_store(results).latest()] == [row["written"]]
         return str(row["written"])
 
     assert run("raise:a:0:2") == (1, "error", "")

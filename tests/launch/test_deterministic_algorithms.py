@@ -12,7 +12,7 @@ from repro.config import Layout
 from repro.config.enums import Phase
 from repro.kernels.cuda.program import SOURCES
 from repro.launch.rank.device_settings import deterministic_algorithms
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.training import tiny
 
@@ -25,9 +25,9 @@ def test_steps_are_taken_so_and_nothing_else_is(asked: bool) -> None:
         if phase is Phase.OPTIMIZER:
             seen.append(torch.are_deterministic_algorithms_enabled())
 
-    run = Run(
+    run = ExperimentRun(
         tiny(Layout(), steps=3, untimed_steps=1, deterministic=asked),
-        meshes.single(),
+        meshes.single_rank_mesh(),
         torch.device("cpu"),
         report,
     )

@@ -38,7 +38,7 @@ def test_as_data_and_with_a_failure_beside_it(tmp_path: Path) -> None:
 
 def test_a_record_from_elsewhere_is_shown(tmp_path: Path) -> None:
     path = write_suite(tmp_path, FULL + experiments("twin"))
-    experiment = suites.load(path).entry("full").experiment
+    experiment = suites.load_suite(path).entry("full").experiment
     with Store(tmp_path / "results") as store:
         store.append(made_up("full", key=experiment.key, suite="faults"))
     code, out, _ = run(path, tmp_path / "results", "--json")

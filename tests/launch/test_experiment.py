@@ -14,24 +14,26 @@ import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
-from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import learning_rate
 from repro.launch.rank import experiment as experiment_module
-from repro.launch.rank.experiment import Diverged, Run, process_memory
-from repro.launch.rank.step_series import StepSeries
+from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
+from repro.launch.rank.step_data import StepHistory
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import StepClock
-from repro.measure.waiting import StageWaits
-from repro.model.flops import hardware_flops, model_flops
+from repro.measure.timing import StageWaits, StepClock
+from repro.model.counts import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
 from tests.training import tiny
 
 
-def start(experiment: Experiment) -> tuple[Run, list[tuple[int, str]]]:
+def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
     said: list[tuple[int, str]] = []
-    run = Run(
-        experiment, meshes.single(), torch.device("cpu"), lambda step, phase: said.append((step, phase))
+    run = ExperimentRun(
+        experiment,
+        meshes.single_rank_mesh(),
+        torch.device("cpu"),
+        lambda step, phase: said.append((step, phase)),
     )
     return run, said
 
@@ -74,8 +76,8 @@ def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
 ) -> None:
     said = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
-    monkeypatch.setattr(experiment_module, "bytes_outside_torch", lambda device: 11)
-    mesh = replace(meshes.single(), beside_torch={"start": 4, "world": 6})
+    monkeypatch.setattr(experiment_module, "non_torch_bytes", lambda device: 11)
+    mesh = replace(meshes.single_rank_mesh(), beside_torch={"start": 4, "world": 6})
     told = process_memory(torch.device("cuda", 3), mesh)
     assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
     assert told.beside_torch == {"start": 4, "world": 6, "end": 11}
@@ -98,7 +100,9 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
     run.steps(2)
     assert resets == [3, 4, 5, 6]
     assert run.left == 2
-    monkeypatch.setattr(experiment_module, "CollectiveWatch", None)  # the ledger counts what our engine sends
+    monkeypatch.setattr(
+        experiment_module, "CollectiveCounter", None
+    )  # the ledger counts what our engine sends
     with run._counting():
         pass
 
@@ -118,10 +122,10 @@ def test_what_is_sent_is_counted_on_the_last_step_of_a_round(monkeypatch: pytest
 def test_for_whom_a_rank_waits_is_known_of_our_engine_and_of_stages_alone(
     layout: Layout, engine: str, known: bool, by_stages: bool
 ) -> None:
-    run: Any = object.__new__(Run)
+    run: Any = object.__new__(ExperimentRun)
     run.experiment = SimpleNamespace(layout=layout, engine=engine)
     run.clock = StepClock(torch.device("cpu"))
-    assert run._waits_are_known == known
+    assert run._has_known_waits == known
     assert isinstance(run._clocked(), StageWaits) == by_stages
 
 
@@ -130,7 +134,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         found = {"loss": loss, "gradient": gradient, "overflow": float(overflow)}
         return Norms(**{name: torch.tensor(value) for name, value in found.items()})
 
-    series = StepSeries()
+    series = StepHistory()
     series.norms = [norms(1.0, 2.0, False)] + [norms(1.0, math.inf, True)] * 49 + [norms(3.0, 4.0, False)]
     series.scales = [torch.tensor(8.0)] * 2
     series.read(fp16=True)
@@ -148,7 +152,7 @@ def test_fifty_skipped_steps_in_a_row_are_too_many_and_fewer_are_not() -> None:
         ((1.0, math.inf, True), False, "gradient norm is inf at step 0"),
         ((math.inf, math.nan, False), True, "loss is inf at step 0"),
     ):
-        other = StepSeries()
+        other = StepHistory()
         other.norms = [norms(*found)]
         with pytest.raises(Diverged, match=f"^{said}$"):
             other.read(fp16)

@@ -13,15 +13,15 @@ import torch
 from repro import cli
 from repro.config import ConfigError, Layout, Model
 from repro.launch import fit as measured
-from repro.launch.heartbeat import HeartbeatReader, HeartbeatWriter
 from repro.launch.job import Interrupt, Job
 from repro.launch.rank import session
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from repro.launch.supervise import Ending
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
-from repro.simulate.memory.live import measure
-from repro.simulate.plan.asked import Asked
-from repro.simulate.plan.fit import Trial
+from repro.simulate.memory.live_bytes import measure_live_bytes
+from repro.simulate.plan.candidates import LayoutQuery
+from repro.simulate.plan.fit import FitTrial
 from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
@@ -73,7 +73,7 @@ def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: P
     for stage in sorted({0, layout.pp - 1}):
         as_rank = meshes.groups(layout, "pp")[0][stage]
         name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
-        expected = measure(trace(experiment, PipelineRole(name, stage, 1)).events)
+        expected = measure_live_bytes(trace(experiment, PipelineRole(name, stage, 1)).events)
         tracker = MemoryTracker()
         with tracker:
             session._run_trial(experiment, as_rank, 0, torch.device("cpu"), heartbeat)
@@ -85,8 +85,8 @@ def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: P
 SIZES = {"hidden": 256, "heads": 4, "vocab": 512}
 
 
-def asked(system: str = "local", gpus: int = 1, **keys: Any) -> Asked:
-    return Asked(system, gpus, {}, **{"seq": 64, "memory_limit": "60MB", **keys})
+def asked(system: str = "local", gpus: int = 1, **keys: Any) -> LayoutQuery:
+    return LayoutQuery(system, gpus, {}, **{"seq": 64, "memory_limit": "60MB", **keys})
 
 
 def test_a_process_may_take_what_was_asked_for() -> None:
@@ -108,7 +108,7 @@ def test_a_process_may_take_what_was_asked_for() -> None:
         (asked(), -1, 4, "as_rank = -1: must be a rank from 0 to 3"),
     ],
 )
-def test_what_cannot_be_tried_is_said(wrong: Asked, as_rank: int | None, of: int, said: str) -> None:
+def test_what_cannot_be_tried_is_said(wrong: LayoutQuery, as_rank: int | None, of: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         measured.plan_trials(wrong, None, SIZES, "layers", as_rank, of)
 
@@ -141,7 +141,7 @@ def test_a_trial_is_a_launch_of_its_own(
     memories: list[dict[str, Any]] = [{"rss_peak_bytes": 5, "cuda": {"reserved_peak": 3, "retries": 1}}]
 
     def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[Ending, list[dict[str, Any]]]:
-        assert target == measured.TARGET
+        assert target == measured.TRIAL_TARGET
         jobs.append(job)
         return end, [{"memory": memory} for memory in memories]
 
@@ -152,7 +152,7 @@ def test_a_trial_is_a_launch_of_its_own(
     memories[1]["beside_torch"] = {"start": 8, "world": 4, "embedding": 1}
     most: dict[str, Any] = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "retries": 1}}
     most["beside_torch"] = {"start": 9, "world": 4, "embedding": 1}
-    assert trials._attempt(2, interrupt) == Trial(2, "ok", 7, "", "", {"memory_of_process": most})
+    assert trials._attempt(2, interrupt) == FitTrial(2, "ok", 7, "", "", {"memory_of_process": most})
     (job,) = jobs
     (tried,) = job.experiments
     assert (job.as_rank, job.world) == (-1 if as_rank is None else 0, 1)
@@ -162,14 +162,14 @@ def test_a_trial_is_a_launch_of_its_own(
     memories[:] = [{"rss_peak_bytes": 5, "cuda": {}}]
     end = Ending("oom", "rank 0: MemoryError", 0, [1.0])
     bare: dict[str, Any] = {"memory_of_process": {"rss_peak_bytes": 5, "cuda": {}, "beside_torch": {}}}
-    assert trials._attempt(2, interrupt) == Trial(2, "oom", None, "allocation", end.reason, bare)
+    assert trials._attempt(2, interrupt) == FitTrial(2, "oom", None, "allocation", end.reason, bare)
     memories.clear()
     end = Ending("hang", "no progress", 0, [1.0])
-    assert trials._attempt(2, interrupt) == Trial(
+    assert trials._attempt(2, interrupt) == FitTrial(
         2, "hang", None, "hang", end.reason, {"memory_of_process": {}}
     )
     interrupt.signal = 2
-    assert trials._attempt(3, interrupt) == Trial(3, "interrupted", None)
+    assert trials._attempt(3, interrupt) == FitTrial(3, "interrupted", None)
     assert len(jobs) == 3
 
 
@@ -178,11 +178,11 @@ def test_the_search_begins_where_the_simulation_says(
     monkeypatch: pytest.MonkeyPatch, as_rank: int | None, evidence: str
 ) -> None:
     trials = measured.plan_trials(asked(), None, SIZES, "layers", as_rank, 4 if as_rank else 1)
-    guess = SimpleNamespace(largest=Trial(3, "ok", 1), first_failing=Trial(4, "oom", None))
+    guess = SimpleNamespace(largest=FitTrial(3, "ok", 1), first_failing=FitTrial(4, "oom", None))
     begun: list[Any] = []
     answer: Any = object()
-    monkeypatch.setattr(measured.fit, "simulated", lambda question: guess)
-    monkeypatch.setattr(measured.fit, "search", lambda *given: begun.append(given) or answer)
+    monkeypatch.setattr(measured.fit, "fit_by_simulation", lambda question: guess)
+    monkeypatch.setattr(measured.fit, "search_largest", lambda *given: begun.append(given) or answer)
     assert trials.run(Interrupt()) is answer
     ((values, attempt, limit, start),) = begun
     assert (list(values), limit, start) == (list(trials.question.values()), 60_000_000, [3, 4])
@@ -193,7 +193,7 @@ def test_the_search_begins_where_the_simulation_says(
     assert attempt(5) == 5
     told = {"traces": 3, "trace_seconds": 1.0, "largest": {"layers": 3}}
     monkeypatch.setattr(
-        measured.fit, "document", lambda question, found: dict(told) if found is answer else {}
+        measured.fit, "fit_document", lambda question, found: dict(told) if found is answer else {}
     )
     assert trials.document(answer, 1.26) == {
         "largest": {"layers": 3},

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.launch.job import Interrupt
+from repro.launch.job import STOP_TIMEOUT_S, Interrupt
 from repro.util.workers import Workers
 from tests.launch.runs import wait_for
 
@@ -34,10 +34,10 @@ def test_a_signal_sets_the_flag_and_a_second_one_does_not_want_to_wait(number: i
     for one in NUMBERS:
         signal.signal(one, signal.default_int_handler)
     with Interrupt() as interrupt:
-        assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", Interrupt.STOP_S)
+        assert (bool(interrupt), interrupt.reason, interrupt.stop_s) == (False, "", STOP_TIMEOUT_S)
         os.kill(os.getpid(), number)
         assert (interrupt.signal, interrupt.reason) == (number, "stopped by the user")
-        assert interrupt.stop_s == Interrupt.STOP_S
+        assert interrupt.stop_s == STOP_TIMEOUT_S
         os.kill(os.getpid(), signal.SIGTERM)
         assert (interrupt.signal, interrupt.again, interrupt.stop_s) == (number, True, 0.0)
     assert all(signal.getsignal(one) is signal.default_int_handler for one in NUMBERS)

@@ -14,13 +14,13 @@ import torch
 from repro.config import Layout
 from repro.config.suites import Entry, Suite
 from repro.kernels import gelu
-from repro.kernels.cuda import cache, dispatch
 from repro.kernels.cuda import compile as compiler
+from repro.kernels.cuda import device
 from repro.kernels.cuda import program as programs
-from repro.kernels.cuda.compile import Target
+from repro.kernels.cuda.compile import CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
 from repro.launch.progress import Progress
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.launch.recorder import Recorder
 from repro.parallel import mesh as meshes
 from repro.results.record_parts import RankResult, kernel_fallbacks, kernels_of_ranks
@@ -37,32 +37,34 @@ class Gpu:
     processors = 2
 
     def load(self, program: Program) -> Any:
-        return cache.compiled(Program("wrong", (), struct.Struct("P"), ("gelu",), 32), Target("sm_80"))
+        return compiler.compile_cached(
+            Program("wrong", (), struct.Struct("P"), ("gelu",), 32), CompileTarget("sm_80")
+        )
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """bias_gelu on tensors of the CPU is called as on a GPU, where NVRTC does not like its source."""
     try:
-        compiler.version()
+        compiler.nvrtc_version()
     except Unavailable as error:
         pytest.skip(str(error))
     (tmp_path / "wrong.cu").write_text(WRONG)
     monkeypatch.setattr(programs, "SOURCES", tmp_path)
-    monkeypatch.setattr(dispatch, "_ran", Counter())
-    monkeypatch.setattr(dispatch, "_told", set())
-    monkeypatch.setattr(dispatch, "device", lambda index: Gpu())
+    monkeypatch.setattr(device, "_ran", Counter())
+    monkeypatch.setattr(device, "_reported_reasons", set())
+    monkeypatch.setattr(device, "cuda_launcher", lambda index: Gpu())
 
     def binding(on: Gpu, *tensors: torch.Tensor) -> None:
         on.load(Program("gelu", (), struct.Struct("P"), ("gelu",), 32))
 
-    call = dispatch.chooser("bias_gelu", binding, gelu._forward)
+    call = device.cuda_dispatcher("bias_gelu", binding, gelu._forward)
     monkeypatch.setattr(gelu, "forward_operator", call)
 
 
 def results(kernels: str = "fused", **layout: Any) -> dict[str, Any]:
     experiment = tiny(Layout(kernels=kernels, **layout), steps=2, untimed_steps=1)
-    run = Run(experiment, meshes.single(), torch.device("cpu"), lambda step, phase: None)
+    run = ExperimentRun(experiment, meshes.single_rank_mesh(), torch.device("cpu"), lambda step, phase: None)
     run.prelude()
     run.steps(1)
     return run.result().as_dict()

@@ -15,7 +15,7 @@ import pytest
 from repro import engines
 from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.sizes import RANKS_PER_CORE
-from repro.emulate import ability
+from repro.emulate import lab
 from repro.launch import local_capacity, local_launch, rank_process
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch
@@ -30,8 +30,10 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
 def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 2)
     monkeypatch.setattr(local_capacity, "usable_cores", lambda: 2)
-    monkeypatch.setattr(engines, "missing", lambda engine: "" if engine == "native" else f"engine {engine}")
-    monkeypatch.setattr(ability, "missing", lambda: "namespaces")
+    monkeypatch.setattr(
+        engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
+    )
+    monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
     needs = local_capacity.missing_requirement
     assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"

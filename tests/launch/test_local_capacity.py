@@ -81,7 +81,7 @@ def test_context_parallelism_splits_a_sample_once(
     path = tmp_path / "cp.toml"
     experiment = f'name = "a"\nmodel = "gpt2-tiny"\nlayout = {{ {shape}, micro_batch = 10 }}\n'
     path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
-    (entry,) = suites.load(path).entries
+    (entry,) = suites.load_suite(path).entries
     needed = states * 7_248_640 + 10 * samples * INPUTS
     monkeypatch.setattr(local_capacity, "memory_and_swap", lambda: needed)
     assert local_capacity.memory_shortage(entry.experiment) == ""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from repro import cli, engines
-from repro.config import ConfigError
-from repro.config.suites import load, packaged
-from repro.launch.preview import preview_run
+from repro.config import ConfigError, suites
+from repro.config.suites import load_suite
+from repro.launch.run import preview_run
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
 from tests.records import changed, made_up
@@ -31,7 +31,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
 def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "o.toml").write_text(OTHER)
     results = tmp_path / "results"
-    known = load(Path("smoke")).entry("states-z0-dp2").experiment
+    known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(results) as store:
         record = made_up("states-z0-dp2", suite="smoke")
         store.append(changed(record, key=known.key, wall_s=12.5))
@@ -56,7 +56,7 @@ def test_what_would_run_where_and_how_long(tmp_path: Path, capsys: pytest.Captur
 def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
     body = experiments("a", "known") + experiments("far", extra='system = "dgx2"\nlayout.dp = 16\n')
     suite = write_suite(tmp_path, body + TORCH, limits="timeout_s = 7")
-    keys = {entry.experiment.name: entry.experiment.key for entry in load(suite).entries}
+    keys = {entry.experiment.name: entry.experiment.key for entry in load_suite(suite).entries}
     with Store(tmp_path / "results") as store:
         for evidence, seconds in (("measured", 3.0), ("simulated", 4.0)):
             record = made_up("known", suite="faults", key=keys["known"], evidence=evidence, wall_s=seconds)
@@ -90,7 +90,7 @@ def test_all_that_is_foreseen_of_each(tmp_path: Path) -> None:
 
 
 def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known = load(Path("smoke")).entry("states-z0-dp2").experiment
+    known = load_suite(Path("smoke")).entry("states-z0-dp2").experiment
     with Store(tmp_path) as store:
         store.append(changed(made_up("states-z0-dp2", suite="smoke"), key=known.key, wall_s=2.0))
     arguments = [
@@ -112,7 +112,7 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_of_what_never_ran_it_says_steps_and_no_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = load(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
+    steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
     for evidence, shown in (
         ("measured", f"2 ranks here {steps} no estimate 5 min 0 s"),
         ("simulated", "1 no estimate never"),
@@ -125,17 +125,17 @@ def test_of_what_never_ran_it_says_steps_and_no_time(
 
 
 def test_suites_by_name() -> None:
-    assert load(Path("smoke")).name == "smoke"
-    assert "yuan" in packaged.SUITES.names()
+    assert load_suite(Path("smoke")).name == "smoke"
+    assert "yuan" in suites.SUITES.names()
     with pytest.raises(ConfigError, match="suite = 'smok': unknown suite; did you mean smoke"):
-        load(Path("smok"))
+        load_suite(Path("smok"))
 
 
 def test_letters_in_brackets_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rich takes them for a style: of `pip install -e '.[engines]'` it left the extra out."""
-    monkeypatch.setattr(engines, "missing", lambda engine: "b: pip install -e '.[engines]'")
+    monkeypatch.setattr(engines, "missing_library", lambda engine: "b: pip install -e '.[engines]'")
     (tmp_path / "o.toml").write_text(
         '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
     )

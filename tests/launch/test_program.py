@@ -14,9 +14,9 @@ import pytest
 from repro import engines
 from repro.config import Experiment, Layout, Limits
 from repro.launch import rank_process
-from repro.launch.heartbeat import HeartbeatReader
 from repro.launch.job import Job, Stopped
 from repro.launch.rank import device_settings, program
+from repro.launch.rank_process import HeartbeatReader
 from tests.training import TINY
 
 
@@ -44,7 +44,7 @@ class Ran:
         monkeypatch.setattr(program, "die_with_parent", lambda pid: self.calls.append(("parent", pid)))
         monkeypatch.setattr(faulthandler, "enable", lambda: None)
         monkeypatch.setattr(faulthandler, "register", lambda *given, **how: self.calls.append((*given, how)))
-        monkeypatch.setattr(engines, "load", lambda *given: self.calls.append(("load", *given)))
+        monkeypatch.setattr(engines, "import_libraries", lambda *given: self.calls.append(("load", *given)))
         monkeypatch.setattr(program, "limit_memory", lambda *given: self.calls.append(("limit", *given)))
         monkeypatch.setattr(program, "lift_memory_limit", lambda: self.calls.append("lift"))
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.enums import Phase
 from repro.launch import progress
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.progress import JobStepCounters
+from repro.launch.rank_process import Position
 from tests.clock import Clock
 
 TINY = Model(name="tiny", layers=2, hidden=8, heads=2, vocab=16, seq=4)

@@ -13,10 +13,10 @@ from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.config.suites import Comparison
 from repro.emulate.network import NoNetwork
-from repro.launch import runner, supervise
-from repro.launch.heartbeat import Position
-from repro.launch.job import Interrupt, Job
+from repro.launch import plan, runner, supervise
+from repro.launch.job import STOP_TIMEOUT_S, Interrupt, Job
 from repro.launch.plan import Task
+from repro.launch.rank_process import Position
 from repro.launch.recorder import DiskFull
 from repro.launch.runner import Runner
 from repro.launch.supervise import Ending
@@ -111,7 +111,7 @@ def test_only_who_interrupts_is_told_and_once_that_a_checkpoint_is_waited_for(
         for interrupt.signal in (0, 0, 2, 2):
             tick(Position(0, 1, Phase.FORWARD, 0, "", "", 0.0), [1.5, 0.0])
             before.append(list(told.said))
-        assert (interrupted(), stop_s()) == ("stopped by the user", Interrupt.STOP_S)
+        assert (interrupted(), stop_s()) == ("stopped by the user", STOP_TIMEOUT_S)
         return Ending("ok", "", 1, [1.5, 2.5])
 
     monkeypatch.setattr(supervise, "watch", watch)
@@ -165,7 +165,7 @@ def test_a_failure_is_put_down_to_whom_it_was_about(
 )
 def test_who_is_blamed(outcome: str, at: int, finished: set[int], compare: bool, blamed: list[int]) -> None:
     job = Job(experiments=[A, B, C], compare=compare)
-    assert runner._blamed(job, Ending(outcome, "", at, [0.0] * 3), finished) == blamed
+    assert runner._blamed_experiments(job, Ending(outcome, "", at, [0.0] * 3), finished) == blamed
 
 
 def test_what_another_run_is_at_comes_last_and_that_is_said_once(
@@ -198,7 +198,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
         interrupt.signal = 2 if len(clock.slept) == 4 else 0
 
     monkeypatch.setattr(Runner, "_run", run)
-    clock = Clock(asleep=asleep).rules(monkeypatch, runner)
+    clock = Clock(asleep=asleep).rules(monkeypatch, plan)
     monkeypatch.setattr(
         runner.plan, "missing_tasks", lambda task, store: [] if task.experiments[0] is A else [task]
     )
@@ -209,7 +209,7 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     assert told.said == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
     ]
-    assert clock.slept == [runner.LOCK_RETRY_INTERVAL_S] * 4
+    assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4
     assert (shared.held, len(prepared)) == (None, 3 + 2 + 2 + 1)
     interrupt.signal = 0
     Runner(anyone, anyone, interrupt, shared, rerun=True).run([Task(experiments=(A,))])
@@ -233,12 +233,12 @@ def test_a_full_disk_ends_a_run_and_is_told_from_other_faults(tmp_path: Path, nu
         Runner(anyone, anyone, Interrupt(), anyone, rerun=False).run([Task(experiments=(A,))])
     launch: Any = SimpleNamespace(start=fails, job=Job(experiments=[A, B]), logs=tmp_path)
     if full:
-        ending = runner._watched(launch, anyone, lambda position, spent_s: None)
+        ending = runner._watch_launch(launch, anyone, lambda position, spent_s: None)
         reason = "disk full while starting the ranks: /store/lock"
         assert ending == Ending("error", reason, -1, [0.0, 0.0])
     else:
         with pytest.raises(OSError, match="x"):
-            runner._watched(launch, anyone, lambda position, spent_s: None)
+            runner._watch_launch(launch, anyone, lambda position, spent_s: None)
 
 
 def test_without_its_network_nothing_starts_and_all_are_told_why() -> None:
@@ -250,6 +250,6 @@ def test_without_its_network_nothing_starts_and_all_are_told_why() -> None:
 
     launch: Any = Refused()
     nobody: Any = None
-    ending = runner._watched(launch, nobody, lambda position, spent_s: None)
+    ending = runner._watch_launch(launch, nobody, lambda position, spent_s: None)
     assert ending == Ending("error", "ip: not permitted", -1, [0.0, 0.0])
-    assert runner._blamed(launch.job, ending, {}) == [0, 1]
+    assert runner._blamed_experiments(launch.job, ending, {}) == [0, 1]

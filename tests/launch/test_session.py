@@ -14,7 +14,7 @@ import torch
 from repro.config import Experiment, Layout
 from repro.launch.job import Job
 from repro.launch.rank import session
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel.mesh import Mesh
 from tests.training import tiny
 
@@ -50,7 +50,7 @@ def test_what_is_compared_apart_is_never_there_together(apart: bool, monkeypatch
     engines: list[weakref.ref[Any]] = []
     most = 0
 
-    class Watched(Run):
+    class Watched(ExperimentRun):
         def __init__(self, *args: Any, **settings: Any):
             nonlocal most
             super().__init__(*args, **settings)
@@ -58,7 +58,7 @@ def test_what_is_compared_apart_is_never_there_together(apart: bool, monkeypatch
             gc.collect()
             most = max(most, sum(engine() is not None for engine in engines))
 
-    monkeypatch.setattr(session, "Run", Watched)
+    monkeypatch.setattr(session, "ExperimentRun", Watched)
     results = compared(PAIR, apart)
     assert (len(engines), most) == ((6, 1) if apart else (2, 2))
     for experiment in PAIR:
@@ -84,7 +84,7 @@ def test_the_process_group_is_left_on_a_clean_end_only(fails: bool, monkeypatch:
     calls: list[str] = []
     monkeypatch.setattr(session.dist, "init_process_group", lambda *given, **how: calls.append(given[0]))
     monkeypatch.setattr(session.dist, "destroy_process_group", lambda: calls.append("destroy"))
-    with contextlib.suppress(KeyError), session.process_group(0, 2, torch.device("cpu"), "file:///x"):
+    with contextlib.suppress(KeyError), session.joined_process_group(0, 2, torch.device("cpu"), "file:///x"):
         calls.append("steps")
         if fails:
             raise KeyError

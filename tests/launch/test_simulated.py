@@ -20,8 +20,8 @@ from repro.launch.recorder import Recorder
 from repro.results.schema import SIMULATED
 from repro.results.store import Store
 from repro.simulate import record
-from repro.simulate.record import facts
-from repro.simulate.time import calibration_points
+from repro.simulate.record import simulation_facts
+from repro.simulate.time import calibration
 from repro.util import workers
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
@@ -84,7 +84,7 @@ def test_the_record_has_a_measured_ones_shape_and_more(
     suite = write_suite(tmp_path, FULL)
     run(suite, tmp_path / "results", capsys)
     (record,) = lines(tmp_path / "results")
-    experiment = suites.load(suite).entry("full").experiment
+    experiment = suites.load_suite(suite).entry("full").experiment
     assert (record["evidence"], record["key"], record["name"]) == ("simulated", experiment.key, "full")
     assert record["provenance"]["packages"]["torch"]
     metrics = record["metrics"]
@@ -172,22 +172,22 @@ def test_a_corrected_system_makes_older_records_stale(
 def test_a_corrected_generation_makes_its_own_records_stale_and_no_others(
     monkeypatch: pytest.MonkeyPatch, corrected: dict[str, Any]
 ) -> None:
-    selene = systems.load("selene")
-    before = {kernels: facts(selene, kernels) for kernels in OperatorSet}
+    selene = systems.load_system_file("selene")
+    before = {kernels: simulation_facts(selene, kernels) for kernels in OperatorSet}
     points = tuple(
         replace(point, **corrected) if point.layout.kernels is OperatorSet.FUSED else point
-        for point in calibration_points.calibration_points()
+        for point in calibration.calibration_points()
     )
-    monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
-    stale = {kernels for kernels in OperatorSet if facts(selene, kernels) != before[kernels]}
+    monkeypatch.setattr(calibration, "calibration_points", lambda: points)
+    stale = {kernels for kernels in OperatorSet if simulation_facts(selene, kernels) != before[kernels]}
     assert stale == {OperatorSet.FUSED}
 
 
 def test_a_revision_of_what_steps_take_makes_every_record_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    selene = systems.load("selene")
-    before = facts(selene, OperatorSet.SOFTMAX)
-    monkeypatch.setattr(record, "REVISION", record.REVISION + 1)
-    assert facts(selene, OperatorSet.SOFTMAX) != before
+    selene = systems.load_system_file("selene")
+    before = simulation_facts(selene, OperatorSet.SOFTMAX)
+    monkeypatch.setattr(record, "SIMULATOR_REVISION", record.SIMULATOR_REVISION + 1)
+    assert simulation_facts(selene, OperatorSet.SOFTMAX) != before
 
 
 def test_one_that_fails_is_an_outcome(
@@ -237,7 +237,7 @@ def test_several_suites_are_simulated_one_after_the_other(
 
 
 def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
-    suite = suites.load(write_suite(tmp_path, experiments("a", "b")))
+    suite = suites.load_suite(write_suite(tmp_path, experiments("a", "b")))
     interrupt = Interrupt()
     with Store(tmp_path / "results") as store, Progress(total=2, known=0) as progress:
         recorder = Recorder(suite, store, progress, SIMULATED)
@@ -248,8 +248,8 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
             interrupt.signal = 2
 
         recorder.simulated = then_stop  # type: ignore[method-assign]
-        on = {entry.experiment.name: simulated.system_of(entry.experiment) for entry in suite.entries}
-        simulated._simulate(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
+        on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in suite.entries}
+        simulated._simulate_entries(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
         assert [record.name for record in store.records()] == ["a"]
 
 
@@ -279,4 +279,4 @@ def test_bad_input_is_one_line(
 def test_the_torch_engine_gets_no_hint(tmp_path: Path) -> None:
     body = TORCH.replace('name = "torch"', 'name = "far"\nsystem = "selene"')
     with pytest.raises(ConfigError, match=r"needs 2 GPUs of system selene$"):
-        next(measured.run([write_suite(tmp_path, body)], [], tmp_path / "r", False))
+        next(measured.run_suites([write_suite(tmp_path, body)], [], tmp_path / "r", False))

@@ -12,10 +12,10 @@ import pytest
 
 from repro.config import Experiment, Layout, Training
 from repro.launch import supervise
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch, rank_environment
 from repro.launch.rank import program as rank_program
+from repro.launch.rank_process import Position
 from repro.launch.supervise import Ending, signal_name, watch
 from tests.clock import Clock
 from tests.launch import fake_session

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro.launch import supervise
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
+from repro.launch.rank_process import Position
 from repro.launch.supervise import Ending, watch
 from tests.clock import Clock
 from tests.launch.scripted import Scripted, experiment

@@ -43,7 +43,7 @@ class Checked(MemoryTracker):
 def follow(layout: Layout, engine: str) -> tuple[int, dict[str, int]]:
     """Operators of construction and two steps, and the peak."""
     experiment = tiny(layout, smallest(layout), engine)
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     tracker = Checked()
     with tracker:
         built = build_engine(experiment, mesh, torch.device("cpu"))

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.measure.statistics import interval_method, quantile, ratio_interval, summary
+from repro.measure.statistics import interval_method, quantile, ratio_interval, summarize
 
 POSITIVE = st.floats(min_value=1e-3, max_value=1e3)
 
 
 def test_summary_is_median_and_20_80_quantiles() -> None:
-    assert summary([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 1.8, 4.2)
-    assert summary([0.25]) == (0.25, 0.25, 0.25)
+    assert summarize([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 1.8, 4.2)
+    assert summarize([0.25]) == (0.25, 0.25, 0.25)
     with pytest.raises(ValueError, match="no values"):
-        summary([])
+        summarize([])
 
 
 @given(st.lists(POSITIVE, min_size=1, max_size=20), st.floats(0, 1))

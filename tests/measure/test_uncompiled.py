@@ -19,7 +19,7 @@ from repro.config import Experiment, Layout
 from repro.simulate.trace.roles import roles, trace
 
 layout = Layout(tp=2, dp=2, zero=2, precision="fp16", recompute=True, micro_batch=1, global_batch=2)
-experiment = Experiment(name="x", model=models.load("tiny-parity"), layout=layout)
+experiment = Experiment(name="x", model=models.load_model("tiny-parity"), layout=layout)
 (role,) = roles(experiment)
 before = trace(experiment, role)
 assert "torch._dynamo" not in sys.modules
@@ -33,8 +33,8 @@ RECORDS = """
 import sys
 from repro.config import systems
 from repro.config import OperatorSet
-from repro.simulate.record import facts
-assert all(facts(systems.load("selene"), kernels).numbers for kernels in OperatorSet)
+from repro.simulate.record import simulation_facts
+assert all(simulation_facts(systems.load_system_file("selene"), kernels).numbers for kernels in OperatorSet)
 assert "torch" not in sys.modules
 """
 

@@ -9,16 +9,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from repro.config import ConfigError, Model
-from repro.config.models import load, names
-from repro.model.flops import hardware_flops, layers_forward, logits_forward, model_flops
+from repro.config.models import load_model, model_names
+from repro.model.counts import hardware_flops, layers_forward, logits_forward, model_flops
 
-GPTS = [n for n in names() if (m := load(n)).architecture == "gpt" and not m.ffn and not m.departures()]
+GPTS = [
+    n
+    for n in model_names()
+    if (m := load_model(n)).architecture == "gpt" and not m.ffn and not m.departures()
+]
 """GPT-2's layer with an MLP of 4h, as the equation has it."""
 
 
 @pytest.mark.parametrize("name", GPTS)
 def test_both_counts_are_the_papers_equation(name: str) -> None:
-    model, samples = load(name), 24
+    model, samples = load_model(name), 24
     s, layers, h, v = model.seq, model.layers, model.hidden, model.vocab
 
     def equation(factor: int, logits: int) -> Fraction:
@@ -32,7 +36,7 @@ def test_both_counts_are_the_papers_equation(name: str) -> None:
 
 
 def test_recomputation_is_one_more_forward_of_the_layers_only() -> None:
-    model = load("smoke-speed")
+    model = load_model("smoke-speed")
     layers, logits = layers_forward(model, 96, 3), logits_forward(model, 96, 3)
     assert hardware_flops(model, 96, 3, recompute=True) == 4 * layers + 3 * logits
 
@@ -68,7 +72,7 @@ def test_torch_counts_the_same_products(ffn: int, head_dim: int) -> None:
 
 def test_shared_keys_and_a_gate_by_hand() -> None:
     """Llama 2 70B: products with q and out, with k and v an eighth as wide, three matrices of the MLP, a head."""
-    model = load("llama2-70b")
+    model = load_model("llama2-70b")
     h, f, s = 8192, 28672, 4096
     per_token = 2 * (2 * h * h + 2 * h * h // 8 + 3 * h * f) + 4 * s * h
     assert layers_forward(model, s, 3) == 80 * 3 * s * per_token
@@ -90,16 +94,16 @@ def test_shared_keys_and_a_gate_by_hand() -> None:
     ],
 )
 def test_the_release_tables_throughput(name: str, samples_per_s: float, teraflops: float) -> None:
-    flops = hardware_flops(load(name), 1024, 1, recompute=True) * samples_per_s / 64
+    flops = hardware_flops(load_model(name), 1024, 1, recompute=True) * samples_per_s / 64
     assert flops / 1e12 == pytest.approx(teraflops, abs=0.06)
 
 
 def test_yuans_step_is_13_76_exaflop_and_44_85_percent_of_peak() -> None:
-    layers = 4 * layers_forward(load("yuan-1.0-245b"), 2048, 3360)  # the source leaves the logits out
+    layers = 4 * layers_forward(load_model("yuan-1.0-245b"), 2048, 3360)  # the source leaves the logits out
     assert f"{layers / 1e18:.2f}" == "13.76"
     assert f"{100 * layers / 46.20 / 2128 / 312e12:.2f}" == "44.85"
 
 
 def test_only_a_gpt_has_flops() -> None:
     with pytest.raises(ConfigError, match="bert-large"):
-        model_flops(load("bert-large"), 512, 1)
+        model_flops(load_model("bert-large"), 512, 1)

@@ -80,7 +80,7 @@ class _Host:
         self.program.append(Compute((chunk, kind) not in self.seen))
         self.seen.add((chunk, kind))
 
-    # -- in the place of `repro.parallel.mesh.process_group` and `torch.distributed`
+    # -- in the place of `repro.parallel.mesh.make_process_group` and `torch.distributed`
 
     def process_group(self, ranks: tuple[int, ...], purpose: tuple[Any, ...] = ()) -> _Made:
         return self._groups.setdefault((ranks, purpose), _Made(ranks, purpose))
@@ -105,13 +105,13 @@ class _Host:
 
     def _issue(self, pair: _Made) -> Any:
         number, self.messages = self.messages, self.messages + 1
-        after = self.now() if self.moment < 0 else self.moment
+        after = self.record() if self.moment < 0 else self.moment
         self.program.append(Message((*pair.ranks, pair.purpose[2]), after))
         return SimpleNamespace(wait=lambda: self.program.append(Wait(number)))
 
-    # -- in the place of `repro.parallel.pipeline.boundary.Later`
+    # -- in the place of `repro.parallel.pipeline.boundary.DeferredReceives`
 
-    def now(self) -> int:
+    def record(self) -> int:
         return sum(isinstance(line, Wait | Compute) for line in self.program)
 
     @contextmanager
@@ -145,10 +145,10 @@ def _started(layout: Layout, rank: int, connect: bool) -> Iterator[tuple[_Host, 
     host = _Host(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "dist", host)
-        patch.setattr(meshes, "process_group", host.process_group)
+        patch.setattr(meshes, "make_process_group", host.process_group)
         patch.setattr(transports, "dist", host)
-        patch.setattr(meshes, "bytes_outside_torch", lambda device: host.program.append(Synchronize()) or 0)
-        mesh = meshes.distributed(layout, "cuda")
+        patch.setattr(meshes, "non_torch_bytes", lambda device: host.program.append(Synchronize()) or 0)
+        mesh = meshes.distributed_mesh(layout, "cuda")
         if connect:
             meshes.connect_communicators(mesh, torch.device("cpu"))
         yield host, mesh

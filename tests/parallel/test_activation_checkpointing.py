@@ -25,7 +25,7 @@ from repro.parallel.zero_r.defragmentation import Arena
 from tests.pool import RankPool
 
 SHAPE = (2, 3, 5)
-ALONE = meshes.single().tp
+ALONE = meshes.single_rank_mesh().tp
 
 
 def inputs(count: int, device: str = "cpu") -> list[Tensor]:
@@ -39,7 +39,7 @@ def layout(pa_cpu: bool, md: bool, tp: int = 1) -> Layout:
 
 def save_and_load(settings: Layout, chain: bool, orders: Iterable[Sequence[int]]) -> None:
     """Two micro-batches of two blocks, loaded in these orders; runs on one rank or on a tp group."""
-    mesh = meshes.distributed(settings, "cpu") if settings.tp > 1 else meshes.single()
+    mesh = meshes.distributed_mesh(settings, "cpu") if settings.tp > 1 else meshes.single_rank_mesh()
     checkpoints = ActivationCheckpoints(settings, mesh.tp, capacity=4)
     for order in orders:
         expected = inputs(4)

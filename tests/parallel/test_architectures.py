@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from repro.config import ConfigError, Layout, spread
-from repro.model.parameters import total
+from repro.config import ConfigError, Layout, engines
+from repro.model.counts import total_parameters
 from tests.parallel.test_parity import BATCH, alone, assert_same, name_of
 from tests.pool import RankPool
 from tests.training import TINY, Trained, tiny, train
@@ -61,7 +61,7 @@ def check(pool: RankPool, layout: Layout, family: str, **more: float) -> None:
     model, training = FAMILIES[family], {**FAST, **more}
     expected = alone(model=model, **training)
     assert expected.loss[-1] < 0.995 * expected.loss[0], "the run must learn, or parity shows little"
-    assert sum(p.numel() for p in expected.parameters.values()) == total(model)
+    assert sum(p.numel() for p in expected.parameters.values()) == total_parameters(model)
     # Sums in another order are most of a small bias's distance, when dropout takes part.
     parameters = 3e-5 if training.get("dropout") else 1e-5
     assert_same(pool.run(train, tiny(layout, model, **training)), expected, 1e-5, parameters)
@@ -171,7 +171,7 @@ def test_what_is_refused(family: str, layout: dict[str, Any], engine: str, says:
 
 def test_heads_that_no_split_has() -> None:
     model = replace(TINY, heads=12, hidden=48, kv_heads=3)
-    spread.check(Layout(tp=3), model)
-    spread.check(Layout(tp=6), model)
+    engines.check_layout_fits(Layout(tp=3), model)
+    engines.check_layout_fits(Layout(tp=6), model)
     with pytest.raises(ConfigError, match="tp = 2: must be a divisor or a multiple of kv_heads = 3"):
-        spread.check(Layout(tp=2), model)
+        engines.check_layout_fits(Layout(tp=2), model)

@@ -131,7 +131,7 @@ def test_collectives_of_tensor_parallelism_are_waited_for_where_they_begin_unles
 ) -> None:
     transports: dict[tuple[int, ...], Notes] = {}
     layout = Layout(tp=2, dp=2, tp_overlap=overlaps)
-    mesh = meshes.build(layout, 0, lambda ranks: transports.setdefault(ranks, Notes()))
+    mesh = meshes.build_mesh(layout, 0, lambda ranks: transports.setdefault(ranks, Notes()))
     whole, half = torch.zeros(4), torch.zeros(2)
     for group, blocks in ((mesh.tp, not overlaps), (mesh.dp, False)):
         notes = transports[group.ranks]

@@ -191,7 +191,7 @@ def test_the_norm_counts_duplicates_and_tied_parameters_once_and_replicas_once()
     tags = (Tag(0), Tag(0, duplicate=True), Tag(0, tied=True))
 
     def squares(layout: Layout, rank: int, stage: int) -> float:
-        mesh = meshes.shape_only(layout, rank)
+        mesh = meshes.shape_only_mesh(layout, rank)
         made = bucket(mesh.dp, stage, (2, 3, 4), tags)
         made.gradient_shard.fill_(1.0)
         norms = GradientShards([made], mesh).agree(torch.tensor(6.0), torch.tensor(0.5))

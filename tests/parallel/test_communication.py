@@ -20,7 +20,7 @@ NORM_BYTES = 8
 def traffic(experiment: Experiment) -> dict[str, Any]:
     """One step's counts on this rank, by (operation, group, purpose)."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
     engine.synchronize()
@@ -100,7 +100,7 @@ def test_sequence_parallel_volume_is_that_of_tensor_parallel(two: RankPool) -> N
 def events(experiment: Experiment) -> list[tuple[str, str]]:
     """What happens in one step, in order: collectives as they are issued, and blocks as they run."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     engine.step(micro_batches(experiment, mesh.dp.rank, 0), lambda phase: None)
     engine.synchronize()
@@ -162,7 +162,7 @@ def test_stage_1_publishes_under_the_next_forward(two: RankPool) -> None:
 
 
 def _pending(experiment: Experiment) -> dict[str, int]:
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     param_gather = engine.parts[0].sharded.param_gather
     assert param_gather is not None

@@ -40,7 +40,7 @@ def connected(layouts: list[Layout]) -> list[dict[str, Any]]:
     """Of each layout what is found, and what this rank used of which ranks, in order."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "bytes_outside_torch", Growing())
+        patch.setattr(meshes, "non_torch_bytes", Growing())
         uses: list[Use] = []
 
         def noted(name: str) -> Any:
@@ -55,7 +55,7 @@ def connected(layouts: list[Layout]) -> list[dict[str, Any]]:
         for name in ("all_reduce", "isend", "irecv"):
             patch.setattr(transports.dist, name, noted(name))
         for layout in layouts:
-            mesh = meshes.distributed(layout, "cuda")
+            mesh = meshes.distributed_mesh(layout, "cuda")
             uses.clear()
             taken = meshes.connect_communicators(mesh, torch.device("cpu"))
             first = list(uses)
@@ -91,7 +91,7 @@ def test_what_torch_does_not_hold_is_the_drivers_less_torchs(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 25)
     device = torch.device("cuda", 2)
-    assert meshes.bytes_outside_torch(device) == 45
+    assert meshes.non_torch_bytes(device) == 45
     assert asked == [device], "what is under way takes memory too"
 
 

@@ -14,7 +14,7 @@ from repro.config import ConfigError, Experiment, Layout
 from repro.config.enums import Category
 from repro.parallel import mesh as meshes
 from repro.parallel.context import chunks, positions
-from repro.simulate.memory.live import measure
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
@@ -106,14 +106,14 @@ def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     """The attention of one step of one rank of cp, on shapes."""
     from repro.engines.native.engine import NativeEngine
     from repro.engines.native.part import MicroBatch
-    from repro.model.gpt import Place
+    from repro.model.gpt import BatchPosition
 
     layout = experiment.layout
     recorder = TraceRecorder()
     with recorder:
-        engine = NativeEngine(experiment, meshes.shape_only(layout, rank), torch.device("meta"))
+        engine = NativeEngine(experiment, meshes.shape_only_mesh(layout, rank), torch.device("meta"))
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
-        engine.step([MicroBatch(tokens, tokens, Place(0, 0))], recorder.phase)
+        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))], recorder.phase)
     return [e for e in recorder.finish() if isinstance(e, Operator) and "attention" in e.name]
 
 
@@ -140,7 +140,7 @@ def test_activations_are_those_of_a_shorter_sequence() -> None:
 
     def kept(layout: Layout, seq: int) -> int:
         experiment = tiny(layout, model, seq=seq)
-        return measure(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
+        return measure_live_bytes(trace(experiment, roles(experiment)[0]).events).most[Category.ACTIVATIONS]
 
     whole_keys = 2 * 256 * model.key_heads * model.head_width * 4
     shorter, shared = kept(Layout(), 64), kept(Layout(cp=4), 256)
@@ -155,7 +155,7 @@ def test_every_token_is_somewhere_once(size: int, tp: int, each: int, data: st.D
     for rank in range(size):
         mine = [i for at in chunks(rank, size, s) for i in at]
         assert len(mine) == s // size
-        cp = meshes.shape_only(Layout(cp=size), rank).cp
+        cp = meshes.shape_only_mesh(Layout(cp=size), rank).cp
         parts = [positions(cp, s // size // tp, part, tp) for part in range(tp)]
         table = torch.arange(s)
         assert [i for at in parts for i in at.rows(table, s // size // tp).tolist()] == (

@@ -10,9 +10,9 @@ import torch
 
 import repro
 from repro.config import Layout
-from repro.config.attention import has_fused_softmax
+from repro.config.engines import has_fused_softmax
 from repro.model.operator_sets import _softmax_apart
-from repro.simulate.plan.shallow import family_of
+from repro.simulate.plan.extrapolation.shallow_traces import family_of
 from repro.simulate.time.device import MATMULS
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace

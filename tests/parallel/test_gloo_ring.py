@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.gloo_ring import GlooRing, crowded
+from repro.parallel.gloo_ring import GlooRing, needs_ring
 from repro.parallel.transports import GlooTransport
 from tests.pool import RankPool
 from tests.training import tiny, train
@@ -21,11 +21,11 @@ from tests.training import tiny, train
 
 def test_which_groups_go_round_a_ring() -> None:
     everyone, columns, rows = range(16), range(0, 16, 4), range(4, 8)
-    assert crowded(everyone, 4)
-    assert not crowded(columns, 4), "one rank on each node: nothing shares a node's link twice"
-    assert not crowded(rows, 4), "inside a node"
-    assert not crowded(everyone, 16), "one node"
-    assert crowded((0, 1, 4), 4)
+    assert needs_ring(everyone, 4)
+    assert not needs_ring(columns, 4), "one rank on each node: nothing shares a node's link twice"
+    assert not needs_ring(rows, 4), "inside a node"
+    assert not needs_ring(everyone, 16), "one node"
+    assert needs_ring((0, 1, 4), 4)
 
 
 def collectives(ring: bool) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def on_two_nodes(zero: int, ranks_per_node: str) -> tuple[list[float], str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", ranks_per_node)
         experiment = tiny(Layout(dp=4, zero=zero))
-        carrier = meshes.distributed(experiment.layout, "cpu").dp.transport
+        carrier = meshes.distributed_mesh(experiment.layout, "cpu").dp.transport
         return train(experiment).loss, type(carrier).__name__
 
 

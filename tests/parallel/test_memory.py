@@ -15,7 +15,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.partition import ALIGNMENT
-from repro.simulate.memory.live import LiveBytes
+from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.roles import roles, trace
 from tests.launch.runs import wait_for
 from tests.pool import RankPool
@@ -29,7 +29,7 @@ BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 def watch(experiment: Experiment, steps: int) -> dict[str, Any]:
     """States between steps and the largest amount of each category at any moment, on this rank."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     with MemoryTracker() as tracker:
         engine = NativeEngine(experiment, mesh, torch.device("cpu"))
         born = tracker.live()
@@ -149,7 +149,7 @@ def test_stage_3_frees_everything_after_evaluation(two: RankPool) -> None:
 
 
 def _evaluate(experiment: Experiment) -> int:
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     batch = micro_batches(experiment, mesh.dp.rank, 0)[0]
     with torch.no_grad():

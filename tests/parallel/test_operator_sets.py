@@ -12,10 +12,10 @@ import torch
 import repro
 from repro.config import ConfigError, Layout, Model
 from repro.engines.native.engine import NativeEngine
-from repro.model.operator_sets import WeightDropout, past
+from repro.model.operator_sets import WeightDropout, causal_mask
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Work
-from repro.simulate.memory.live import Memory, measure
+from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
 from repro.simulate.trace.events import Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import Trace, roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
@@ -94,7 +94,7 @@ def test_february_2020(four: RankPool, zero1_reduce: str) -> None:
 
 def order(layout: Layout) -> list[str]:
     """What happens in a step's backward passes and after: `pass` where one ends, messages of dp, and waits."""
-    mesh = meshes.shape_only(layout)
+    mesh = meshes.shape_only_mesh(layout)
     experiment = tiny(layout)
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     seen: list[str] = []
@@ -164,11 +164,11 @@ def test_what_a_layout_cannot_ask() -> None:
     Layout(overlap=False)
 
 
-def traced(kernels: str, training: dict[str, float] | None = None, **keys: Any) -> tuple[Trace, Memory]:
+def traced(kernels: str, training: dict[str, float] | None = None, **keys: Any) -> tuple[Trace, RoleMemory]:
     layout = Layout(micro_batch=2, precision="fp16", kernels=kernels, **keys)
     experiment = tiny(layout, LONG, **(training or {}))
     found = trace(experiment, roles(experiment)[0])
-    return found, measure(found.events)
+    return found, measure_live_bytes(found.events)
 
 
 EXPECTED = {
@@ -285,7 +285,9 @@ def test_operators_do_not_decide_what_tensor_parallelism_overlaps(kernels: str, 
 
 
 def test_the_mask_and_what_is_dropped() -> None:
-    assert past(3, torch.empty(0, dtype=torch.float16)).tolist() == [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+    assert causal_mask(3, torch.empty(0, dtype=torch.float16)).tolist() == [
+        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    ]
     weights = torch.rand(2, 3, 5, 5)
     dropout = WeightDropout(0.4, 1234, first_sample=7, heads=6, first_head=3)
     torch.testing.assert_close(dropout(weights), weights * dropout.keep(weights, weights.shape[-1]) / 0.6)

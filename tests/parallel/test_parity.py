@@ -175,7 +175,7 @@ def test_a_rank_that_owns_padding_alone(zero: int) -> None:
     """30 parameters over 8 ranks in shards of 8: the last rank has nothing to add to the norm, and says so."""
     model = Model(name="dust", layers=1, hidden=1, heads=1, vocab=2, seq=1)
     experiment = tiny(Layout(dp=8, zero=zero, micro_batch=1), model)
-    mesh = meshes.shape_only(Layout(dp=8), rank=7)
+    mesh = meshes.shape_only_mesh(Layout(dp=8), rank=7)
     engine = build_engine(experiment, mesh, torch.device("cpu"))
     assert all(not bucket.ranges() for bucket in engine.buckets)
     norms = engine.step(micro_batches(experiment, 7, 0), lambda phase: None)

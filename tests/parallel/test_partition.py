@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from repro.config import Layout
 from repro.config.layout import ORDERS
-from repro.parallel.mesh import groups, shape_only
+from repro.parallel.mesh import groups, shape_only_mesh
 from repro.parallel.zero.partition import ALIGNMENT, plan_bucket, plan_buckets
 
 sizes = st.lists(st.tuples(st.integers(1, 200), st.sampled_from("ab")), min_size=1, max_size=12)
@@ -79,7 +79,7 @@ def test_grid_of_ranks(dp: int, tp: int, pp: int, order: str) -> None:
         assert sorted(r for group in groups(layout, axis) for r in group) == everyone
     inner, middle, _ = order.split("-")
     for rank in everyone:
-        mesh = shape_only(layout, rank)
+        mesh = shape_only_mesh(layout, rank)
         for axis in ("dp", "tp", "pp"):
             assert layout.index_of(axis, rank) == getattr(mesh, axis).ranks.index(rank)
         first = getattr(mesh, inner).ranks

@@ -12,9 +12,9 @@ from torch import Tensor
 from repro.config import ConfigError, Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from tests.parallel.test_parity import EVERYTHING, alone, assert_same
 from tests.pool import RankPool
 from tests.training import LEARNING, TINY, Trained, micro_batches, smallest, tiny, train
@@ -134,7 +134,7 @@ def test_low_precision_on_three_axes(eight: RankPool, precision: str) -> None:
 def test_micro_batches_in_flight(two: RankPool, schedule: str) -> None:
     """What is alive between forward and backward is what the schedule says: p - rank for 1F1B, m for GPipe."""
     layout = replace(PP2, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
-    plan = build(schedule, 2, BATCH, layout.chunks)
+    plan = build_schedule(schedule, 2, BATCH, layout.chunks)
     for rank, seen in enumerate(two.run(_live_activations, tiny(layout))):
         expected = {"gpipe": BATCH, "1f1b": 2 - rank, "interleaved": in_flight(plan[rank])}[schedule]
         assert seen["in_flight"] == expected
@@ -152,7 +152,7 @@ def _live_activations(experiment: Experiment) -> dict[str, Any]:
     """Bytes of activations alive after each forward that brings one more micro-batch in flight."""
     from repro.measure.memory import MemoryTracker
 
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     live: list[int] = []
     tracker = MemoryTracker()
     with tracker:
@@ -204,7 +204,7 @@ def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, rec
     b, s, h = layout.micro_batch, experiment.seq, TINY.hidden
     bsh = 4 * b * s * h
     for rank, trained in enumerate(found):
-        mesh = meshes.shape_only(layout, rank)
+        mesh = meshes.shape_only_mesh(layout, rank)
         stage, last = mesh.pp.rank, layout.pp - 1
         rows = {(r["op"], r["group"], r["purpose"]): r for r in trained.traffic}
         # Activations leave every part but the last, gradients every part but the first.
@@ -233,7 +233,7 @@ def test_traffic_to_the_byte(request: pytest.FixtureRequest, layout: Layout, rec
 
 def _local(experiment: Experiment, rank: int) -> dict[str, Tensor]:
     """The rank's parameters, as shapes."""
-    mesh = meshes.shape_only(experiment.layout, rank)
+    mesh = meshes.shape_only_mesh(experiment.layout, rank)
     engine = NativeEngine(experiment, mesh, torch.device("meta"))
     local = engine.full_parameters()
     padding = torch.empty(engine.padding(), device="meta")
@@ -257,12 +257,12 @@ def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layou
     found, layout = ranks_of(request, experiment), experiment.layout
     device = torch.device("meta")
     for rank in range(layout.world):
-        mesh = meshes.shape_only(layout, rank)
+        mesh = meshes.shape_only_mesh(layout, rank)
         engine = NativeEngine(experiment, mesh, device)
         tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
         for step in range(2):
             mesh.ledger.reset()
-            batch = MicroBatch(tokens, tokens, Place(step, 0))
+            batch = MicroBatch(tokens, tokens, BatchPosition(step, 0))
             engine.step([batch] * layout.accumulation, lambda phase: None)
             engine.synchronize()
         assert mesh.ledger.rows() == found[rank].traffic

@@ -57,7 +57,7 @@ def groups_made(times: int) -> list[int]:
     before = len(world.pg_map)
     found = []
     for _ in range(times):
-        mesh = meshes.distributed(GRID, "cpu")
+        mesh = meshes.distributed_mesh(GRID, "cpu")
         total = torch.ones(1)
         mesh.tp.all_reduce(total).wait()
         assert total.item() == 2
@@ -95,7 +95,7 @@ def test_every_stream_between_two_stages_has_a_communicator_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL has no tags: activations (0) go to the next of three stages, gradients (1) to the one before."""
-    monkeypatch.setattr(meshes, "process_group", lambda ranks, purpose: ranks)
+    monkeypatch.setattr(meshes, "make_process_group", lambda ranks, purpose: ranks)
     channels = meshes._channels((3, 5, 9), ring=True)
     straight = {(0, 1, 0): (3, 5), (1, 2, 0): (5, 9), (1, 0, 1): (5, 3), (2, 1, 1): (9, 5)}
     assert channels == {**straight, (2, 0, 0): (9, 3), (0, 2, 1): (3, 9)}

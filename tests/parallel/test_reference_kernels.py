@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from repro.config import Layout
 from repro.engines import build_engine
 from repro.parallel import mesh as meshes
-from repro.simulate.memory.live import measure
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_parity import BATCH, alone, assert_same, run
 from tests.pool import RankPool
@@ -54,7 +54,7 @@ def test_two_layouts_in_one_process_each_run_what_they_ask_for() -> None:
     engines: dict[str, Any] = {}
     for kernels in ("fused", "reference"):
         experiment = tiny(Layout(micro_batch=2, kernels=kernels), **DROPOUT)
-        engines[kernels] = build_engine(experiment, meshes.single(), torch.device("cpu"))
+        engines[kernels] = build_engine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
     for step in range(2):
         for kernels, engine in engines.items():
             with Ours() as seen:
@@ -76,5 +76,5 @@ def test_a_simulated_step_has_torchs_operators() -> None:
         # torch's fused AdamW has no shape function; it is one pass over memory, as ours is.
         assert (names == {"repro.adamw_"}) is (kernels == "reference")
         moved[kernels] = sum(n * (operator.read + operator.written) for n, operator in found.operators())
-        assert measure(found.events).peak_bytes > 0
+        assert measure_live_bytes(found.events).peak_bytes > 0
     assert moved["reference"] > moved["fused"]

@@ -19,11 +19,11 @@ from repro.parallel.pipeline.schedule import (
     Action,
     Schedule,
     batches,
-    bubble,
-    build,
+    bubble_ratio,
+    build_schedule,
     chunks_of,
+    dependency_of,
     in_flight,
-    needs,
     timeline,
 )
 
@@ -46,20 +46,24 @@ def test_the_bubble_is_that_of_the_paper_whatever_the_times(
     case: Case, forward: Fraction, backward: Fraction
 ) -> None:
     _, p, m, v = case
-    assert bubble(build(*case), forward, backward) == Fraction(p - 1, v * m)
+    assert bubble_ratio(build_schedule(*case), forward, backward) == Fraction(p - 1, v * m)
 
 
 def test_bubbles_of_published_layouts() -> None:
-    assert bubble(build("1f1b", 38, 480)) == Fraction(37, 480)  # Yuan 1.0
-    assert bubble(build("gpipe", 4, 8)) == bubble(build("1f1b", 4, 8)) == Fraction(3, 8)  # MEG2 fig. 3-4
-    assert bubble(build("interleaved", 4, 8, 2)) == Fraction(3, 16)
+    assert bubble_ratio(build_schedule("1f1b", 38, 480)) == Fraction(37, 480)  # Yuan 1.0
+    assert (
+        bubble_ratio(build_schedule("gpipe", 4, 8))
+        == bubble_ratio(build_schedule("1f1b", 4, 8))
+        == Fraction(3, 8)
+    )  # MEG2 fig. 3-4
+    assert bubble_ratio(build_schedule("interleaved", 4, 8, 2)) == Fraction(3, 16)
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_every_stage_runs_every_action_once_and_backward_after_forward(case: Case) -> None:
     _, p, m, v = case
-    schedule = build(*case)
+    schedule = build_schedule(*case)
     assert len(schedule) == p
     assert chunks_of(schedule) == v
     everything = {Action(k, i, c) for k in (FORWARD, BACKWARD) for i in range(m) for c in range(v)}
@@ -76,7 +80,7 @@ def test_every_stage_runs_every_action_once_and_backward_after_forward(case: Cas
 @given(cases())
 def test_all_stages_run_forwards_in_one_order_and_backwards_in_another(case: Case) -> None:
     for kind in (FORWARD, BACKWARD):
-        assert len({tuple(a for a in actions if a.kind == kind) for actions in build(*case)}) == 1
+        assert len({tuple(a for a in actions if a.kind == kind) for actions in build_schedule(*case)}) == 1
 
 
 @settings(max_examples=60)
@@ -85,7 +89,7 @@ def test_the_timeline_keeps_the_order_and_waits_for_every_input(
     case: Case, forward: Fraction, backward: Fraction
 ) -> None:
     _, p, _, v = case
-    schedule = build(*case)
+    schedule = build_schedule(*case)
     slots = timeline(schedule, forward, backward)
     stop = {(stage, slot.action): slot.stop for stage, row in enumerate(slots) for slot in row}
     for stage, row in enumerate(slots):
@@ -93,7 +97,7 @@ def test_the_timeline_keeps_the_order_and_waits_for_every_input(
         free = Fraction(0)
         for slot in row:
             assert slot.stop - slot.start == (forward if slot.action.kind == FORWARD else backward) / v
-            needed = needs(slot.action, stage, p, v)
+            needed = dependency_of(slot.action, stage, p, v)
             assert slot.start == max(free, stop[needed] if needed else Fraction(0))
             free = slot.stop
 
@@ -108,7 +112,7 @@ def test_it_runs_on_channels_without_tags_whoever_is_scheduled_first(
     Also where activations and gradients `shared` one channel, as they would with p = 2 and v > 1.
     """
     _, p, m, v = case
-    assert run(build(*case), v, random, shared) == 2 * p * m * v
+    assert run(build_schedule(*case), v, random, shared) == 2 * p * m * v
 
 
 def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
@@ -143,7 +147,7 @@ def run(schedule: Schedule, v: int, random: Random, shared: bool) -> int:
 @given(cases(names=("gpipe", "1f1b")))
 def test_in_flight_micro_batches(case: Case) -> None:
     name, p, m, _ = case
-    live = [in_flight(actions) for actions in build(*case)]
+    live = [in_flight(actions) for actions in build_schedule(*case)]
     assert live == [m if name == "gpipe" else min(m, p - stage) for stage in range(p)]
 
 
@@ -151,7 +155,7 @@ def test_in_flight_micro_batches(case: Case) -> None:
 @given(cases(names=("interleaved",)))
 def test_in_flight_chunks_of_micro_batches(case: Case) -> None:
     _, p, m, v = case
-    live = [in_flight(actions) for actions in build(*case)]
+    live = [in_flight(actions) for actions in build_schedule(*case)]
     if m == p:
         assert live == [m * v] * p
     else:
@@ -162,7 +166,7 @@ def test_in_flight_chunks_of_micro_batches(case: Case) -> None:
 @given(cases())
 def test_batches_of_messages_lie_between_actions_or_pairs_that_take_turns(case: Case) -> None:
     _, p, m, v = case
-    for stage, actions in enumerate(build(*case)):
+    for stage, actions in enumerate(build_schedule(*case)):
         found = batches(actions, v)
         assert [action for batch in found for action in batch] == list(actions)
         warm_up = 2 * (p - 1 - stage) + (v - 1) * p if v > 1 and m > p else m * v
@@ -175,12 +179,12 @@ def test_batches_of_messages_lie_between_actions_or_pairs_that_take_turns(case: 
 
 
 def test_a_schedule_can_be_read() -> None:
-    assert [" ".join(map(str, actions)) for actions in build("1f1b", 2, 3)] == [
+    assert [" ".join(map(str, actions)) for actions in build_schedule("1f1b", 2, 3)] == [
         "F0 F1 B0 F2 B1 B2",
         "F0 B0 F1 B1 F2 B2",
     ]
-    assert " ".join(map(str, build("gpipe", 2, 2)[1])) == "F0 F1 B0 B1"
-    assert " ".join(map(str, build("interleaved", 2, 4, 2)[1])) == (
+    assert " ".join(map(str, build_schedule("gpipe", 2, 2)[1])) == "F0 F1 B0 B1"
+    assert " ".join(map(str, build_schedule("interleaved", 2, 4, 2)[1])) == (
         "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3"
     )
 
@@ -202,17 +206,17 @@ def test_a_schedule_can_be_read() -> None:
 )
 def test_what_has_no_schedule(arguments: tuple[str, int, int, int], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(*arguments)
+        build_schedule(*arguments)
     assert str(caught.value) == says
 
 
 def test_times_are_positive() -> None:
     with pytest.raises(ConfigError, match="backward = '0': must be a time greater than 0"):
-        bubble(build("1f1b", 2, 2), 1, 0)
+        bubble_ratio(build_schedule("1f1b", 2, 2), 1, 0)
 
 
 def test_a_deadlock_is_named() -> None:
-    wrong = tuple(tuple(reversed(actions)) for actions in build("1f1b", 2, 1))
+    wrong = tuple(tuple(reversed(actions)) for actions in build_schedule("1f1b", 2, 1))
     with pytest.raises(ValueError, match=r"deadlock: B0 of stage \d waits for"):
         timeline(wrong)
 
@@ -220,8 +224,8 @@ def test_a_deadlock_is_named() -> None:
 def test_it_needs_no_torch_and_large_schedules_take_seconds() -> None:
     code = (
         "import sys\n"
-        "from repro.parallel.pipeline.schedule import build, bubble\n"
-        "print(bubble(build('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
+        "from repro.parallel.pipeline.schedule import build_schedule, bubble_ratio\n"
+        "print(bubble_ratio(build_schedule('interleaved', 64, 512, 4)), 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from repro.config import Layout, Training
-from repro.config.enums import Phase
-from repro.config.operator_set import OperatorSet
+from repro.config.enums import OperatorSet, Phase
 from repro.engines.native.checkpoint import state
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.learning_rate import learning_rate
+from repro.engines.native.part import learning_rate
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import divisor_for
-from repro.simulate.memory.live import LiveBytes
+from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
 from tests.training import TINY, micro_batches, tiny
@@ -67,7 +66,7 @@ def test_the_learning_rate_after_so_many_steps(training: dict[str, Any], rates: 
 
 
 def engine(**training: Any) -> NativeEngine:
-    return NativeEngine(tiny(Layout(), **training), meshes.single(), torch.device("cpu"))
+    return NativeEngine(tiny(Layout(), **training), meshes.single_rank_mesh(), torch.device("cpu"))
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -120,7 +119,7 @@ def updated(kernels: OperatorSet, precision: str, gradient: float) -> list[torch
     """Masters and moments after one update of the same weights by the same gradients."""
     layout = Layout(precision=precision, kernels=kernels, zero=1, bucket_bytes=2_000)
     made = NativeEngine(
-        tiny(layout, lr=0.1, clip=0.5, loss_scale=2.0**12), meshes.single(), torch.device("cpu")
+        tiny(layout, lr=0.1, clip=0.5, loss_scale=2.0**12), meshes.single_rank_mesh(), torch.device("cpu")
     )
     assert len(made.buckets) > 1
     chance = torch.Generator().manual_seed(7)
@@ -172,7 +171,7 @@ def test_bytes_that_an_update_moves_and_holds(kernels: str, precision: str, move
     experiment = tiny(Layout(precision=precision, kernels=kernels, bucket_bytes=1 << 20), clip=1.0)
     events = trace(experiment, roles(experiment)[0]).events
     starts = [i for i, e in enumerate(events) if isinstance(e, PhaseStart) and e.name == Phase.OPTIMIZER]
-    numel = NativeEngine(experiment, meshes.single(), torch.device("cpu")).local_parameters()
+    numel = NativeEngine(experiment, meshes.single_rank_mesh(), torch.device("cpu")).local_parameters()
     update = events[starts[-1] :]
     found = sum(event.read + event.written for event in update if isinstance(event, Operator))
     assert found / numel == pytest.approx(moved, rel=0.02)
@@ -220,7 +219,9 @@ def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:
     layout = Layout(precision="fp16")
     wrote, reads = (
         NativeEngine(
-            tiny(layout, loss_scale=2.0**10, loss_scale_hysteresis=3), meshes.single(), torch.device("cpu")
+            tiny(layout, loss_scale=2.0**10, loss_scale_hysteresis=3),
+            meshes.single_rank_mesh(),
+            torch.device("cpu"),
         )
         for _ in range(2)
     )
@@ -231,7 +232,7 @@ def test_a_resumed_scaler_remembers_how_many_overflows_it_has_seen() -> None:
     wrote.optimizer.step_count.fill_(3)
     numbers = state.scalars(wrote)
     assert numbers == {"optimizer_steps": 3, "scaler": {"scale": 2.0**10, "good_steps": 2, "tolerance": 2}}
-    state.restore(reads, numbers, lambda name, state, rectangle, into: None)
+    state.restore_states(reads, numbers, lambda name, state, rectangle, into: None)
     assert state.scalars(reads) == numbers
     for expected in (2.0**10, 2.0**9):  # two more overflows, and it halves
         reads.scaler.update(SKIPPED)

@@ -52,7 +52,7 @@ def limited(work: Callable[[Experiment], Any], experiment: Experiment) -> Any:
 def sizes(experiment: Experiment) -> list[int]:
     """Elements of every parameter, on one rank without stage 3."""
     layout = Layout(micro_batch=BATCH)
-    engine = NativeEngine(replace(experiment, layout=layout), meshes.single(), torch.device("cpu"))
+    engine = NativeEngine(replace(experiment, layout=layout), meshes.single_rank_mesh(), torch.device("cpu"))
     return [parameter.numel() for parameter in engine.parts[0].model.parameters()]
 
 
@@ -134,7 +134,7 @@ def test_nothing_is_gathered_ahead(two: RankPool) -> None:
 
 def copies(experiment: Experiment) -> int:
     """How many copies one gather of the first block makes."""
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     engine = NativeEngine(experiment, mesh, torch.device("cpu"))
     gatherer = engine.parts[0].sharded.gatherer
     assert gatherer is not None

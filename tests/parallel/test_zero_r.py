@@ -13,7 +13,7 @@ from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
 from repro.measure.memory import MemoryTracker
-from repro.model.gpt import Place
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.wrap.parallelize import parallelize
@@ -98,7 +98,7 @@ def test_bf16_equals_one_process_within_its_rounding(four: RankPool) -> None:
 def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[str, Any]:
     """Steps of this rank, watched: memory, traffic of the last step, and what was alive when backward began."""
     layout = experiment.layout
-    mesh = meshes.distributed(layout, "cpu") if device == "cpu" else meshes.shape_only(layout)
+    mesh = meshes.distributed_mesh(layout, "cpu") if device == "cpu" else meshes.shape_only_mesh(layout)
     fused = 0
     forward: dict[str, int] = {}
     with MemoryTracker() as tracker:
@@ -121,7 +121,7 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
             batches = micro_batches(experiment, mesh.dp.rank, step)
             if device == "meta":
                 tokens = torch.zeros(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
-                batches = [MicroBatch(tokens, tokens, Place(step, 0)) for _ in batches]
+                batches = [MicroBatch(tokens, tokens, BatchPosition(step, 0)) for _ in batches]
             engine.step(batches, observe)
             engine.synchronize()
         del batches

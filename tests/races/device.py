@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from repro.config.enums import Category
-from repro.measure.uncompiled import UncompiledMode
+from repro.measure.operators import UncompiledMode
 from repro.parallel import storage as marks
-from repro.simulate.trace.lines import innermost
+from repro.simulate.trace.recorder import innermost_line
 from tests.races.order import HOST, Moment, Order
 from tests.races.storages import Storage, Storages
 
@@ -31,7 +31,7 @@ EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided"
 """Allocate and write nothing."""
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.unique_dim")
 """Have the host wait for what they return, or for its size."""
-line_of_product = innermost(
+line_of_product = innermost_line(
     ("repro",), but=("repro.parallel.transports", "repro.parallel.comm", "repro.parallel.storage")
 )
 """That says what is done, not how a wait is passed on."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from repro.config import Experiment, Layout
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
-from repro.launch.rank.inputs import Inputs
-from repro.measure.uncompiled import uncompiled
+from repro.launch.rank.step_data import BatchLoader
+from repro.measure.operators import without_compiler
 from repro.model.data.stream import SyntheticStream
 from repro.parallel import mesh as meshes
 from repro.parallel import storage
@@ -59,25 +59,25 @@ def run(
     rank = _rank(layout, stage)
     device = Device()
     device.dropped = dropped
-    with pytest.MonkeyPatch.context() as patch, uncompiled(), device:
+    with pytest.MonkeyPatch.context() as patch, without_compiler(), device:
         device.install(patch)
         FakeNccl(device).install(patch)
         patch.setattr(ActivationCheckpoints, "_copy_stream", lambda self, x: Stream(device, "copies"))
-        patch.setattr(Inputs, "_side", lambda self: Stream(device, "inputs"))
+        patch.setattr(BatchLoader, "_copy_stream", lambda self: Stream(device, "inputs"))
         patch.setattr(Tensor, "pin_memory", _page_locked)
         patch.setattr(
-            meshes, "process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
+            meshes, "make_process_group", lambda pair, purpose: FakeGroup(f"channel {purpose}", pair, rank)
         )
-        mesh = meshes.build(layout, rank, lambda ranks: _transport(layout, rank, ranks))
+        mesh = meshes.build_mesh(layout, rank, lambda ranks: _transport(layout, rank, ranks))
         engine = NativeEngine(experiment, mesh, torch.device("meta"))
         model = experiment.model
-        inputs = Inputs(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
+        inputs = BatchLoader(_Shapes(experiment.seq, model.vocab, 0), layout, rank, torch.device("meta"))
         device.host_waits.clear()
         allocated = []
         for step in range(steps):
             device.allocated = []
-            engine.step(inputs.of(step), lambda phase: None)
-            inputs.fetch(step + 1)
+            engine.step(inputs.micro_batches(step), lambda phase: None)
+            inputs.prefetch(step + 1)
             allocated.append(device.allocated)
         host_waits = list(device.host_waits)
         engine.synchronize()
@@ -93,7 +93,7 @@ def _rank(layout: Layout, stage: int) -> int:
 
 
 def _transport(layout: Layout, rank: int, ranks: tuple[int, ...]) -> Transport:
-    """NCCL's, as `repro.parallel.mesh.distributed` makes it: communicators of their own for each pair of stages."""
+    """Return the transport of `repro.parallel.mesh.distributed_mesh`: communicators for each pair of stages."""
     piped = layout.pp > 1 and ranks == layout.group_of("pp", rank)
     channels = meshes._channels(ranks, ring=layout.chunks > 1) if piped else {}
     name = next((axis for axis in ("tp", "cp", "dp", "pp") if ranks == layout.group_of(axis, rank)), "")

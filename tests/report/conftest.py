@@ -31,9 +31,9 @@ def synthetic_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def report(synthetic_results: Path) -> Report:
     """What `repro report` made of the synthetic store."""
-    from repro.report.page.build import build
+    from repro.report.page.build import build_report
 
-    return build(synthetic_results, synthetic_results.parent / "out")
+    return build_report(synthetic_results, synthetic_results.parent / "out")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def read_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def found(synthetic_results: Path) -> JudgedStore:
     """The synthetic store and its judged ledger."""
-    return evidence.read(synthetic_results)
+    return evidence.read_store(synthetic_results)
 
 
 @pytest.fixture

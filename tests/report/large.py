@@ -9,7 +9,7 @@ from typing import Any
 
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import Experiment, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.results.measured import comparison_record, experiment_record
 from tests.report import synthetic
 
@@ -23,7 +23,7 @@ def _shapes() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     common = {"suite": "shape", "provenance": synthetic.PROVENANCE}
     measured = experiment_record(e, synthetic.results(e), wall_s=1.0, **common)
     small = Experiment(name="shape", model=e.model, layout=e.layout, system="selene")
-    simulated = attempt(small, systems.load("selene"), "shape")
+    simulated = simulate_experiment(small, systems.load_system_file("selene"), "shape")
     comparison = comparison_record(e, e, (synthetic.results(e), synthetic.results(e, 1.1)), **common)
     assert comparison is not None
     return measured.as_dict(), simulated.as_dict(), comparison.as_dict()

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from repro.report.figures.style import settle
+from repro.report.figures.style import fix_layout
 
 SLACK = 1.0
 """Dots by which boxes may touch: they hold the space around the letters too."""
@@ -16,7 +16,7 @@ SLACK = 1.0
 
 def troubles(figure: Figure) -> list[str]:
     """One line for every pair of texts that overlap and every text that is cut; empty where all can be read."""
-    settle(figure)
+    fix_layout(figure)
     figure.draw_without_rendering()
     boxes = [
         (text.get_text().replace("\n", " / "), tuple(text.get_window_extent().extents.tolist()))

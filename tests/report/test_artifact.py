@@ -18,7 +18,7 @@ from repro.report.verdicts import experiments_of
 
 @lru_cache(maxsize=1)
 def appendix() -> str:
-    return artifact.text()
+    return artifact.appendix()
 
 
 def test_the_committed_file_is_up_to_date() -> None:
@@ -65,7 +65,7 @@ def test_it_is_written_where_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = appendix()
-    monkeypatch.setattr(artifact, "text", lambda own: text)
+    monkeypatch.setattr(artifact, "appendix", lambda own: text)
     assert cli.main(["artifact", "--output", str(tmp_path / "artifact.md")]) == 0
     assert (tmp_path / "artifact.md").read_text(encoding="utf-8") == text
     assert cli.main(["artifact", "--output", str(tmp_path / "no" / "artifact.md")]) == 2

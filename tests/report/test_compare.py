@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment
-from repro.report.exports.compare import speed
+from repro.report.exports.compare import speed_ratio
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
@@ -93,7 +93,7 @@ def test_the_interval_covers_the_ratio_of_two_noisy_sides(tmp_path: Path, e: Exp
     for turn in range(40):
         series = [{"step_seconds": [list(draw.lognormal(0, 0.1, 20))]} for _ in range(2)]
         sides = [made_up("a", series=seen) for seen in series]
-        found = speed(*sides, seed=turn)
+        found = speed_ratio(*sides, seed=turn)
         assert found is not None
         inside += found[1] <= 1.0 <= found[2]
     assert inside >= 34  # 95 % nominal: fewer than 34 of 40 has a chance of 1 in 500
@@ -108,5 +108,5 @@ def test_nothing_in_common_and_too_few_steps(
     assert cli.main(["compare", str(a), str(b)]) == 2
     assert "records of experiments that" in capsys.readouterr().err
     short = made_up("a", series={"step_seconds": [[1.0, 1.0]]})
-    assert speed(short, short) is None
+    assert speed_ratio(short, short) is None
     assert cli.main(["compare", str(a), str(a), "--tolerance", "2"]) == 2

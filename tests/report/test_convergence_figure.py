@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import convergence
-from repro.report.figures.style import look
+from repro.report.figures import loss_curves
+from repro.report.figures.style import figure_style
 from repro.results.measured import experiment_record
 
 STEPS = 40
@@ -46,8 +46,8 @@ def records() -> list[Any]:
 
 
 def drawn(found: list[Any]) -> Any:
-    with look():
-        return convergence.draw(found)
+    with figure_style():
+        return loss_curves.draw_convergence(found)
 
 
 def lines(axes: Any) -> dict[str, float]:
@@ -62,7 +62,7 @@ def test_every_kind_stands_at_its_distance_from_one_process() -> None:
     drawing = drawn(records())
     left, middle, right = drawing.figure.axes
     kinds = [3e-6, 4e-6, 5e-6, 6e-6, 7e-6]
-    wanted = dict(zip(convergence.LAYOUTS, kinds, strict=True))
+    wanted = dict(zip(loss_curves.LAYOUT_COLOURS, kinds, strict=True))
     assert {kind: lines(middle)[kind] for kind in wanted} == pytest.approx(wanted)
     assert [note.get_text() for note in middle.texts] == ["rate + 0.01 %"]
     assert lines(right) == pytest.approx({"other seeds": 0.1, "fp16": 0.01})
@@ -82,7 +82,7 @@ def test_without_one_process_or_its_controls_there_is_no_figure() -> None:
     for prefix in ("fp32", "order-"):
         drawing = drawn([one for one in records() if not one.name.startswith(prefix)])
         assert drawing.figure is None
-        assert drawing.missing == convergence.RUN
+        assert drawing.missing == loss_curves.CONVERGENCE_COMMAND
 
 
 def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
@@ -96,7 +96,7 @@ def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
     ]
     drawing = drawn(spoiled)
     assert not {"convergence/fp16", "convergence/pp2"} & {*drawing.records}
-    assert drawing.missing == convergence.RUN, "no 16 bits are left"
+    assert drawing.missing == loss_curves.CONVERGENCE_COMMAND, "no 16 bits are left"
 
 
 def test_records_of_other_suites_are_not_meant() -> None:

@@ -9,8 +9,8 @@ import pytest
 import synthetic
 
 from repro.config import Layout
-from repro.report.figures import engines
-from repro.report.figures.style import look
+from repro.report.figures import comparisons
+from repro.report.figures.style import figure_style
 from repro.results.measured import comparison_record, experiment_record
 
 COMMON: dict[str, Any] = {"suite": "engines", "provenance": synthetic.PROVENANCE}
@@ -41,8 +41,8 @@ def records(kind: str, names: tuple[str, ...], layout: Layout) -> tuple[list[Any
 def drawing() -> Any:
     ran, pairs = records("z0", ("native", "torch"), Layout(dp=2))
     more, further = records("tp2", ("native", "torch", "megatron"), Layout(tp=2))
-    with look():
-        return engines.draw([*ran, *more], [*pairs, *further])
+    with figure_style():
+        return comparisons.draw_engines([*ran, *more], [*pairs, *further])
 
 
 def test_bars_stand_where_they_belong(drawing: Any) -> None:
@@ -59,11 +59,11 @@ def test_bars_stand_where_they_belong(drawing: Any) -> None:
 
 
 def test_what_is_missing_is_said(drawing: Any) -> None:
-    assert drawing.missing == engines.RUN
+    assert drawing.missing == comparisons.ENGINES_COMMAND
     assert set(drawing.records) == {
         "engines/speed-native-z0",
         "engines/speed-torch-z0",
         *(f"engines/speed-{name}-tp2" for name in RAN),
     }
-    with look():
-        assert engines.draw([], []).figure is None
+    with figure_style():
+        assert comparisons.draw_engines([], []).figure is None

@@ -12,7 +12,7 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment, Layout, models, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.report.exports.tables import FORMATS, TABLES
 from repro.results.store import Store
 
@@ -101,9 +101,12 @@ def test_what_does_not_fit_has_no_time(tmp_path: Path, capsys: pytest.CaptureFix
     with Store(tmp_path) as store:
         for name, dp in (("fits", 16), ("does-not", 1)):
             experiment = Experiment(
-                name=name, model=models.load("gpt2-1.5b"), layout=Layout(dp=dp, zero=3), system="lowbw-v100"
+                name=name,
+                model=models.load_model("gpt2-1.5b"),
+                layout=Layout(dp=dp, zero=3),
+                system="lowbw-v100",
             )
-            store.append(attempt(experiment, systems.load("lowbw-v100"), "made-up"))
+            store.append(simulate_experiment(experiment, systems.load_system_file("lowbw-v100"), "made-up"))
     text = exported(capsys, "--results", str(tmp_path), "--table", "experiments", "--format", "csv")
     rows = {row["name"]: row for row in csv.DictReader(io.StringIO(text))}
     assert {name: row["outcome"] for name, row in rows.items()} == {"fits": "ok", "does-not": "oom"}

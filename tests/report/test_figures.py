@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import communication, comparison, convergence, draw_all, loss, measured_states, peak
-from repro.report.figures.style import CATEGORY, Drawing, canvas, look, svg
-from repro.report.origins import Machines
-from repro.report.page.record_tables import measured_row
+from repro.report.figures import communication, comparisons, draw_all, loss_curves, model_states, peak_memory
+from repro.report.figures.style import CATEGORY_COLOURS, Drawing, figure_style, make_axes, to_svg
+from repro.report.records import Machines, measured_row
 from repro.results.select import select
 from tests.records import changed
 
@@ -22,21 +21,31 @@ def chosen() -> Any:
     return select(synthetic.records())
 
 
-def drawn(module: Any, records: list[Any]) -> Any:
-    with look():
-        return module.draw(records)
+def drawn(draw: Any, records: list[Any]) -> Any:
+    with figure_style():
+        return draw(records)
 
 
-@pytest.mark.parametrize("module", [measured_states, communication, loss, convergence, comparison, peak])
-def test_without_records_nothing_is_drawn_and_the_remedy_is_named(module: Any) -> None:
-    drawing = drawn(module, [])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        model_states.draw_measured_states,
+        communication.draw_volume,
+        loss_curves.draw_parity,
+        loss_curves.draw_convergence,
+        comparisons.draw_ratios,
+        peak_memory.draw_peaks,
+    ],
+)
+def test_without_records_nothing_is_drawn_and_the_remedy_is_named(draw: Any) -> None:
+    drawing = drawn(draw, [])
     assert drawing.figure is None
     assert drawing.records == ()
     assert drawing.missing.startswith("repro run suites/")
 
 
 def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:
-    drawing = drawn(measured_states, chosen.measured)
+    drawing = drawn(model_states.draw_measured_states, chosen.measured)
     axes = drawing.figure.axes[0]
     metrics = {r.name: r.metrics for r in chosen.measured}
     tops: dict[float, float] = {}
@@ -56,27 +65,27 @@ def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> Non
 
 def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
     some = [r for r in chosen.measured if r.name in ("states-z0-dp2", "states-z1-dp2")]
-    drawing = drawn(measured_states, some)
+    drawing = drawn(model_states.draw_measured_states, some)
     assert drawing.figure is not None
     assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
-    assert drawing.missing == measured_states.RUN
+    assert drawing.missing == model_states.MEASURED_COMMAND
 
 
 def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:
-    axes = drawn(communication, chosen.measured).figure.axes[0]
+    axes = drawn(communication.draw_volume, chosen.measured).figure.axes[0]
     heights = sorted(bar.get_height() for bars in axes.containers for bar in bars)
     assert heights == pytest.approx([1, 1, 1, 1, 1, 1, 1.5, 1.5, 1.5, 1.5])
     without_base = [r for r in chosen.measured if r.name != "states-z0-dp2"]
-    (bars,) = drawn(communication, without_base).figure.axes[0].containers
+    (bars,) = drawn(communication.draw_volume, without_base).figure.axes[0].containers
     assert len(bars) == 5
 
 
 def test_loss_needs_the_single_process(chosen: Any) -> None:
-    drawing = drawn(loss, chosen.measured)
+    drawing = drawn(loss_curves.draw_parity, chosen.measured)
     assert len(drawing.records) == 11
     assert "10 strategies" in drawing.caption
-    without = [r for r in chosen.measured if r.name != loss.SINGLE]
-    assert drawn(loss, without).figure is None
+    without = [r for r in chosen.measured if r.name != loss_curves.SINGLE_PROCESS]
+    assert drawn(loss_curves.draw_parity, without).figure is None
 
 
 def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:
@@ -86,14 +95,14 @@ def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:
             losses = [*record.series.loss[:-1], None]
             record = replace(record, series=replace(record.series, loss=losses))
         spoiled.append(record)
-    drawing = drawn(loss, spoiled)
+    drawing = drawn(loss_curves.draw_parity, spoiled)
     assert drawing.figure is not None
     drawing.figure.canvas.draw()
     assert "1 loss values were NaN" in drawing.caption
 
 
 def test_comparison_without_interval(chosen: Any) -> None:
-    drawing = drawn(comparison, chosen.comparisons)
+    drawing = drawn(comparisons.draw_ratios, chosen.comparisons)
     words = [annotation.get_text() for annotation in drawing.figure.axes[0].texts]
     assert [word.split(" ", 1)[1].startswith("[") for word in words] == [True, True, False]
 
@@ -102,15 +111,15 @@ def test_peak_uses_the_fullest_rank(chosen: Any) -> None:
     record = chosen.measured[0]
     small = record.memory_by_rank[0]
     large = replace(small, peak={**small.peak, "total": small.peak["total"] + 1})
-    assert peak.fullest(replace(record, memory_by_rank=[small, large])) == large.peak
-    assert set(CATEGORY) | {"total"} == set(small.peak)
+    assert peak_memory.peak_of_fullest_rank(replace(record, memory_by_rank=[small, large])) == large.peak
+    assert set(CATEGORY_COLOURS) | {"total"} == set(small.peak)
 
 
 def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> None:
     first = chosen.measured[0]
     known = {name: value for name, value in first.metrics.items() if name != "memory.activations_bytes"}
     foreign = replace(first, name="speed-torch-z0-dp2", metrics=known)
-    drawing = drawn(peak, [*chosen.measured, foreign])
+    drawing = drawn(peak_memory.draw_peaks, [*chosen.measured, foreign])
     assert "smoke/speed-torch-z0-dp2" not in drawing.records
     assert "Left out: 1 experiments" in drawing.caption
     assert measured_row(foreign)["peak"] == measured_row(first)["peak"]
@@ -147,9 +156,11 @@ def test_machines_are_told_apart() -> None:
 
 def test_small_letters_at_the_side_push_nothing_out_of_the_svg() -> None:
     """Which draws them as wide as they are: the layout must not count with letters rounded to dots."""
-    with look():
-        figure, axes = canvas(2)
+    with figure_style():
+        figure, axes = make_axes(2)
         axes.set_yticks([0], ["micro-batch 2 batch 512: per GPU, micro-batch 2 batch 512"], fontsize=6)
         axes.set_ylabel("44 rows")
-    (place,) = re.findall(r'x="([0-9.]+)"[^>]*>44 rows</text>', svg(Drawing("a", "a", "", (), figure=figure)))
+    (place,) = re.findall(
+        r'x="([0-9.]+)"[^>]*>44 rows</text>', to_svg(Drawing("a", "a", "", (), figure=figure))
+    )
     assert float(place) > 7  # turned by a right angle: the letters of 9 points stand to the left of it

@@ -9,9 +9,9 @@ import pytest
 import synthetic
 
 from repro.config import Experiment, Layout
-from repro.report.figures import draw_all, maps
-from repro.report.figures.style import Drawing, look
-from repro.report.page.build import build
+from repro.report.figures import draw_all, layout_fit
+from repro.report.figures.style import Drawing, figure_style
+from repro.report.page.build import build_report
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
@@ -43,8 +43,8 @@ def both(tp: int, pp: int, need: float) -> list[ExperimentRecord]:
 
 
 def drawn(records: list[ExperimentRecord]) -> Drawing:
-    with look():
-        return maps.draw(records)
+    with figure_style():
+        return layout_fit.draw_maps(records)
 
 
 def words(drawing: Drawing, panel: int) -> list[str]:
@@ -57,7 +57,7 @@ def test_without_simulated_records_the_remedy_is_named() -> None:
     failed = changed(record(1, 1, 1e9, SMALL), outcome="error")
     for records in ([], other, [failed]):
         drawing = drawn(records)
-        assert (drawing.figure, drawing.records, drawing.missing) == (None, (), maps.RUN)
+        assert (drawing.figure, drawing.records, drawing.missing) == (None, (), layout_fit.MAP_COMMAND)
 
 
 def test_every_record_is_in_its_place_least_memory_first() -> None:
@@ -98,8 +98,8 @@ def test_what_does_not_fit_is_never_blue() -> None:
 
 def test_an_incomplete_map_says_what_runs_the_rest() -> None:
     one = [record(1, 1, 9e9, SMALL), record(2, 1, 5e9, SMALL)]
-    assert drawn(one).missing == maps.RUN
-    assert drawn([*one, record(1, 1, 9e9, LARGE)]).missing == maps.RUN
+    assert drawn(one).missing == layout_fit.MAP_COMMAND
+    assert drawn([*one, record(1, 1, 9e9, LARGE)]).missing == layout_fit.MAP_COMMAND
     assert drawn([*one, record(1, 1, 9e9, LARGE), record(2, 1, 5e9, LARGE)]).missing == ""
 
 
@@ -108,7 +108,7 @@ def test_the_page_leads_to_the_simulated_records(tmp_path: Path, monkeypatch: py
     with Store(tmp_path / "results") as store:
         for made in both(2, 2, 2e9):
             store.append(replace(made, provenance=synthetic.PROVENANCE))
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert {"map.svg", "map.png"} <= {path.name for path in report.figures}
     page = report.page.read_text(encoding="utf-8")
     assert page.count('href="#sim-yuan.map-4000000000-t2-p2"') == 1

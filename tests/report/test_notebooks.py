@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, models, systems
-from repro.report.evidence import VARIABLE, default
-from repro.report.exports import what_if
-from repro.report.exports.what_if import simulated_step
+from repro.report import evidence
+from repro.report.evidence import STORE_VARIABLE, default_store, simulated_step
 from repro.report.page import notebooks
 
 pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in the extra test")
-SOURCES = notebooks.sources()
+SOURCES = notebooks.find_notebooks()
 NAMES = (
     "01_memory", "02_model_size", "03_throughput", "04_turing_nlg",
     "05_megatron", "06_yuan", "07_kernels", "08_your_cluster",
@@ -33,8 +32,8 @@ def traced() -> dict[str, float | str]:
 
 def tiny_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
     """Stands for a trace of the notebook's own model, which the run in kernels does."""
-    assert model in models.names()
-    assert system in systems.names()
+    assert model in models.model_names()
+    assert system in systems.system_names()
     return traced()
 
 
@@ -47,7 +46,7 @@ def test_one_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_pat
     """In a kernel of its own, as all of them do in continuous integration on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCES[0], tmp_path)
-    (written,) = notebooks.write(synthetic_results, tmp_path / "notebooks", tmp_path)
+    (written,) = notebooks.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
     page = written.page.read_text(encoding="utf-8")
     text = page.partition("</style>")[2]
     for foreign in ("<script", 'src="http', "<link", "Traceback"):
@@ -62,13 +61,13 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
     """The cells one after the other in this process, which costs no kernel; every step traced is a tiny one."""
     import matplotlib
 
-    monkeypatch.setattr(what_if, "simulated_step", tiny_step)
+    monkeypatch.setattr(evidence, "simulated_step", tiny_step)
 
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "results"))
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "results"))
     monkeypatch.chdir(path.parent)
     with matplotlib.rc_context({"backend": "agg"}):
         scope: dict[str, Any] = {"__name__": "__main__"}
-        for number, cell in enumerate(notebooks.read(path).cells):
+        for number, cell in enumerate(notebooks.read_notebook(path).cells):
             if cell.cell_type == "code":
                 exec(compile(cell.source, f"{path.name}:{number}", "exec"), scope)
         import matplotlib.pyplot as plt
@@ -79,7 +78,7 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_is_a_notebook_that_opens_and_says_what_it_is(path: Path) -> None:
-    notebook = notebooks.read(path)
+    notebook = notebooks.read_notebook(path)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
     assert notebook.cells[0].cell_type == "markdown"
     assert notebooks.title_of(notebook, path) != path.stem
@@ -101,16 +100,16 @@ def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
 
 def test_without_notebooks_the_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a checkout with reports/\*\.py"):
-        notebooks.sources(tmp_path)
+        notebooks.find_notebooks(tmp_path)
 
 
 def test_the_store_is_found_from_the_folder_of_the_notebooks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
     (tmp_path / "results" / "records").mkdir(parents=True)
     (tmp_path / "reports").mkdir()
     monkeypatch.chdir(tmp_path / "reports")
-    assert default() == tmp_path / "results"
-    monkeypatch.setenv(VARIABLE, os.fspath(tmp_path))
-    assert default() == tmp_path
+    assert default_store() == tmp_path / "results"
+    monkeypatch.setenv(STORE_VARIABLE, os.fspath(tmp_path))
+    assert default_store() == tmp_path

@@ -12,22 +12,21 @@ from overlaps import troubles
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config import Experiment, Layout
-from repro.parallel.pipeline.schedule import build
+from repro.parallel.pipeline.schedule import build_schedule
 from repro.report.figures import (
-    breakdown,
-    degrees,
-    link_traffic,
-    memory_timeline,
+    communication,
+    layout_fit,
     model_states,
-    predicted,
+    peak_memory,
+    predicted_steps,
     schedules,
 )
-from repro.report.figures.style import Drawing, look
+from repro.report.figures.style import Drawing, figure_style
 from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
-from repro.simulate.time.account import TRANSFER
-from repro.simulate.time.basis import BOUND
+from repro.simulate.time.breakdown import STAGE_SEND
+from repro.simulate.time.calibration import UPPER_BOUND
 from tests.records import changed
 
 GB = 10**9
@@ -55,38 +54,38 @@ def words(drawing: Drawing, axes: int = 0) -> list[str]:
 
 def readable(drawing: Drawing) -> bool:
     assert drawing.figure is not None
-    with look():
+    with figure_style():
         return troubles(drawing.figure) == []
 
 
 def test_without_records_each_names_its_remedy(view: View) -> None:
-    with look():
+    with figure_style():
         drawings = [
-            degrees.draw(view, []),
-            breakdown.draw(view, []),
-            memory_timeline.draw([]),
-            link_traffic.draw([]),
+            layout_fit.draw_degrees(view, []),
+            predicted_steps.draw_breakdown(view, []),
+            peak_memory.draw_timelines([]),
+            communication.draw_link_traffic([]),
         ]
-        drawings.append(predicted.draw([], []))
+        drawings.append(predicted_steps.draw_machine([], []))
     for drawing in drawings:
         assert (drawing.figure, drawing.records) == (None, ())
         assert drawing.missing.startswith("repro run suites/")
 
 
 def test_model_states_stand_beside_the_published_totals(view: View) -> None:
-    with look():
-        drawing = model_states.draw(view, [])
+    with figure_style():
+        drawing = model_states.draw_published_states(view, [])
     assert words(drawing) == [
         "published 120, simulated: not run, analytic 120",
         "published 31.4, simulated: not run, analytic 31.41",
         "published 16.6, simulated: not run, analytic 16.64",
         "published 1.9, simulated: not run, analytic 1.875",
     ]
-    assert (drawing.records, drawing.missing) == ((), model_states.RUN)
+    assert (drawing.records, drawing.missing) == ((), model_states.PUBLISHED_COMMAND)
     parts = {"memory.parameters_bytes": 15e9, "memory.gradients_bytes": 15e9, "memory.optimizer_bytes": 1.4e9}
     simulated = [record("zero_memory", "7.5b-z1-n64", parts | {"memory.states_bytes": 31.4e9})]
-    with look():
-        drawing = model_states.draw(View(judge(load(), simulated), simulated), simulated)
+    with figure_style():
+        drawing = model_states.draw_published_states(View(judge(load(), simulated), simulated), simulated)
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
     assert words(drawing)[1] == "published 31.4, simulated 31.4, analytic 31.41"
     assert drawing.figure is not None
@@ -105,12 +104,12 @@ def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
         found = record("turing_nlg", f"zero1-mp{degree}", metrics, tp=degree, dp=16 // degree, micro_batch=8)
         return changed(found, outcome="ok" if need <= 32 * GB else "oom")
 
-    with look():
-        drawing = degrees.draw(view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
+    with figure_style():
+        drawing = layout_fit.draw_degrees(view, [at(4, 28.0 * GB), at(2, 41.0 * GB), at(1, 100.0 * GB)])
     assert [text for text in words(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
     assert words(drawing).count("▲") == 2
     assert words(drawing, 1) == ["32"]
-    assert drawing.missing == degrees.RUN
+    assert drawing.missing == layout_fit.DEGREES_COMMAND
     assert readable(drawing)
 
 
@@ -122,7 +121,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
         "time.exposed_s": 4.0,
     }
     plain = record("yuan", "yuan-245b", times)
-    assert breakdown.parts(plain) == {
+    assert predicted_steps.seconds_by_part(plain) == {
         "compute": 40,
         "optimizer": 1,
         "waits for communication": 4,
@@ -130,33 +129,33 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     }
     kinds = {
         "busy": {"matmul": 30.0, "elementwise": 9.0, "host": 1.0, "optimizer": 1.0},
-        "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, TRANSFER: 0.4},
+        "exposed": {"all-reduce of block (tp)": 3.0, "all-reduce of gradients (dp)": 0.6, STAGE_SEND: 0.4},
     }
     fine = changed(plain, series={"seconds": kinds})
-    found = breakdown.parts(fine)
+    found = predicted_steps.seconds_by_part(fine)
     assert found["other operators"] == 10
     assert found["waits for tensor parallelism"] == 3
     assert found["waits between stages"] == 0.4
     assert sum(found.values()) == pytest.approx(50)
-    with look():
-        drawing = breakdown.draw(view, [fine])
+    with figure_style():
+        drawing = predicted_steps.draw_breakdown(view, [fine])
     assert words(drawing) == ["46.20 s", "50.00 s"]
-    assert drawing.caption.endswith(f"Times rest on: {BOUND} (1)."), (
+    assert drawing.caption.endswith(f"Times rest on: {UPPER_BOUND} (1)."), (
         "made up for a machine that nobody calibrated"
     )
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing
     assert readable(drawing)
     turing = record("turing_nlg", "zero2-mp4", times)
-    with look():
-        drawing = breakdown.draw(view, [turing])
+    with figure_style():
+        drawing = predicted_steps.draw_breakdown(view, [turing])
     assert words(drawing) == ["50 s"], "its panel is the only one"
     assert readable(drawing)
 
 
 def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
-    with look():
-        drawing = schedules.draw(view)
-    actions = sum(len(stage) for name, _, v in schedules.SHOWN for stage in build(name, 4, 8, v))
+    with figure_style():
+        drawing = schedules.draw_schedules(view)
+    actions = sum(len(stage) for name, _, v in schedules.SCHEDULES for stage in build_schedule(name, 4, 8, v))
     assert sum(len(words(drawing, axes)) for axes in range(3)) == actions
     assert drawing.figure is not None
     for axes in drawing.figure.axes:
@@ -164,7 +163,7 @@ def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
     titles = [axes.get_title("left") for axes in drawing.figure.axes]
     assert ["37.5 %" in title for title in titles] == [True, True, False]
     assert all("twin not measured" in title for title in titles)
-    assert drawing.missing == schedules.RUN
+    assert drawing.missing == schedules.SCHEDULES_COMMAND
 
 
 def test_the_timeline_stacks_what_is_live(view: View) -> None:
@@ -176,10 +175,13 @@ def test_the_timeline_stacks_what_is_live(view: View) -> None:
     made = changed(
         record("zero_memory", "7.5b-z1-n64", {"memory.limit_bytes": 32e9}), series={"memory": memory}
     )
-    assert memory_timeline.stacked(made) == {"parameters": [15.0] * 4, "activations": [0.0, 0.5, 1.0, 0.5]}
+    assert peak_memory.gigabytes_by_category(made) == {
+        "parameters": [15.0] * 4,
+        "activations": [0.0, 0.5, 1.0, 0.5],
+    }
     older = record("zero_memory", "7.5b-z2-n64", {"memory.limit_bytes": 32e9})
-    with look():
-        drawing = memory_timeline.draw([made, older])
+    with figure_style():
+        drawing = peak_memory.draw_timelines([made, older])
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
     assert drawing.missing.count("--rerun") == 2
     assert readable(drawing)
@@ -192,12 +194,12 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
         "comm.link.inter-node.sent_bytes": 1e9,
     }
     made = record("zero_throughput", "fig2-8b-zero", sent, tp=4, dp=2, micro_batch=8, global_batch=32)
-    assert link_traffic.by_class(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
-    with look():
-        drawing = link_traffic.draw([made])
+    assert communication.sample_bytes_by_link(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
+    with figure_style():
+        drawing = communication.draw_link_traffic([made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
     assert words(drawing, 1) == ["no record"] * 9
-    assert drawing.missing == link_traffic.RUN
+    assert drawing.missing == communication.LINKS_COMMAND
     assert readable(drawing)
 
 
@@ -207,10 +209,10 @@ def test_only_predictions_for_this_machine_are_held_against_its_measurements() -
     other = changed(
         record("machine", "dp-on-2@dgx2", {"step_seconds.median": 0.1}, dp=2), written="9999-01-01"
     )
-    found = predicted.pairs([measured], [here, other], "step_seconds.median")
+    found = predicted_steps.measured_pairs([measured], [here, other], "step_seconds.median")
     assert found == [("machine/dp-on-2", 2.0, 2.2)]
-    with look():
-        drawing = predicted.draw([measured], [here, other])
+    with figure_style():
+        drawing = predicted_steps.draw_machine([measured], [here, other])
     assert "seconds of a step: 1 run, median error 10.0 %" in drawing.caption
-    assert drawing.missing == predicted.RUN
+    assert drawing.missing == predicted_steps.MACHINE_COMMAND
     assert readable(drawing)

@@ -16,10 +16,10 @@ from repro.claims.judge import judge
 from repro.claims.table import table
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
-from repro.report.figures import measured_states
-from repro.report.figures.style import GRID, INK, MUTED, on_page
-from repro.report.page.build import Report, build
-from repro.report.text.report import print_report as command
+from repro.report.figures import model_states
+from repro.report.figures.style import GRID, INK, MUTED, adapt_to_page
+from repro.report.page.build import Report, build_report
+from repro.report.page.build import print_report as command
 
 VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
 
@@ -141,7 +141,7 @@ def test_figures_take_ink_and_paper_from_the_page(text: str) -> None:
 
 
 def test_letters_in_a_coloured_field_stay_as_they_are() -> None:
-    assert on_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
+    assert adapt_to_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
         '<text style="fill: #ffffff"><use style="fill: var(--page)">'
     )
 
@@ -149,7 +149,7 @@ def test_letters_in_a_coloured_field_stay_as_they_are() -> None:
 def test_json_is_one_document(
     report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("repro.report.page.build.build", lambda *of, **options: report)
+    monkeypatch.setattr("repro.report.page.build.build_report", lambda *of, **options: report)
     assert command(Path("results"), Path("out"), json=True, notebooks=False) == 0
     document = json.loads(capsys.readouterr().out)
     assert Path(document["page"]).is_file()
@@ -161,7 +161,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "repro.report.figures.draw_all", lambda measured, *of: [measured_states.draw(measured)]
+        "repro.report.figures.draw_all", lambda measured, *of: [model_states.draw_measured_states(measured)]
     )
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"
@@ -182,7 +182,7 @@ def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_pa
     lines = file.read_text().splitlines(keepends=True)
     old = json.loads(lines[0]) | {"protocol": -1, "name": "from-another-time"}
     file.write_text(json.dumps(old) + "\n" + "".join(lines[1:]) + '{"torn')
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert any("torn record" in remark for remark in report.remarks)
     assert any("another measurement protocol" in remark for remark in report.remarks)
     assert "from-another-time" not in report.page.read_text(encoding="utf-8")
@@ -191,4 +191,4 @@ def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_pa
 def test_out_that_is_a_file_is_one_clear_error(synthetic_results: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"out = '.*file'"):
-        build(synthetic_results, tmp_path / "file")
+        build_report(synthetic_results, tmp_path / "file")

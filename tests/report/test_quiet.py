@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from repro.kernels.cuda import cache
+from repro.kernels.cuda import compile as compiler
 
-DRAW = "from repro.report.figures.style import canvas, look\nwith look():\n    canvas(3.0)"
+DRAW = (
+    "from repro.report.figures.style import figure_style, make_axes\nwith figure_style():\n    make_axes(3.0)"
+)
 EXECUTE = f"""
 import sys
 from pathlib import Path
@@ -49,7 +51,7 @@ def test_notebooks_are_executed_without_a_word(tmp_path: Path) -> None:
 
 def test_a_user_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose user is in no list; no error, and no folder named `~` in the current one."""
-    monkeypatch.delenv(cache.FOLDER, raising=False)
+    monkeypatch.delenv(compiler.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert cache.folder() == Path("/~/.cache/repro/kernels")
+    assert compiler.cache_folder() == Path("/~/.cache/repro/kernels")

@@ -17,12 +17,12 @@ from repro.claims.ledger import Ledger
 from repro.claims.published import parse_printed_number
 from repro.claims.reader import load
 from repro.config.errors import ConfigError
-from repro.report.figures import draw_all, marks, redrawn, redrawn_entries
-from repro.report.figures.style import Drawing, canvas, look
+from repro.report.figures import draw_all, marks, redrawn
+from repro.report.figures.style import Drawing, figure_style, make_axes
 from repro.report.figures.values import Ours, Value, View
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import PUBLISHED
+from repro.simulate.time.calibration import PUBLISHED_POINT
 from tests import committed
 from tests.records import changed
 
@@ -107,10 +107,10 @@ def by_id(drawings: list[Drawing], name: str) -> Drawing:
 
 def alone(name: str, ledger: Ledger, simulated: list[dict[str, Any]]) -> Drawing:
     """One figure, of the ledger judged on these records."""
-    entry = next(entry for entry in redrawn_entries.load() if entry.id == name)
+    entry = next(entry for entry in redrawn.load_entries() if entry.id == name)
     claims = tuple(claim for claim in ledger.claims if claim.id in entry.claims)
-    with look():
-        return redrawn.draw(entry, View(judge(replace(ledger, claims=claims), simulated), simulated))
+    with figure_style():
+        return redrawn.draw_entry(entry, View(judge(replace(ledger, claims=claims), simulated), simulated))
 
 
 def heights(drawing: Drawing, *, hatched: bool, axes: int = 0) -> list[float]:
@@ -152,7 +152,7 @@ def test_ours_are_the_judges_values_and_their_records_are_named(full: list[Drawi
 def test_a_figure_of_rates_says_what_they_rest_on_and_one_of_bytes_does_not(full: list[Drawing]) -> None:
     drawing = by_id(full, "zero-fig2")
     rates, speed_ups = (heights(drawing, hatched=True, axes=axes) for axes in (0, 2))
-    assert f"Times rest on: {PUBLISHED} ({len(rates) + len(speed_ups)})." in drawing.caption
+    assert f"Times rest on: {PUBLISHED_POINT} ({len(rates) + len(speed_ups)})." in drawing.caption
     assert "Times rest on" not in by_id(full, "zero-fig7").caption
 
 
@@ -173,7 +173,7 @@ def test_the_error_is_drawn_and_filled_where_the_judge_accepts(ledger: Ledger) -
 
 
 def test_without_records_nothing_is_drawn_and_the_remedy_is_named(empty: list[Drawing]) -> None:
-    for entry in redrawn_entries.load():
+    for entry in redrawn.load_entries():
         drawing = by_id(empty, entry.id)
         assert (drawing.figure, drawing.records) == (None, ())
         assert "--evidence simulated" in drawing.missing, entry.id
@@ -191,7 +191,7 @@ def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledg
     assert [text.get_text() for text in drawing.figure.axes[1].texts].count("no\nrecord") == 10
     assert drawing.missing == "repro run suites/zero_throughput.toml --evidence simulated"
     assert "10 of 11 published values have nothing of ours beside them" in drawing.caption
-    with look():
+    with figure_style():
         assert troubles(drawing.figure) == []
 
 
@@ -200,10 +200,10 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     found = [Ours(kind=kind, value=30.0 + n, **common) for n, kind in enumerate(("measured", SIMULATED))]  # type: ignore[arg-type]
     number = parse_printed_number("31")
     value = Value(at="8B", published=number, error=0.0, metric="", unit="", ours=tuple(found), remedy=())
-    with look():
-        figure, axes = canvas(2.0)
-        marks.bars(axes, marks.slot(0, 0, 1), value, "#0072b2", 1.0)
-        marks.legend(figure, {"a": "#0072b2"}, [value], dots=False)
+    with figure_style():
+        figure, axes = make_axes(2.0)
+        marks.draw_bars(axes, marks.bar_pair(0, 0, 1), value, "#0072b2", 1.0)
+        marks.draw_legend(figure, {"a": "#0072b2"}, [value], dots=False)
     assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -218,10 +218,10 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     value = Value(
         at="8B", published=parse_printed_number("10"), error=0.0, metric="", unit="", ours=(ours,), remedy=()
     )
-    with look():
-        figure, axes = canvas(2.0)
-        marks.error(axes, marks.slot(0, 0, 1), value, "#0072b2", 0.3)
-        marks.legend(figure, {"a": "#0072b2"}, [value], dots=False)
+    with figure_style():
+        figure, axes = make_axes(2.0)
+        marks.draw_error(axes, marks.bar_pair(0, 0, 1), value, "#0072b2", 0.3)
+        marks.draw_legend(figure, {"a": "#0072b2"}, [value], dots=False)
     assert [text.get_text() for text in axes.texts] == ["+20%?"]
     ends = [tuple(line.get_ydata()) for line in axes.lines]
     assert ends[0] == (0, pytest.approx(0.2))
@@ -247,10 +247,10 @@ def test_what_the_time_model_is_calibrated_on_is_no_prediction(full: list[Drawin
 
 
 def test_no_text_overlaps_another_or_leaves_the_picture(full: list[Drawing]) -> None:
-    with look():
+    with figure_style():
         found = {drawing.id: troubles(drawing.figure) for drawing in full if drawing.figure is not None}
     assert {name: lines for name, lines in found.items() if lines} == {}
-    assert len(found) >= len(redrawn_entries.load())
+    assert len(found) >= len(redrawn.load_entries())
 
 
 def test_every_simulated_record_of_a_row_is_listed(ledger: Ledger, full: list[Drawing]) -> None:
@@ -273,10 +273,10 @@ def test_a_mistake_in_a_figure_names_it(ledger: Ledger, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"redrawn\.toml: f.*rows = 'zero-fig1-7p5b/P_os': must be claim/label with a \*"
     ):
-        redrawn_entries.load(file)
+        redrawn.load_entries(file)
     view = View(judge(ledger, []), [])
-    entry = redrawn_entries.load()[0]
+    entry = redrawn.load_entries()[0]
     series = replace(entry.panel[0].series[0], rows="zero-fig2-throughput/*: nothing")
     broken = replace(entry, panel=[replace(entry.panel[0], series=[series])])
     with pytest.raises(ConfigError, match=r"rows = 'zero-fig2-throughput/\*: nothing'"):
-        redrawn.draw(broken, view)
+        redrawn.draw_entry(broken, view)

@@ -15,9 +15,8 @@ from overlaps import troubles
 from rich.console import Console
 
 from repro import cli
-from repro.report.figures.schedule_drawing import busy_shares, paint, picture
-from repro.report.figures.schedule_drawing import draw as draw_picture
-from repro.report.figures.style import look
+from repro.report.figures.schedules import action_colours, busy_shares, draw_actions, draw_picture
+from repro.report.figures.style import figure_style
 from repro.report.text.schedule import draw_schedule as draw_text
 from repro.report.text.schedule_plan import make_schedule
 
@@ -144,7 +143,7 @@ def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.Cap
 def test_cells_are_where_the_actions_are(name: str, chunks: int, window: tuple[float, float]) -> None:
     rows = make_schedule(name, 4, 8, chunks).slots
     axes = Figure().subplots()
-    draw_picture(axes, rows, window, (600, 20))
+    draw_actions(axes, rows, window, (600, 20))
     area: dict[str, float] = {}
     for patch in axes.patches:
         corners = patch.get_path().vertices.reshape(-1, 5, 2)
@@ -153,7 +152,7 @@ def test_cells_are_where_the_actions_are(name: str, chunks: int, window: tuple[f
     seen: dict[str, float] = {}
     for row in rows:
         for action, start, stop in row:
-            fill = paint(action.kind, action.chunk, chunks)[1]
+            fill = action_colours(action.kind, action.chunk, chunks)[1]
             seen[fill] = seen.get(fill, 0) + max(0, min(stop, window[1]) - max(start, window[0]))
     assert area == pytest.approx({fill: float(time) for fill, time in seen.items()})
 
@@ -173,8 +172,8 @@ def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.Captu
 )
 def test_pictures_of_odd_sizes_can_be_read(sizes: tuple[str, int, int, int]) -> None:
     plan = make_schedule(*sizes)
-    with look():
-        figure = picture(plan.slots, plan.title, "facts")
+    with figure_style():
+        figure = draw_picture(plan.slots, plan.title, "facts")
         for axes in figure.axes:
             for text in axes.texts:  # inside their cells, by their sizes
                 text.set_visible(False)
@@ -185,7 +184,9 @@ def test_the_numbers_can_be_read_on_every_shade() -> None:
     for chunks in range(1, 9):
         for kind in "FB":
             for chunk in range(chunks):
-                light, dark = sorted((_luminance(c) for c in paint(kind, chunk, chunks)), reverse=True)
+                light, dark = sorted(
+                    (_luminance(c) for c in action_colours(kind, chunk, chunks)), reverse=True
+                )
                 assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2 AA
 
 

@@ -9,16 +9,16 @@ import pytest
 import synthetic
 
 from repro.config import Experiment, systems
-from repro.launch.simulated import attempt
+from repro.launch.simulated import simulate_experiment
 from repro.report.figures import draw_all
-from repro.report.page.build import build
-from repro.report.page.record_tables import simulated_row
+from repro.report.page.build import build_report
+from repro.report.records import simulated_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
 from repro.results.tables import experiment_frame
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BASES, PUBLISHED
+from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
 
 ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
@@ -29,7 +29,10 @@ def traced() -> list[ExperimentRecord]:
     layout = {"tp": 2, "pp": 2, "global_batch": 2, "scatter_gather": True, "recompute": True, "pa": True}
     deep = synthetic.experiment("deep", **layout)
     small = Experiment(name="tight", model=deep.model, layout=deep.layout, system="selene")
-    records = [attempt(e, systems.load("selene"), "smoke") for e in (replace(ONE, system="selene"), small)]
+    records = [
+        simulate_experiment(e, systems.load_system_file("selene"), "smoke")
+        for e in (replace(ONE, system="selene"), small)
+    ]
     records[1].metrics.pop("memory.reserved_bytes")
     reason = "middle <stage>: out of memory, 8599967744 bytes requested of 32317748480"
     records[1] = replace(records[1], outcome="oom", reason=reason)
@@ -53,7 +56,7 @@ def test_rows(traced: list[ExperimentRecord]) -> None:
     assert row["limit"] == "83.7 GB"
     assert row["between"] == "0 B", "two GPUs of one node"
     assert (row["step"], row["rests_on"]) != ("–", "")
-    assert row["rests_on"] == PUBLISHED, "fused kernels on an A100"
+    assert row["rests_on"] == PUBLISHED_POINT, "fused kernels on an A100"
     tight = simulated_row(traced[1])
     assert (tight["step"], tight["rests_on"]) == ("–", ""), "what does not fit takes no time"
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
@@ -67,14 +70,14 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
     with Store(tmp_path / "results") as store:
         for record in [*synthetic.records()[:6], *traced]:
             store.append(record)
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert (report.experiments, report.simulated) == (6, 3)
     page = report.page.read_text(encoding="utf-8")
     assert page.count('id="sim-smoke.states-z1-dp2"') == page.count('id="run-smoke.states-z1-dp2"') == 1
     assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
     assert "without a conclusive result: smoke/deep (error)" in page
     line = page.partition('id="sim-smoke.states-z1-dp2"')[2].partition("</tr>")[0]
-    assert PUBLISHED in line
+    assert PUBLISHED_POINT in line
     for basis, meaning in BASES.items():
         assert f"<em>{basis}</em>, {meaning.partition('`')[0]}" in page
 

@@ -12,11 +12,11 @@ from repro import cli
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import PROTOCOL
 from repro.report import evidence
-from repro.report.figures import comparison, peak
-from repro.report.figures.style import look
+from repro.report.figures import comparisons, peak_memory
+from repro.report.figures.style import figure_style
 from repro.report.page import context
-from repro.report.page.build import build
-from repro.report.page.context import MOST
+from repro.report.page.build import build_report
+from repro.report.page.context import MAX_RECORDS
 from repro.results.measured import experiment_record
 from repro.results.select import select
 from tests.report import large, synthetic
@@ -79,7 +79,7 @@ def test_every_command_that_reads_says_something_clear(
 def test_a_store_of_failures_only_has_a_page_that_says_so(tmp_path: Path) -> None:
     kinds = ("hang", "error", "timeout")
     lines(tmp_path, *(good(name=k, outcome=k, reason=f"it was {k}", metrics={}, series={}) for k in kinds))
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert any("without a conclusive result: smoke/error (error)" in remark for remark in report.remarks)
     text = report.page.read_text()
     assert "it was timeout" in text
@@ -105,7 +105,7 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
     tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     path = lines(tmp_path, good(), line, good(name="after"))
-    found = evidence.read(tmp_path / "results")
+    found = evidence.read_store(tmp_path / "results")
     assert [record.name for record in found.records] == ["states-z0-dp1", "after"]
     assert len(found.torn) == 1
     assert found.torn[0].startswith(f"{path}:2: {said}")
@@ -115,7 +115,7 @@ def test_a_line_that_is_no_record_is_named_and_the_rest_is_read(
 def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_many(tmp_path: Path) -> None:
     others = [good(protocol=PROTOCOL + 1), good(protocol=None)]
     path = lines(tmp_path, *["{"] * 25, *others, good(name="now"))
-    report = build(tmp_path / "results", tmp_path / "out")
+    report = build_report(tmp_path / "results", tmp_path / "out")
     assert report.remarks[0] == f"{path}:1: not a record, skipped"
     assert report.remarks[10:] == [
         "and 15 more lines that are no records",
@@ -123,7 +123,7 @@ def test_bad_lines_and_other_protocols_are_on_the_page_counted_where_there_are_m
     ]
     assert f"{path}:1: not a record" in report.page.read_text()
     assert report.experiments == 1
-    assert list(evidence.read(tmp_path / "results").provenance()["judged"]) == [False, False, True]
+    assert list(evidence.read_store(tmp_path / "results").provenance()["judged"]) == [False, False, True]
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -139,18 +139,18 @@ def test_results_that_are_a_file_are_an_empty_store_or_a_clear_error(
 @pytest.mark.slow
 def test_a_large_store_has_a_page_of_a_sane_size(tmp_path: Path) -> None:
     """2,100 records, without figures; `make benchmarks` has 10,000, figures and the clock."""
-    found = evidence.read(large.store(tmp_path / "results", 2_100))
+    found = evidence.read_store(large.store(tmp_path / "results", 2_100))
     assert len(found.records) == 2_100
     chosen = select(found.records)
-    assert min(len(chosen.measured), len(chosen.simulated)) > 2 * MOST
+    assert min(len(chosen.measured), len(chosen.simulated)) > 2 * MAX_RECORDS
     values = context.context(found, chosen, [], [], SuiteCatalogue())
-    text = context.render({**values, "notebooks": []})
+    text = context.render_page({**values, "notebooks": []})
     rows = sum(len(result.rows) for result in found.judged)
     assert len(text) < 1.4e6 + 2_000 * rows, (
         "what grows with the store has 1.4 MB, a value of the ledger 2 kB"
     )
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text
-    with look():
-        assert len(peak.draw(chosen.measured).records) == peak.MOST
-        assert len(comparison.draw(chosen.comparisons).records) == comparison.MOST
+    with figure_style():
+        assert len(peak_memory.draw_peaks(chosen.measured).records) == peak_memory.MAX_BARS
+        assert len(comparisons.draw_ratios(chosen.comparisons).records) == comparisons.MAX_COMPARISONS

@@ -12,7 +12,6 @@ import synthetic
 from overlaps import troubles
 
 from repro.accuracy.validate import machine as validate_machine
-from repro.accuracy.validate.conformal import margin, score
 from repro.accuracy.validate.published import (
     A100_MEGATRON,
     BOUND,
@@ -24,21 +23,23 @@ from repro.accuracy.validate.published import (
     V100_MEGATRON,
     V100_ZERO,
     Point,
-    claims,
-    families,
+    claim_statistics,
+    conformal_margin,
+    conformity_score,
+    family_statistics,
     points,
 )
 from repro.claims.judge import experiments_read, judge
 from repro.cli import main
-from repro.config.systems import load as load_system
+from repro.config.systems import load_system_file as load_system
 from repro.report.figures import draw_all, validation
-from repro.report.figures.style import look
+from repro.report.figures.style import figure_style
 from repro.report.text import validate
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BASES, PUBLISHED
-from repro.simulate.time.basis import BOUND as UPPER_BOUND
+from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
+from repro.simulate.time.calibration import UPPER_BOUND as UPPER_BOUND
 from tests import committed
 from tests.records import changed
 
@@ -82,13 +83,13 @@ def test_one_run_counts_once_in_its_family() -> None:
 def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
     """Published points are under Megatron-LM's kernels on a V100, and nothing is under the fused ones there."""
     megatron, zero = (record("zero_throughput", f"fig2-8b-{name}", 40e12) for name in ("megatron", "zero"))
-    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED}
+    assert {point.rests_on for point in found(megatron, zero)} == {PUBLISHED_POINT}
     assert zero.experiment.layout.kernels == "unfused"
     layout = {**zero.conditions["layout"], "kernels": "fused"}
     seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
     assert bases[RATE, (zero.at,)] == UPPER_BOUND
-    assert bases[RATE, (megatron.at,)] == PUBLISHED
+    assert bases[RATE, (megatron.at,)] == PUBLISHED_POINT
     assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UPPER_BOUND}
 
 
@@ -135,14 +136,14 @@ def test_statistics_by_family() -> None:
         record("zero_throughput", "fig2-40b-megatron", 5.0e12 * 2),
         record("zero_throughput", "fig2-8b-zero", 36.9e12 * 0.95),
     )
-    by_name = {family.name: family for family in families(seen)}
+    by_name = {family.name: family for family in family_statistics(seen)}
     assert set(by_name) == {V100_MEGATRON, V100_ZERO, "all rates", "ratios"}
     assert by_name[V100_MEGATRON].median == pytest.approx(0.55)
     assert (by_name["all rates"].points, by_name["all rates"].close) == (3, 2)
     assert by_name["all rates"].median == pytest.approx(0.1)
     assert by_name["all rates"].worst.label == "40B: baseline per GPU"
-    assert families([]) == []
-    (slow, _) = families(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
+    assert family_statistics([]) == []
+    (slow, _) = family_statistics(found(record("zero_throughput", "fig2-8b-megatron", 23.2e12 * 0.6)))
     assert (slow.points, slow.close, slow.median) == (1, 0, pytest.approx(0.4))
 
 
@@ -182,7 +183,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Calibration: left out" in text
     speed_up = next(line for line in text.splitlines() if "8B: speed-up" in line)
     assert speed_up.split()[-1] == "published"
-    assert BASES[PUBLISHED] in " ".join(text.split())
+    assert BASES[PUBLISHED_POINT] in " ".join(text.split())
     assert BASES[UPPER_BOUND] not in " ".join(text.split()), "nothing here rests on it"
     assert picture.read_text().startswith("<svg")
     assert main(["validate", "--results", str(store), "--json"]) == 0
@@ -233,16 +234,16 @@ def test_the_picture_shows_what_counts() -> None:
     assert left.get_legend() is None, "a legend inside a panel would lie on what is named there"
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [V100_MEGATRON, V100_ZERO]
-    with look():
+    with figure_style():
         assert troubles(drawing.figure) == []
-    assert validation.draw([]).missing == validation.RUN
+    assert validation.draw_validation([]).missing == validation.VALIDATION_COMMAND
 
 
 def test_every_family_is_named_inside_the_picture() -> None:
     (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
-    drawing = validation.draw([replace(rate, family=family) for family in FAMILIES])
+    drawing = validation.draw_validation([replace(rate, family=family) for family in FAMILIES])
     assert drawing.figure is not None
-    with look():
+    with figure_style():
         assert troubles(drawing.figure) == []
     (legend,) = drawing.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(FAMILIES)
@@ -252,7 +253,9 @@ def test_the_picture_has_an_upright_line_for_each_interval() -> None:
     """In TFLOP/s of a device, also of a step that was published in seconds, where the longest is the slowest."""
     (rate,) = counted(record("zero_throughput", "fig2-8b-zero", 40e12)).values()
     (time,) = counted(record("yuan", "yuan-245b", 100e12, samples=3360 / 50)).values()
-    drawn = validation.draw([replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)])
+    drawn = validation.draw_validation(
+        [replace(rate, low=30.0, high=44.0), replace(time, low=40.0, high=80.0)]
+    )
     assert drawn.figure is not None
     upright = [
         sorted(line.get_ydata()) for line in drawn.figure.axes[0].lines if len(set(line.get_xdata())) == 1
@@ -280,20 +283,20 @@ def test_a_margin_is_of_other_reports_and_verdicts_know_nothing_of_it() -> None:
     )
     for point in rates:
         scores = [
-            score(other.low, other.high, other.published)
+            conformity_score(other.low, other.high, other.published)
             for other in rates
             if not other.reports & point.reports and not set(other.runs) & set(point.runs)
         ]
-        assert point.margin == margin(scores)
+        assert point.margin == conformal_margin(scores)
         assert point.margin is not None
         assert point.wider == pytest.approx((point.low * exp(-point.margin), point.high * exp(point.margin)))
     assert len({point.margin for point in rates}) == 2
     assert all(point.margin is None for point in seen if point.left_out)
     alone = found(*records_[: len(names)])
     assert all(point.margin is None for point in alone), "no other report"
-    (family,) = (one for one in families(seen) if one.name == "all rates")
+    (family,) = (one for one in family_statistics(seen) if one.name == "all rates")
     assert (family.wider, family.held_wider) == (len(rates), sum(point.holds_wider for point in rates))
-    assert sum(claim.points for claim in claims(seen)) == sum(not point.left_out for point in seen)
+    assert sum(claim.points for claim in claim_statistics(seen)) == sum(not point.left_out for point in seen)
 
 
 def test_measured_runs_are_predicted_on_a_system_file(
@@ -302,7 +305,7 @@ def test_measured_runs_are_predicted_on_a_system_file(
     """Those of this machine that ended ok, and no others; what cannot be predicted says why."""
     names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
     records = [record for record in synthetic.records() if record.name in names]
-    machine = validate_machine.compare(records, load_system("dgx2"))
+    machine = validate_machine.predict_measured_runs(records, load_system("dgx2"))
     measured = {record.at: record.metrics for record in records}
     assert {pair.name: pair.layout for pair in machine.pairs} == {
         "smoke/parity-single": "one rank, fp32",

@@ -9,9 +9,9 @@ import pytest
 import synthetic
 
 from repro.config import EmulatedNetwork, Layout, TwinOf
-from repro.config.twin import RATIO
-from repro.report.figures import windtunnel
-from repro.report.figures.style import look
+from repro.config.experiment import TWIN_RATIO
+from repro.report.figures import comparisons
+from repro.report.figures.style import figure_style
 from repro.results.measured import comparison_record, experiment_record
 
 NETWORK = EmulatedNetwork(nodes=2, ranks_per_node=1, between=1e7)
@@ -22,12 +22,14 @@ def twins(suite: str, link: str, rate: float, ratio: float) -> tuple[list[Any], 
     """A pair of twins for `rate` GB/s, of which the subject is `ratio` times as fast, and their comparison."""
     common = {"suite": suite, "provenance": synthetic.PROVENANCE}
     sides = {"between": 4.8e9, "within": 6e9, link: rate * 1e9}
-    numbers = [{}, {RATIO: (ratio + 0.1, ratio + 0.2)}]
+    numbers = [{}, {TWIN_RATIO: (ratio + 0.1, ratio + 0.2)}]
     made = [
         replace(
             synthetic.experiment(f"{name}-{link}{rate}"),
             layout=Layout(dp=2, zero=zero),
-            network=replace(NETWORK, between=1e7 * rate, within=1e7 if suite == windtunnel.SINGLE else 0.0),
+            network=replace(
+                NETWORK, between=1e7 * rate, within=1e7 if suite == comparisons.LARGER_TWIN_SUITE else 0.0
+            ),
             twin=TwinOf(original=name, part=0.2, numbers=said, **sides),
         )
         for (name, zero), said in zip((("megatron", 0), ("deepspeed", 1)), numbers, strict=True)
@@ -38,8 +40,10 @@ def twins(suite: str, link: str, rate: float, ratio: float) -> tuple[list[Any], 
 
 
 def drawn(*pairs: tuple[list[Any], Any]) -> Any:
-    with look():
-        return windtunnel.draw([r for ran, _ in pairs for r in ran], [c for _, c in pairs], published=3.75)
+    with figure_style():
+        return comparisons.draw_bandwidth_sweeps(
+            [r for ran, _ in pairs for r in ran], [c for _, c in pairs], published=3.75
+        )
 
 
 def lines(axes: Any) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def lines(axes: Any) -> dict[str, Any]:
 
 def test_points_stand_at_the_originals_link_over_both_predictions() -> None:
     pairs = [twins("windtunnel_between", "between", rate, ratio) for rate, ratio in RATES.items()]
-    drawing = drawn(*reversed(pairs), twins(windtunnel.SINGLE, "between", 4.8, 3.2))
+    drawing = drawn(*reversed(pairs), twins(comparisons.LARGER_TWIN_SUITE, "between", 4.8, 3.2))
     (axes,) = drawing.figure.axes
     found = lines(axes)
     assert found["measured, twins"][:, 0] == pytest.approx(list(RATES))
@@ -64,10 +68,10 @@ def test_points_stand_at_the_originals_link_over_both_predictions() -> None:
 def test_both_sweeps_are_two_panels_and_one_point_is_no_sweep() -> None:
     outside = [twins("windtunnel_between", "between", rate, ratio) for rate, ratio in RATES.items()]
     inside = [twins("windtunnel_within", "within", rate, ratio) for rate, ratio in RATES.items()]
-    drawing = drawn(*outside, *inside, twins(windtunnel.SINGLE, "between", 4.8, 3.2))
+    drawing = drawn(*outside, *inside, twins(comparisons.LARGER_TWIN_SUITE, "between", 4.8, 3.2))
     assert len(drawing.figure.axes) == 2
     assert drawing.missing == ""
     assert "published" not in lines(drawing.figure.axes[1]), "nobody published where on this axis it was"
     alone = drawn(outside[0])
     assert alone.figure is None
-    assert alone.missing == windtunnel.RUN
+    assert alone.missing == comparisons.SWEEPS_COMMAND

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from repro.accuracy.validate.published import V100_ZERO, Point, families, points
+from repro.accuracy.validate.published import V100_ZERO, Point, family_statistics, points
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config import PROTOCOL, suites
@@ -73,7 +73,9 @@ def test_an_outcome_may_be_passed_over() -> None:
 def test_a_published_value_is_not_held_against_a_record_of_another_protocol() -> None:
     """`repro validate` once gave the FLOP/s of the newest record of any protocol."""
     name = "fig2-8b-megatron"
-    (entry,) = (e for e in suites.load(SUITES / "zero_throughput.toml").entries if e.experiment.name == name)
+    (entry,) = (
+        e for e in suites.load_suite(SUITES / "zero_throughput.toml").entries if e.experiment.name == name
+    )
     run = {"suite": "zero_throughput", "evidence": "simulated", "experiment": entry.experiment.as_dict()}
     rates = {day: {"hardware_flops_per_s.device": day * 1e12} for day in (1, 2)}
     ours = made_up(name, **run, written="2026-01-01", metrics=rates[1])
@@ -85,7 +87,9 @@ def test_a_published_value_is_not_held_against_a_record_of_another_protocol() ->
 def test_a_prediction_is_close_from_either_side() -> None:
     """Within 25 % of the published rate; one that is half as fast is as far off as one half as fast again."""
     errors = (-0.5, -0.25, 0.0, 0.25, 0.26)
-    found = families([point(1 + error) for error in errors] + [replace(point(9.0), left_out="a bound")])
+    found = family_statistics(
+        [point(1 + error) for error in errors] + [replace(point(9.0), left_out="a bound")]
+    )
     assert [(family.name, family.points, family.close) for family in found] == [
         (V100_ZERO, 5, 3),
         ("all rates", 5, 3),

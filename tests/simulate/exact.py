@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config.quantity import Quantity
-from repro.simulate.time import calibration_points
+from repro.simulate.time import calibration
 
 
 def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,6 +16,6 @@ def have_exact_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Quantity(value=1, source="measured")
     points = [
         replace(one, products=known, passes=known, operator_s=None)
-        for one in calibration_points.calibration_points()
+        for one in calibration.calibration_points()
     ]
-    monkeypatch.setattr(calibration_points, "calibration_points", lambda: points)
+    monkeypatch.setattr(calibration, "calibration_points", lambda: points)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.simulate.memory.replay import replay
+from repro.simulate.memory.allocator import replay
 from repro.simulate.record import simulated_record
 from repro.simulate.step import Simulation, simulate
 
@@ -21,7 +21,7 @@ EXPERIMENT = Experiment(
 
 @pytest.fixture(scope="module")
 def roomy() -> Simulation:
-    return simulate(EXPERIMENT, systems.load("dgx2"))
+    return simulate(EXPERIMENT, systems.load_system_file("dgx2"))
 
 
 def under(found: Simulation, limit: int) -> Simulation:
@@ -43,7 +43,7 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
     assert not first.by_fragmentation, "but what is live in the backward pass would not"
     assert last.by_fragmentation
     assert found.fullest is first, "which no other allocator would help"
-    record = simulated_record(EXPERIMENT, found, systems.load("dgx2"), suite="s", wall_s=0.0)
+    record = simulated_record(EXPERIMENT, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0)
     assert record.outcome == "oom"
     assert "first stage, init: out of memory by the live tensors: " in record.reason
     assert record.reason.endswith(f"; {live['first']} live at the peak, in backward")

@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.simulate.plan import estimate
-from repro.simulate.plan.closed_form import LAST, ruled_out, stage_parameters, state_bytes, suggested_width
-from repro.simulate.plan.shallow import kept
+from repro.simulate.plan.closed_form import (
+    LAST,
+    exceeding_states,
+    stage_parameters,
+    state_bytes,
+    suggested_width,
+)
+from repro.simulate.plan.extrapolation import linear
+from repro.simulate.plan.extrapolation.shallow_traces import micro_batches_in_flight
 from repro.simulate.step import simulate
 from tests.simulate.families import families_of
 
@@ -32,11 +38,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_estimates_are_full_traces(name: str) -> None:
     layout = LAYOUTS[name]
-    system = systems.load("dgx1-v100-16gb")
+    system = systems.load_system_file("dgx1-v100-16gb")
     families, traces = families_of(MODEL, layout)
     assert traces <= 11
-    roles = estimate.memory(MODEL, layout, families)
-    sent = estimate.traffic(MODEL, layout, families, system)
+    roles = linear.estimate_memory(MODEL, layout, families)
+    sent = linear.estimate_traffic(MODEL, layout, families, system)
     full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
     by_name = {role.role.name.partition(" (")[0]: role for role in full.roles}
     for role, found in roles.items():
@@ -64,7 +70,7 @@ def test_of_the_shallow_traces_themselves_nothing_is_lost(name: str) -> None:
     for role, family in families.items():
         for profile in (family.base, family.wider):
             model = replace(MODEL, layers=profile.layers * profile.layout.pp)
-            found = estimate.memory(model, profile.layout, families).get(role)
+            found = linear.estimate_memory(model, profile.layout, families).get(role)
             if found is None:  # the stages between first and last
                 continue
             moments = [moment for phase in profile.live.values() for moment in phase]
@@ -88,14 +94,14 @@ UNDER_WAY = {
 def test_shallow_traces_hold_all_that_is_under_way_at_once(name: str) -> None:
     model, layout, room = UNDER_WAY[name]
     families, _ = families_of(model, layout, layout.micro_batch, layout.micro_batch)
-    full = simulate(Experiment(name="x", model=model, layout=layout), systems.load("dgx2"))
+    full = simulate(Experiment(name="x", model=model, layout=layout), systems.load_system_file("dgx2"))
     by_name = {role.role.name.partition(" (")[0]: role.memory.peak_bytes for role in full.roles}
-    for role, found in estimate.memory(model, layout, families).items():
+    for role, found in linear.estimate_memory(model, layout, families).items():
         assert found.peak_bytes == pytest.approx(by_name[role], rel=room)
 
 
 def test_closed_form_is_what_is_traced() -> None:
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     for layout in (LAYOUTS["z2"], LAYOUTS["pp6-tp2"], replace(BASE, tp=4, precision="fp32")):
         full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
         parameters = stage_parameters(MODEL, layout)
@@ -110,11 +116,11 @@ def test_closed_form_is_what_is_traced() -> None:
 def test_what_model_states_alone_rule_out() -> None:
     model = Model(name="b", layers=78, hidden=4256, heads=32, vocab=51200, seq=1024)
     plain = Layout(tp=8, dp=64, precision="fp16")
-    term, states = ruled_out(model, plain, 32 * 10**9) or ("", {})
+    term, states = exceeding_states(model, plain, 32 * 10**9) or ("", {})
     assert term == "optimizer"
     assert sum(states.values()) == pytest.approx(17.18e9 * 16 / 8, rel=0.005)
-    assert ruled_out(model, replace(plain, zero=1), 32 * 10**9) is None
-    assert ruled_out(model, replace(plain, tp=16), 32 * 10**9) is None
+    assert exceeding_states(model, replace(plain, zero=1), 32 * 10**9) is None
+    assert exceeding_states(model, replace(plain, tp=16), 32 * 10**9) is None
 
 
 def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
@@ -125,7 +131,7 @@ def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
 
 
 def test_kept_micro_batches_are_the_schedules() -> None:
-    from repro.parallel.pipeline.schedule import build, in_flight
+    from repro.parallel.pipeline.schedule import build_schedule, in_flight
 
     for layout in (
         replace(BASE, pp=3, dp=4),
@@ -133,6 +139,8 @@ def test_kept_micro_batches_are_the_schedules() -> None:
         replace(BASE, pp=3, dp=4, schedule="interleaved", chunks=2),
         replace(BASE, pp=6, dp=96, micro_batch=1),
     ):
-        actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        assert [kept(layout, stage) for stage in range(layout.pp)] == [in_flight(a) for a in actions]
+        actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        assert [micro_batches_in_flight(layout, stage) for stage in range(layout.pp)] == [
+            in_flight(a) for a in actions
+        ]
     assert LAST in stage_parameters(MODEL, replace(BASE, pp=3, dp=4))

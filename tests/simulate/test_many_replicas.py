@@ -22,8 +22,8 @@ def counted(gpus: int, interval: bool = False) -> tuple[Simulation, int]:
     how many functions were called for it, by which a loop over ranks in Python would show."""
     dp = gpus // 4
     layout = Layout(tp=2, pp=2, dp=dp, zero=1, global_batch=4 * dp, precision="bf16", recompute=True)
-    asked = Experiment(name="x", model=models.load("tiny-stages"), layout=layout, system="llama3-h100")
-    system = systems.load(asked.system)
+    asked = Experiment(name="x", model=models.load_model("tiny-stages"), layout=layout, system="llama3-h100")
+    system = systems.load_system_file(asked.system)
     calls: Counter[str] = Counter()
 
     def seen(frame: FrameType, event: str, argument: Any) -> None:

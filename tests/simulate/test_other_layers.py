@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, models, systems
-from repro.model import flops
+from repro.model import counts
 from repro.simulate.plan.closed_form import stage_parameters
 from repro.simulate.step import simulate
 from repro.simulate.time.device import ATTENTION, MATMULS
@@ -63,7 +63,7 @@ def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
         if operator.name in MATMULS or operator.name.startswith(ATTENTION)
     )
     again = 2 * model.layers * BASE.global_batch * model.seq**2 * model.heads * model.head_width
-    assert products == flops.model_flops(model, model.seq, BASE.global_batch) + again
+    assert products == counts.model_flops(model, model.seq, BASE.global_batch) + again
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_products_of_a_trace_are_the_counted_ones(family: str) -> None:
 )
 def test_full_scale(name: str, keys: dict[str, int]) -> None:
     """It is traced, fits or not, and takes longer than its arithmetic at peak, by less than ten times."""
-    model, system = models.load(name), systems.load("dgx-h100")
+    model, system = models.load_model(name), systems.load_system_file("dgx-h100")
     layout = Layout(**keys, micro_batch=1, global_batch=keys["dp"] * 16, precision="bf16")
     found = simulate(Experiment(name=name, model=model, layout=layout, system="dgx-h100"), system, time=True)
     assert found.time is not None
-    work = flops.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
+    work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
     least = work / system.peak("bf16")
     assert least < found.time.step_s < 10 * least

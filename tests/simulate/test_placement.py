@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Layout
 from repro.config.layout import ORDERS
 from repro.config.system import Quantity, System
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.parallel import mesh
 from repro.simulate.placement import GROUPS, Placement
-from repro.simulate.time.rings import GroupsOnNodes
+from repro.simulate.time.interconnect import GroupsOnNodes
 
 
 def on(system: str | System, **layout: Any) -> Placement:
-    return Placement(Layout(**layout), load(system) if isinstance(system, str) else system)
+    return Placement(Layout(**layout), load_system_file(system) if isinstance(system, str) else system)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_nodes_that_are_not_filled_evenly() -> None:
 
 
 def test_processes_of_one_processor_share_its_memory() -> None:
-    local = replace(load("selene"), links={"memory": load("selene").links["nvlink"]})
+    local = replace(load_system_file("selene"), links={"memory": load_system_file("selene").links["nvlink"]})
     placement = on(local, tp=2, dp=16)
     assert set(placement.links(0).values()) == {"memory"}
     assert placement.node_of(31) == 0
 
 
 def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
-    system = replace(load("dgx2"), devices_per_node=Quantity(value=None, source="nobody says"))
+    system = replace(load_system_file("dgx2"), devices_per_node=Quantity(value=None, source="nobody says"))
     assert on(system).node_of(0) == 0
     assert on(system).links(0) == {}
     with pytest.raises(ConfigError) as caught:
@@ -122,7 +122,7 @@ def test_unknown_devices_per_node_is_one_line_where_it_matters() -> None:
 
 
 def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     bare = replace(system, links={"inter-node": system.links["inter-node"]})
     assert on(bare, dp=32).links(0)["dp"] == "inter-node"
     with pytest.raises(ConfigError) as caught:
@@ -141,9 +141,9 @@ def test_groups_are_those_of_the_mesh(
     tp: int, dp: int, pp: int, cp: int, order: str, data: st.DataObject
 ) -> None:
     layout = Layout(tp=tp, dp=dp, pp=pp, cp=cp, order=order)
-    placement = Placement(layout, load("dgx1-v100-16gb"))
+    placement = Placement(layout, load_system_file("dgx1-v100-16gb"))
     rank = data.draw(st.integers(0, layout.world - 1))
-    real = mesh.shape_only(layout, rank)
+    real = mesh.shape_only_mesh(layout, rank)
     for group in GROUPS:
         everywhere = {placement.ranks_of(group, r) for r in range(layout.world)}
         assert {tuple(ranks) for ranks in placement.members(group).tolist()} == {

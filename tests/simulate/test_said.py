@@ -10,9 +10,9 @@ from repro.config import Experiment, Layout, Model, systems
 from repro.results.record_parts import TrafficRow
 from repro.simulate import step
 from repro.simulate.plan import fit
-from repro.simulate.plan.fit import Answer, Trial
+from repro.simulate.plan.fit import FitAnswer, FitTrial
 from repro.simulate.record import simulated_record
-from repro.simulate.step import NO_STEP, Simulation, simulate
+from repro.simulate.step import NO_STEP_TIME, Simulation, simulate
 
 EXPERIMENT = Experiment(
     name="two-stages",
@@ -20,7 +20,7 @@ EXPERIMENT = Experiment(
     layout=Layout(dp=3, tp=2, pp=2, precision="fp16", micro_batch=2, global_batch=24),
     system="dgx2",
 )
-DGX2 = systems.load("dgx2")
+DGX2 = systems.load_system_file("dgx2")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_of_what_does_not_fit_no_time_is_said() -> None:
     small = simulate(EXPERIMENT, DGX2, time=True, memory_limit=DGX2.context() + 1_000_000)
     assert small.limit_bytes == 1_000_000
     said = small.as_dict()
-    assert (said["outcome"], said["time"], said["no_time"]) == ("oom", None, NO_STEP)
+    assert (said["outcome"], said["time"], said["no_time"]) == ("oom", None, NO_STEP_TIME)
     assert simulate(EXPERIMENT, DGX2, memory_limit=1).limit_bytes == 0, "the context alone is more"
 
 
@@ -91,13 +91,15 @@ def test_a_record_says_of_each_role_how_many_ranks_it_stands_for(found: Simulati
 def test_a_fit_counts_what_its_trials_took() -> None:
     """One that was not traced took none of it."""
     model = Model(name="m", layers=1, hidden=64, heads=4, vocab=512, seq=32)
-    question = fit.Question(model, Layout(), DGX2, 10**10, fit.LAYERS, 0, free_batch=True, expandable=False)
+    question = fit.FitQuestion(
+        model, Layout(), DGX2, 10**10, fit.LAYERS, 0, free_batch=True, expandable=False
+    )
     traced = {"traces": 2, "trace_seconds": 0.50049, "reserved_bytes": 70, "largest_term": "activations"}
-    fits = Trial(3, "ok", 90, detail=traced)
-    fails = Trial(
+    fits = FitTrial(3, "ok", 90, detail=traced)
+    fails = FitTrial(
         4, "oom", 110, "activations", "too much", {"traces": 1, "trace_seconds": 1.0, "largest_term": "x"}
     )
-    said = fit.document(question, Answer(fits, fails, [fits, fails, Trial(9, "hang", None)]))
+    said = fit.fit_document(question, FitAnswer(fits, fails, [fits, fails, FitTrial(9, "hang", None)]))
     assert (said["traces"], said["trace_seconds"]) == (3, 1.5)
     assert said["trials"] == [
         {"value": 3, "outcome": "ok", "needed_bytes": 90},

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.simulate.plan.steptime import STAGES, Times, points
-from repro.simulate.plan.widen import widened
+from repro.simulate.plan.extrapolation.linear import widen_traces
+from repro.simulate.plan.extrapolation.step_time import SCHEDULED_STAGES, StepTimes, schedule_points
 from repro.simulate.time.predict import predict
 from tests.simulate.families import families_of
 
@@ -30,9 +30,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
-    layout, system = LAYOUTS[name], systems.load("dgx2")
+    layout, system = LAYOUTS[name], systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
-    found = Times(MODEL, MODEL.seq, system).of(layout, families)
+    found = StepTimes(MODEL, MODEL.seq, system).of_layout(layout, families)
     whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
     assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.01)
     assert set(found) == set(whole)
@@ -50,7 +50,7 @@ def test_a_widened_trace_is_the_wide_one() -> None:
     families, _ = families_of(MODEL, layout)
     family = families["all"]
     assert len(family.base.timed.events) < len(family.wider.timed.events)
-    made, _ = widened(family, 4)
+    made, _ = widen_traces(family, 4)
     assert [event._replace(work=0) if hasattr(event, "work") else event for event in made.events] == [
         event._replace(work=0) if hasattr(event, "work") else event for event in family.wider.timed.events
     ]
@@ -58,9 +58,9 @@ def test_a_widened_trace_is_the_wide_one() -> None:
 
 def test_lines_through_few_schedules() -> None:
     """Weights sum to one, and those of stages and micro-batches to what the layout has."""
-    for pp, m in ((1, 1), (1, 50), (4, 4), (4, 64), (STAGES + 1, 90), (32, 32), (96, 768)):
+    for pp, m in ((1, 1), (1, 50), (4, 4), (4, 64), (SCHEDULED_STAGES + 1, 90), (32, 32), (96, 768)):
         layout = Layout(pp=pp, global_batch=m)
-        weights = points(layout)
+        weights = schedule_points(layout)
         assert sum(weights.values()) == pytest.approx(1)
         assert sum(stages * weight for (stages, _), weight in weights.items()) == pytest.approx(pp)
         assert sum(count * weight for (_, count), weight in weights.items()) == pytest.approx(m)
@@ -68,9 +68,9 @@ def test_lines_through_few_schedules() -> None:
 
 def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
     """Told twice the seconds, each of an interval is twice as long; the ends are those of the whole step's."""
-    layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load("dgx2")
+    layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
-    times = Times(MODEL, MODEL.seq, system)
+    times = StepTimes(MODEL, MODEL.seq, system)
     experiment = Experiment(name="x", model=MODEL, layout=layout)
     whole = predict(experiment, system, interval=True)
     found = times.interval(layout, families, whole.step_s)

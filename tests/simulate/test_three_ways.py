@@ -13,9 +13,9 @@ from repro.config import Experiment, Layout, Model
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
-from repro.model.states import states_bytes
+from repro.model.counts import states_bytes
 from repro.parallel import mesh as meshes
-from repro.simulate.memory.live import measure
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
@@ -63,7 +63,7 @@ LAYOUTS = {
 
 def really(experiment: Experiment) -> dict[str, Any]:
     """Initialisation and two steps on this rank: states, peak of the first, messages of the second."""
-    mesh = meshes.distributed(experiment.layout, "cpu")
+    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     replica = experiment.layout.index_of("dp", mesh.rank)
     tracker = MemoryTracker()
     with tracker:
@@ -130,7 +130,7 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
     found = pool.run(really, experiment)
     for role in roles(experiment):
         traced = trace(experiment, role, gloo=True)
-        memory = measure(traced.events)
+        memory = measure_live_bytes(traced.events)
         messages: dict[tuple[str, str, str], list[int]] = {}
         for times, message in traced.messages():
             row = messages.setdefault((message.op, message.group, message.purpose), [0, 0, 0])
@@ -167,13 +167,15 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
         for role in roles(experiment):
             short = trace(experiment, role)
             assert short.copies > 0
-            mesh = meshes.shape_only(layout, meshes.groups(layout, "pp")[0][role.stage])
+            mesh = meshes.shape_only_mesh(layout, meshes.groups(layout, "pp")[0][role.stage])
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
             from repro.engines.native.part import MicroBatch
-            from repro.model.gpt import Place
+            from repro.model.gpt import BatchPosition
 
-            engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, lambda phase: None)
+            engine.step(
+                [MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, lambda phase: None
+            )
             engine.synchronize()
             sent = sum(row["sent_bytes"] for row in mesh.ledger.rows())
             assert sum(times * message.sent for times, message in short.messages()) == sent

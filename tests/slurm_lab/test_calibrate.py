@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from repro.config import Layout
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.simulate.time.network import Network
 from tests.slurm_lab.bench import Bench
 from tests.slurm_lab.cluster import Lab
@@ -36,7 +36,7 @@ def test_a_slow_network_is_measured_as_one(lab: Lab, bench: Bench, tmp_path: Pat
         lab.run(command(bench, tmp_path / "two.toml"), timeout=500)
     finally:
         lab.rate("none")
-    system = load(tmp_path / "two.toml")
+    system = load_system_file(tmp_path / "two.toml")
     assert (system.nodes.value, system.devices_per_node.value) == (2, 2)
     network, memory = system.links["inter-node"].bandwidth.value, system.links["memory"].bandwidth.value
     assert network is not None

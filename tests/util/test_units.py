@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro.config import Layout, words
-from repro.config.operator_set import OperatorSet
+from repro.config.enums import OperatorSet
 from repro.util import units
 
 
@@ -63,7 +63,7 @@ def test_numbers(value: float | None, text: str) -> None:
 
 def test_parameters_and_arithmetic() -> None:
     counts = (842, 236_928, 39_594_240, 1_557_611_200, 1_008_038_758_400)
-    assert [units.parameters(n) for n in counts] == ["842", "236.9K", "39.59M", "1.558B", "1.008T"]
+    assert [units.parameter_count(n) for n in counts] == ["842", "236.9K", "39.59M", "1.558B", "1.008T"]
     assert units.flop(1.683e14) == "168 TFLOP"
     assert (units.flop_rate(312e12), units.flop_rate(None)) == ("312 TFLOP/s", "–")
     assert (units.percent(37 / 480), units.percent(-0.05, sign=True)) == ("7.7 %", "-5.0 %")
@@ -78,27 +78,27 @@ def test_an_allocators_message() -> None:
 
 def test_a_layout_in_words_is_the_same_of_a_record() -> None:
     layout = Layout(tp=2, dp=2, sp=True, zero=1, zero1_reduce="all-reduce", global_batch=4)
-    assert words.layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
-    assert words.layout(Layout()) == "one rank, fp32"
+    assert words.describe_layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
+    assert words.describe_layout(Layout()) == "one rank, fp32"
     ddp = Layout(dp=2, gradient_as_bucket_view=False)
-    assert words.layout(ddp) == "dp 2, ZeRO 0, fp32, buckets beside the gradients"
+    assert words.describe_layout(ddp) == "dp 2, ZeRO 0, fp32, buckets beside the gradients"
 
 
 def test_batches_and_schedule() -> None:
     layout = Layout(pp=2, dp=2, micro_batch=2, global_batch=16, schedule="interleaved", chunks=2)
-    assert words.layout(layout, batches=True) == (
+    assert words.describe_layout(layout, batches=True) == (
         "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2 of 16, interleaved with 2 chunks, 4 micro-batches"
     )
-    assert words.layout(layout, degrees=False) == "ZeRO 0, fp32"
+    assert words.describe_layout(layout, degrees=False) == "ZeRO 0, fp32"
 
 
 def test_plurals() -> None:
-    counts = [words.counted(n, "micro-batch") for n in (1, 2, 0.75)]
+    counts = [words.count_noun(n, "micro-batch") for n in (1, 2, 0.75)]
     assert counts == ["1 micro-batch", "2 micro-batches", "0.75 micro-batches"]
-    assert words.counted(1024, "rank") == "1,024 ranks"
+    assert words.count_noun(1024, "rank") == "1,024 ranks"
 
 
 def test_every_operator_set_has_its_own_words() -> None:
     """A suite's key is free to name any of them, so no page may stop at one."""
-    said = {words.layout(Layout(kernels=kernels)) for kernels in OperatorSet}
+    said = {words.describe_layout(Layout(kernels=kernels)) for kernels in OperatorSet}
     assert len(said) == len(OperatorSet)

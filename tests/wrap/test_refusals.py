@@ -106,7 +106,7 @@ def sink_twice(stage: int, others: int) -> Tensor:
     for i in range(others):
         module.register_parameter(f"other{i}", nn.Parameter(torch.zeros(2)))
     layout = Layout(zero=stage)
-    sharding = Sharding.of(layout, meshes.single().dp, torch.device("cpu"), None)
+    sharding = Sharding.from_layout(layout, meshes.single_rank_mesh().dp, torch.device("cpu"), None)
     sharded = ShardedModule(
         module,
         default_units(module),

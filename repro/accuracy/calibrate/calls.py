@@ -1,8 +1,6 @@
-"""Which operators a step calls and on what: the calls of traced steps, and the same calls on real tensors.
+"""Operator calls of a step: their arguments from traced steps, and the same calls on real tensors.
 
-The step is run in shape only, as for a prediction, and every operator that the trace counts is kept with the
-shapes, strides and types of its arguments.  Bytes and FLOP of a call are the trace's own, so that calibration
-and prediction speak the same units.
+Bytes and FLOP of a call are the trace's numbers, so calibration and prediction use the same units.
 """
 
 from __future__ import annotations
@@ -14,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from repro import kernels
 from repro.config import Experiment
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
-from repro.simulate.trace.shapes import call_of
+from repro.simulate.trace.shapes import call_key
 
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
@@ -43,7 +42,7 @@ class OperandShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments with a `OperandShape` for each tensor, and what the trace counts."""
+    """One call of an operator: its arguments, with an `OperandShape` for each tensor, and its traced event."""
 
     function: Any
     args: tuple[Any, ...]
@@ -61,7 +60,7 @@ class Call:
 
 
 class CallRecorder(TraceRecorder):
-    """A recorder that also keeps every counted call; equal ones once."""
+    """Trace recorder that retains every different call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,10 +70,10 @@ class CallRecorder(TraceRecorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        key = call_of(func, args, kwargs)
+        key = call_key(func, args, kwargs)
         if key in self.calls:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        shapes = _map(args, _shape_of), _map(kwargs, _shape_of)
+        shapes = tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
         before = len(self.events)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.events) > before and isinstance(last := self.events[-1], Operator):
@@ -83,7 +82,7 @@ class CallRecorder(TraceRecorder):
 
 
 def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
-    """The different calls of every role of `experiment`, in the order in which they are first made."""
+    """Return the different calls of all roles of `experiment`, in the order of their first occurrence."""
     found: dict[object, Call] = {}
     for role in roles(experiment):
         recorder = CallRecorder()
@@ -93,9 +92,9 @@ def calls_of(experiment: Experiment, *, gloo: bool) -> list[Call]:
 
 
 def choose(calls: Sequence[Call], most: int) -> list[Call]:
-    """At most `most` of the calls of one operator: the smallest, the largest, and those farthest from others.
+    """Return at most `most` calls of one operator: the smallest, the largest, and the calls farthest from the others.
 
-    Distance is that of the logarithms of bytes, FLOP and sizes of the operands.
+    The distance compares logarithms of bytes, FLOP and sizes of the operands.
     """
 
     def place(call: Call) -> tuple[float, ...]:
@@ -116,23 +115,23 @@ def choose(calls: Sequence[Call], most: int) -> list[Call]:
 
 
 def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """The call on real tensors of its own, as a function without arguments."""
+    """Return a function without arguments that makes the call on new tensors."""
     if call.name.startswith(ATTENTION):
         return _attention(call, device, generator)
 
     def real(value: Any) -> Any:
         if isinstance(value, OperandShape):
-            return _tensor(value, device, generator, _below(call))
+            return _tensor(value, device, generator, _index_bound(call))
         return device if isinstance(value, torch.device) else value
 
-    args, kwargs = _map(call.args, real), _map(call.kwargs, real)
+    args, kwargs = tree_map(real, (call.args, call.kwargs))
     if call.name == "repro.adamw_" and args[-1] is not None:
-        args[-1].zero_()  # found_inf: nothing overflowed, so that there is something to do
+        args[-1].zero_()  # found_inf: without an overflow AdamW updates
     return lambda: call.function(*args, **kwargs)
 
 
 def _attention(call: Call, device: torch.device, generator: torch.Generator) -> Callable[[], object]:
-    """The kernel that the device's torch picks; a trace names the one without scores, whatever the device."""
+    """Return the call of the attention kernel of this device; a trace always names the fused kernel."""
     backward = call.name.endswith("_backward")
     shapes = call.args[1:4] if backward else call.args[:3]
     q, k, v = (_tensor(shape, device, generator).requires_grad_(backward) for shape in shapes)
@@ -148,8 +147,8 @@ def _attention(call: Call, device: torch.device, generator: torch.Generator) -> 
     return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
-def _below(call: Call) -> int:
-    """Integer arguments are indices; what they must stay below."""
+def _index_bound(call: Call) -> int:
+    """Return the upper bound of the integer arguments, which are indices."""
     if call.name == "aten.embedding":
         return int(call.args[0].sizes[0])
     if call.name == "aten.embedding_dense_backward":
@@ -160,7 +159,7 @@ def _below(call: Call) -> int:
 
 
 def _tensor(shape: OperandShape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
-    """A tensor with values that no operator turns into infinities, NaN or denormal numbers, which are slow."""
+    """Return a tensor whose values lead to no infinities, NaN or denormal numbers, which are slow."""
     flat = torch.empty(shape.extent, dtype=shape.dtype, device=device)
     if shape.dtype.is_floating_point:
         flat.uniform_(0.25, 1.0, generator=generator) if shape.sizes else flat.fill_(1.0)
@@ -173,12 +172,3 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return OperandShape(tuple(value.shape), value.stride(), value.dtype)
     return value
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` of every leaf of its tuples, lists and dictionaries."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(entry, function) for entry in value)
-    if isinstance(value, dict):
-        return {key: _map(entry, function) for key, entry in value.items()}
-    return function(value)

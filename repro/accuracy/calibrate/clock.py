@@ -1,4 +1,4 @@
-"""A clock for single operators: warm-up, caches emptied between repeats, all ranks at once."""
+"""Clock for single operators: warm-up, empty caches before each repeat, all ranks at once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group
-from repro.util.resources import usable_cores
+from repro.util.processes import usable_cores
 
 ASSUMED_CACHE = 64 * 2**20
-"""Bytes of the last-level cache where the machine does not tell."""
+"""Default size of the last-level cache, in bytes."""
 REPEAT_S = 2e-3
-"""A repeat calls often enough to last this long: far above the clock's own microsecond."""
+"""Minimum duration of a repeat, in seconds: far above the resolution of the clock."""
 CROWDED_S = 40e-3
-"""The same where ranks outnumber the cores: long enough that most of them are busy for most of it."""
+"""Minimum duration of a repeat if ranks outnumber cores, in seconds: most ranks are busy most of this time."""
 MOST_CALLS = 64
 SLEEP_HZ = 4e9
-"""Twice the clock of any GPU: it is kept busy while the host enqueues the calls, so that it never waits for it."""
+"""Twice the clock rate of any GPU, in hertz: the GPU sleeps until the host has enqueued the calls."""
 
 
 class OperatorTiming(NamedTuple):
-    """Seconds of one call: median and quartiles over repeats."""
+    """Seconds of one call, as median and quartiles over repeats."""
 
     median: float
     low: float
@@ -36,48 +36,48 @@ class OperatorTiming(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half of the distance between the quartiles, as a fraction of the median."""
+        """Half of the interquartile range, as a fraction of the median."""
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
 
 def timing(seconds: Sequence[float]) -> OperatorTiming:
-    """Median and quartiles of a sample."""
+    """Return median and quartiles of a sample."""
     return OperatorTiming(
         quantile(seconds, 0.5), quantile(seconds, 0.25), quantile(seconds, 0.75), len(seconds)
     )
 
 
 class OperatorClock:
-    """Times calls on one device while the group's other ranks do the same."""
+    """Time calls on one device while the other ranks of the group do the same."""
 
     def __init__(
         self, device: torch.device, group: Group, repeats: int, neighbours: int = 1, cores: int | None = None
     ):
-        """`neighbours`: ranks of this node, this one too; on so many `cores`, or on all that they may use."""
+        """Divide the cache and the `cores` of a node, by default all usable cores, among its `neighbours` ranks."""
         self.device, self.group, self.repeats = device, group, repeats
         self.ranks_per_core = (
             max(1.0, neighbours / (cores or usable_cores())) if device.type == "cpu" else 1.0
         )
         self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
-        """Of the last-level cache, in bytes: processes of one node share it, and flush their parts at once."""
+        """This rank's part of the last-level cache, in bytes; the ranks of a node flush their parts at once."""
         self._host_s = 0.0
-        """What the host needs to begin one call."""
+        """Host time of one call, in seconds."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
 
     def flush(self) -> None:
-        """Write more than the last-level cache holds, all ranks of a node together."""
+        """Overwrite the last-level cache, together with the other ranks of the node."""
         self._wipe.zero_()
 
     def synchronize(self) -> None:
-        """Return when the device has nothing to do."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time(self, make: Callable[[], Callable[[], object]], nbytes: int) -> OperatorTiming:
-        """Seconds of one call of what `make` returns, which reads and writes `nbytes`.
+        """Return the seconds of one call of the function that `make` returns, which reads and writes `nbytes`.
 
-        Calls go round among several sets of arguments and of results, more than the cache holds: a step does not find
-        its operands in the cache either, nor the memory that it writes to, unless all of it fits.
+        The calls rotate through several sets of arguments and results that exceed the cache, because a step does not
+        find its operands in the cache either.
         """
         first = make()
         first()
@@ -88,10 +88,10 @@ class OperatorClock:
         once = self._run([first], 1)
         sets = min(MOST_CALLS, 1 + self.cache // max(1, nbytes))
         calls = max(sets, min(MOST_CALLS, math.ceil(REPEAT_S / max(once, 1e-7))))
-        kept: deque[object] = deque(maxlen=sets)
+        results: deque[object] = deque(maxlen=sets)
 
         def keeping(function: Callable[[], object]) -> Callable[[], object]:
-            return lambda: kept.append(function())
+            return lambda: results.append(function())
 
         functions = [keeping(function) for function in (first, *(make() for _ in range(sets - 1)))]
         self._run(functions, sets)
@@ -106,22 +106,21 @@ class OperatorClock:
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:
-        """Seconds of one of as many calls as `CROWDED_S` takes, where each rank has an equal part of a core; `alone()`
-        where each has one of its own.  `call` gets the number of the call.
+        """Return the seconds of one call on a shared core, from the calls of `CROWDED_S`; `alone()` on an own core.
 
-        Counted in processor time: ranks come out of a barrier up to many turns of the kernel's scheduler apart, and by
-        the wall the first would be timed while they have the core to themselves, and so would the last.
+        `call` receives the number of the call. The measurement uses processor time: ranks leave a barrier at different
+        times, so by the wall clock the first and the last rank would have the core alone.
         """
         if self.ranks_per_core == 1:
             return alone()
         end, began, count = time.perf_counter() + CROWDED_S, time.thread_time(), 0
-        while not count or time.perf_counter() < end:  # one call, even if others had the core all the while
+        while not count or time.perf_counter() < end:  # at least one call
             call(count)
             count += 1
         return (time.thread_time() - began) / count * self.ranks_per_core
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
-        """Seconds of one of `calls` calls, which go round among `functions`."""
+        """Return the seconds of one of `calls` calls, which rotate through `functions`."""
         if self.device.type != "cuda":
             began = time.perf_counter()
             for i in range(calls):
@@ -138,7 +137,7 @@ class OperatorClock:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the device's last-level cache."""
+    """Return the size of the device's last-level cache, in bytes."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or ASSUMED_CACHE
     sizes = [0]

@@ -1,30 +1,32 @@
-"""What the ranks measured as the tables of a system file."""
+"""System file of a calibration: its tables from the ranks' measurements, and tables as TOML text."""
 
 from __future__ import annotations
 
 import datetime
+import json
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from repro.accuracy.calibrate import document_links, fit
-from repro.accuracy.calibrate.fit import Measurement
-from repro.accuracy.calibrate.numbers import middle, quantity, rounded
+from repro.accuracy.calibrate import fit, link_tables
+from repro.accuracy.calibrate.fit import TimedCall, quantity, round_digits
 from repro.config.network import core_share
 from repro.config.timing import EXCHANGE, MESSAGE, OperatorRate
-from repro.emulate.products import PRODUCTS
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.measure.statistics import quantile
-from repro.simulate.time.emulated import CARRYING
-from repro.simulate.time.stragglers import expected_maximum
+from repro.simulate.time.device import expected_maximum
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 STEP = "step_over_operators"
-"""The fact of how many times as long as its operators, timed one by one, a step without messages takes in a crowd."""
-GUARD = 1e-9
-"""Seconds below which the clock says nothing."""
+"""Fact of a system file: seconds of a step without messages on crowded cores, over the sum of its operators."""
+RESOLUTION_S = 1e-9
+"""Resolution of the clock, in seconds."""
 
 
-def tables(
+def system_tables(
     system: str,
     precision: str,
     ranks: Sequence[dict[str, Any]],
@@ -34,9 +36,11 @@ def tables(
     quick: bool,
     site: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The system file of the ranks' machine as plain data, in the file's own order.  `ranks`: a result of each;
-    `load`: of the machine before they began, which none of the numbers should hold; `site`: of an allocation,
-    its job and its nodes."""
+    """Return the tables of the system file, in the order of the file.
+
+    `ranks` holds the result of every rank, `load` the machine's load before they started, and `site` the job and the
+    nodes of an allocation.
+    """
     on_cpu = system == "local"
     count, here = len(ranks), ranks[0]["machine"]
     per_node = ranks[0]["per_node"]
@@ -46,38 +50,38 @@ def tables(
     launch_s = _launch(ranks, rates, on_cpu)
     kernel_s = rates[fit.ELEMENTWISE].fixed_s
     if on_cpu:
-        # Host and device are the same core: what goes by before an operator begins is part of it.
-        rates = {name: _later(rate, launch_s) for name, rate in rates.items()}
+        # Host and device are the same core, so an operator includes its launch.
+        rates = {name: replace(rate, fixed_s=rate.fixed_s + launch_s) for name, rate in rates.items()}
     silent = list(zip(*(rank.get("silent", ()) for rank in ranks), strict=True))
     step = _step(silent, rates) if silent else {}
     rates = {name: rate.slowed(step.get(STEP, 1.0)) for name, rate in rates.items()}
     if "message_s" in ranks[0]:
-        rates[MESSAGE] = OperatorRate(fixed_s=middle(rank["message_s"] for rank in ranks))
-        rates[EXCHANGE] = OperatorRate(fixed_s=middle(rank["exchange_s"] for rank in ranks))
-    copy = ranks[0]["copy"]["nbytes"] / middle(rank["copy"]["median"] for rank in ranks)
+        rates[MESSAGE] = OperatorRate(fixed_s=statistics.median(rank["message_s"] for rank in ranks))
+        rates[EXCHANGE] = OperatorRate(fixed_s=statistics.median(rank["exchange_s"] for rank in ranks))
+    copy = ranks[0]["copy"]["nbytes"] / statistics.median(rank["copy"]["median"] for rank in ranks)
     peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
-    links = document_links.tables(ranks, device.pop("links"), together)
+    links = link_tables.link_tables(ranks, device.pop("links"), together)
     facts = {
         "device": device["name"],
         "precision": precision,
         "threads": ranks[0]["threads"],
         "cache_bytes": ranks[0]["cache_bytes"],
-        "host_s_per_operator": rounded(launch_s),
+        "host_s_per_operator": round_digits(launch_s),
         **step,
         "operators_measured": len({row["name"] for row in rows}),
         "calls_measured": len(rows),
         "load_before": load,
-        "spread_of_calls": rounded(quantile([row["spread"] for row in rows], 0.5)),
-        "error_of_rates": rounded(quantile(errors, 0.5)),
-        "error_of_rates_90": rounded(quantile(errors, 0.9)),
-        **document_links.facts(ranks),
+        "spread_of_calls": round_digits(statistics.median([row["spread"] for row in rows])),
+        "error_of_rates": round_digits(statistics.median(errors)),
+        "error_of_rates_90": round_digits(quantile(errors, 0.9)),
+        **link_tables.link_facts(ranks),
         **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(here)),
         **site,
         **({"quick": 1} if quick else {}),
     }
-    said = "with the operators' fixed_s, since the processor is host and device" if on_cpu else together
+    launched = "with the operators' fixed_s, since the processor is host and device" if on_cpu else together
     return {
         "note": _note(on_cpu, per_node, count),
         "devices_per_node": quantity(per_node, "ranks of a node in this measurement"),
@@ -103,14 +107,14 @@ def tables(
                 "memory_efficiency": quantity(1, "the bandwidth is itself that of a copy"),
                 "kernel_s": quantity(kernel_s, "measured: an element-wise operator on no bytes"),
                 "fill_s": quantity(0, "the operators' own seconds have it"),
-                **(_unlike(silent) if silent else {}),
-                "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {said}"),
+                **(_rank_differences(silent) if silent else {}),
+                "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {launched}"),
             },
             "operators": {
                 name: {
-                    "fixed_s": rounded(rate.fixed_s),
-                    "per_byte_s": rounded(rate.per_byte_s),
-                    "per_flop_s": rounded(rate.per_flop_s),
+                    "fixed_s": round_digits(rate.fixed_s),
+                    "per_byte_s": round_digits(rate.per_byte_s),
+                    "per_flop_s": round_digits(rate.per_flop_s),
                 }
                 for name, rate in rates.items()
             },
@@ -126,34 +130,38 @@ def _note(on_cpu: bool, per_node: int, count: int) -> str:
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each measured call: the median over ranks of their medians and of their spreads."""
+    """Return one row for each measured call, with the medians over ranks."""
     found = []
     for same in zip(*(rank["operators"] for rank in ranks), strict=True):
         assert len({(row["name"], row["nbytes"], row["flops"]) for row in same}) == 1, (
             "ranks measured other calls"
         )
-        median = middle(row["median"] for row in same)
-        spread = middle((row["high"] - row["low"]) / 2 / max(GUARD, row["median"]) for row in same)
-        found.append({**same[0], "median": max(GUARD, median), "spread": spread})
+        seconds = statistics.median(row["median"] for row in same)
+        spread = statistics.median(
+            (row["high"] - row["low"]) / 2 / max(RESOLUTION_S, row["median"]) for row in same
+        )
+        found.append({**same[0], "median": max(RESOLUTION_S, seconds), "spread": spread})
     return found
 
 
 def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], list[float]]:
-    """Rates, and the absolute relative error of the rate that counts at each call."""
-    points: dict[str, list[Measurement]] = {}
+    """Return the rates, and the absolute relative error at each call."""
+    points: dict[str, list[TimedCall]] = {}
     for row in rows:
-        points.setdefault(row["name"], []).append(Measurement(row["nbytes"], row["flops"], row["median"]))
-    rates = fit.rates(points)
+        points.setdefault(row["name"], []).append(TimedCall(row["nbytes"], row["flops"], row["median"]))
+    rates = fit.operator_rates(points)
     errors = [
-        abs(error) for name, found in points.items() for error in fit.errors(fit.rate_of(rates, name), found)
+        abs(error)
+        for name, found in points.items()
+        for error in fit.relative_errors(fit.rate_of(rates, name), found)
     ]
     return rates, errors
 
 
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:
-    """Host seconds per operator of a step that has nothing to compute; on processors those beside the operators'."""
+    """Return the host seconds per operator of an empty step; on processors without the operators' own."""
     launch = ranks[0]["launch"]
-    step = middle(rank["launch"]["median"] for rank in ranks)
+    step = statistics.median(rank["launch"]["median"] for rank in ranks)
     operators = launch["operators"]
     inside = 0.0
     if on_cpu:
@@ -164,30 +172,32 @@ def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_
 
 
 SilentSteps = Sequence[tuple[dict[str, Any], ...]]
-"""Steps without messages, each as all ranks had it: none where ranks share no core."""
+"""Steps without messages, each with the results of all ranks; empty if no ranks share a core."""
 
 
 def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, float]:
-    """How many times as long as its operators one by one a step without messages takes, in the median."""
+    """Return the median ratio of a step without messages to the sum of its operators, and the ratio's spread."""
     times = []
     for same in silent:
         operators = sum(
             calls * fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes)
             for name, nbytes, flops, calls in same[0]["operators"]
         )
-        times.append(middle(rank["seconds"] for rank in same) / operators)
+        times.append(statistics.median(rank["seconds"] for rank in same) / operators)
     return {
-        STEP: rounded(middle(times)),
-        f"{STEP}_spread": rounded((quantile(times, 0.75) - quantile(times, 0.25)) / 2 / middle(times)),
+        STEP: round_digits(statistics.median(times)),
+        f"{STEP}_spread": round_digits(
+            (quantile(times, 0.75) - quantile(times, 0.25)) / 2 / statistics.median(times)
+        ),
     }
 
 
-def _unlike(silent: SilentSteps) -> dict[str, dict[str, Any]]:
-    """How ranks that compute the same differ: medians over the steps.
+def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
+    """Return the differences of ranks that compute the same, as medians over the steps.
 
-    `jitter_s`: variance over mean of what one computes between two messages, by what the last of all ranks comes later
-    than their mean, which a collective waits for.  `spread`: standard deviation over mean of what a whole step takes on
-    one rank and on another, less the jitter's part of it.
+    `jitter_s` is variance over mean of the time between two messages, from the delay of the last rank after the mean,
+    for which a collective waits. `spread` is standard deviation over mean of a step's time on different ranks, without
+    the contribution of the jitter.
     """
     spreads, jitters = [], []
     for same in silent:
@@ -203,21 +213,17 @@ def _unlike(silent: SilentSteps) -> dict[str, dict[str, Any]]:
         spreads.append(
             max(0.0, statistics.variance(whole) - jitter * mean / len(same[0]["between"])) ** 0.5 / mean
         )
-    said = "measured: steps without messages,"
+    source = "measured: steps without messages,"
     return {
-        "spread": quantity(rounded(middle(spreads)), f"{said} of one rank and of another"),
-        "jitter_s": quantity(rounded(middle(jitters)), f"{said} between where these would be"),
+        "spread": quantity(round_digits(statistics.median(spreads)), f"{source} of one rank and of another"),
+        "jitter_s": quantity(
+            round_digits(statistics.median(jitters)), f"{source} between where these would be"
+        ),
     }
 
 
-def _later(rate: OperatorRate, seconds: float) -> OperatorRate:
-    return OperatorRate(
-        fixed_s=rate.fixed_s + seconds, per_byte_s=rate.per_byte_s, per_flop_s=rate.per_flop_s
-    )
-
-
 def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
-    """The processor as `count` devices that share its memory."""
+    """Return the processor as `count` devices that share its memory."""
     state = here["memory"]
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     machine = "operating system and cgroup limit, rank 0's node"
@@ -231,7 +237,7 @@ def _processor(here: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first GPU of a node; what it is linked by comes first among the links."""
+    """Return the first GPU of a node; the link between GPUs is the first of its links."""
     here = ranks[0]["machine"]
     first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
     unknown = "the machine does not tell and it was not measured"
@@ -249,10 +255,13 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
-    """What a rank's products reach when it is held to its share of a core."""
+    """Return the FLOP/s of products on a rank's share of a core, and the cores that carry messages."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
-    return {PRODUCTS: rounded(middle(rates) * share), CARRYING: ranks[0]["carrying"]}
+    return {
+        COMPUTE_RATE_FACT: round_digits(statistics.median(rates) * share),
+        MESSAGE_CORES_FACT: ranks[0]["carrying"],
+    }
 
 
 def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:
@@ -264,3 +273,41 @@ def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:
     }
     nccl = {f"nccl {name}": text for name, text in here["versions"].items() if "nccl" in name}
     return {key: value for key, value in {**names, **nccl}.items() if value is not None}
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_text(tables: dict[str, Any]) -> str:
+    """Return `tables` as a TOML document; a table with a `source` is one line, every other table has a header."""
+    return "\n".join(_table(tables, ())).strip("\n") + "\n"
+
+
+def _table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines = [f"{toml_key(key)} = {toml_value(value)}" for key, value in table.items() if not _is_table(value)]
+    if lines and path:
+        lines = ["", f"[{'.'.join(map(toml_key, path))}]", *lines]
+    for key, value in table.items():
+        if _is_table(value):
+            lines += _table(value, (*path, key))
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and "source" not in value
+
+
+def toml_key(key: str) -> str:
+    """Return a key, in quotes where TOML needs them."""
+    return key if _BARE.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+
+
+def toml_value(value: Any, number: Callable[[int | float], str] = repr) -> str:
+    """Return a value as TOML on one line; `number` formats integers and floats."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{toml_key(k)} = {toml_value(v, number)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(toml_value(entry, number) for entry in value) + "]"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,38 +1,38 @@
-"""Rates from measurements: seconds = fixed + bytes * per_byte + flops * per_flop, none of them negative."""
+"""Operator rates from measurements: seconds = fixed + bytes * per_byte + flops * per_flop with non-negative terms."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from repro.config.timing import OperatorRate
-from repro.measure.statistics import quantile
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
-SPAN = 8.0
-"""An operator's calls say how its seconds grow with size if the largest moves this many times what the smallest does;
-else they grow as the common rate does."""
-CALLS = 3
-CLOSE = 0.1
-"""It needs no rate of its own if the common one is this close to its calls (median of the relative errors)."""
+MIN_SIZE_RATIO = 8.0
+"""Minimum ratio of the largest to the smallest call, in bytes, from which an operator gets a slope of its own."""
+MIN_SIZES = 3
+"""Minimum number of different sizes for a slope of its own."""
+MAX_COMMON_RATE_ERROR = 0.1
+"""Maximum median relative error at which the common rate stands for an operator."""
 
 
-class Measurement(NamedTuple):
-    """One measured call."""
+class TimedCall(NamedTuple):
+    """One measured call of an operator."""
 
     nbytes: float
-    """Read and written, as a trace counts them."""
+    """Bytes read and written, in the unit of a trace."""
     flops: float
     seconds: float
 
 
-def fit(points: Sequence[Measurement]) -> OperatorRate:
-    """The rate with the least sum of squared *relative* errors: calls of a microsecond count like those of a second.
+def fit_rate(points: Sequence[TimedCall]) -> OperatorRate:
+    """Return the rate with the least sum of squared relative errors.
 
-    Terms that the points do not need are 0 (non-negative least squares, Lawson and Hanson 1974).
+    The method is non-negative least squares (Lawson and Hanson 1974). Relative errors give a call of a microsecond the
+    weight of a call of a second.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -48,55 +48,66 @@ def fit(points: Sequence[Measurement]) -> OperatorRate:
     return OperatorRate(fixed_s=fixed, per_byte_s=per_byte, per_flop_s=per_flop)
 
 
-def errors(rate: OperatorRate, points: Sequence[Measurement]) -> list[float]:
-    """Relative error of the rate at every point, predicted / measured - 1."""
+def relative_errors(rate: OperatorRate, points: Sequence[TimedCall]) -> list[float]:
+    """Return predicted / measured - 1 at every point."""
     return [rate.seconds(flops=point.flops, nbytes=point.nbytes) / point.seconds - 1 for point in points]
 
 
-def median_error(rate: OperatorRate, points: Sequence[Measurement]) -> float:
-    """Median of the absolute relative errors."""
-    return quantile([abs(error) for error in errors(rate, points)], 0.5)
+def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
+    """Return the median of the absolute relative errors."""
+    return median(map(abs, relative_errors(rate, points)))
 
 
-def rates(points: Mapping[str, Sequence[Measurement]]) -> dict[str, OperatorRate]:
-    """Rates by operator: `matmul` and `elementwise` for all, and one of its own for each that differs."""
-    pools: dict[str, list[Measurement]] = {MATMUL: [], ELEMENTWISE: []}
+def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
+    """Return the common rates `matmul` and `elementwise`, and a rate for each operator that differs from them."""
+    pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: []}
     for name, found in points.items():
         if name in PRODUCTS:
             pools[MATMUL] += found
         elif name.startswith("aten."):
             pools[ELEMENTWISE] += [point for point in found if not point.flops]
-    common = {name: fit(found) for name, found in pools.items() if found}
+    common = {name: fit_rate(found) for name, found in pools.items() if found}
     own = {}
     for name, found in sorted(points.items()):
         shared = common.get(MATMUL if name in PRODUCTS else ELEMENTWISE)
-        fits_all = shared is not None and median_error(shared, found) <= CLOSE
-        if not fits_all:
-            own[name] = fit(found) if shared is None or spans(found) else scaled(shared, found)
+        if shared is None:
+            own[name] = fit_rate(found)
+        elif median_error(shared, found) > MAX_COMMON_RATE_ERROR:
+            own[name] = fit_rate(found) if has_size_range(found) else scale_rate(shared, found)
     return common | own
 
 
-def scaled(common: OperatorRate, points: Sequence[Measurement]) -> OperatorRate:
-    """The common rate with another price of work, or of a call, whichever the points are mostly made of."""
+def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRate:
+    """Return the common rate with the slopes, or the fixed seconds, scaled to the points: whichever dominates them."""
     work = [common.seconds(flops=point.flops, nbytes=point.nbytes) - common.fixed_s for point in points]
-    if quantile(work, 0.5) < common.fixed_s:
+    if median(work) < common.fixed_s:
         calls = [point.seconds - seconds for point, seconds in zip(points, work, strict=True)]
-        return replace(common, fixed_s=max(0.0, quantile(calls, 0.5)))
+        return replace(common, fixed_s=max(0.0, median(calls)))
     times = [
         (point.seconds - common.fixed_s) / seconds
         for point, seconds in zip(points, work, strict=True)
-        if seconds and seconds >= common.fixed_s  # a call of a few bytes says nothing of the price of a byte
+        if seconds and seconds >= common.fixed_s  # the fixed seconds dominate small calls
     ]
-    factor = max(0.0, quantile(times, 0.5))
+    factor = max(0.0, median(times))
     return replace(common, per_byte_s=factor * common.per_byte_s, per_flop_s=factor * common.per_flop_s)
 
 
 def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:
-    """The rate that counts for an operator: its own, or the common one."""
+    """Return the rate of an operator: its own, or else the common rate."""
     return known.get(name) or known[MATMUL if name in PRODUCTS else ELEMENTWISE]
 
 
-def spans(points: Sequence[Measurement]) -> bool:
-    """Whether the points say how seconds grow with size."""
+def has_size_range(points: Sequence[TimedCall]) -> bool:
+    """Return whether the sizes of the calls differ enough for a slope."""
     sizes = [max(1.0, point.nbytes) for point in points]
-    return len(set(sizes)) >= CALLS and math.log2(max(sizes) / min(sizes)) >= math.log2(SPAN)
+    return len(set(sizes)) >= MIN_SIZES and max(sizes) / min(sizes) >= MIN_SIZE_RATIO
+
+
+def quantity(value: float | None, source: str) -> dict[str, Any]:
+    """Return a number and its source as a table of a system file; None becomes `unknown`."""
+    return {"value": "unknown" if value is None else round_digits(value), "source": source}
+
+
+def round_digits(value: float) -> float:
+    """Round a measurement to five significant digits; integers stay exact."""
+    return value if isinstance(value, int) else float(f"{value:.5g}")

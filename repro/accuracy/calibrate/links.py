@@ -5,50 +5,48 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from repro.accuracy.calibrate.clock import OperatorClock, timing
-from repro.accuracy.calibrate.spans import Kind
-from repro.measure.statistics import quantile
+from repro.accuracy.calibrate.plan import GroupKind
 from repro.parallel.comm import MAX, Group, Work
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OVERLAPPED = ("all_reduce", "reduce_scatter", "all_gather")
 SMALL, MANY = 2**20, 3
-"""Messages up to this size, whose time is mostly that of waking up, are repeated this many times as often."""
+"""Size up to which latency dominates a message, in bytes, and the factor of its repeats."""
 PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 LONGER = 1.5
-"""The computation beside a collective is this many times as long, so that all of the collective is hidden."""
+"""Ratio of the computation to the collective that it hides."""
 
 
 class LinkBench:
-    """Times what the ranks of groups send each other, all groups of a kind at the same time."""
+    """Time messages of groups; all groups of a kind communicate at the same time."""
 
     def __init__(self, clock: OperatorClock, largest: int):
-        """`largest`: payload in bytes.  All messages are parts of two buffers of that size."""
+        """Allocate two buffers of `largest` bytes, of which all messages are parts."""
         self.clock = clock
         world = clock.group.size
         count = max(1, largest // 4 // world) * world
-        # Zeros, which stay as they are however often they are summed.
+        # The sum of zeros cannot overflow.
         self._one, self._other = (torch.zeros(count, device=clock.device) for _ in range(2))
 
     def by_payload(
         self,
-        kinds: Mapping[Kind, Group],
+        kinds: Mapping[GroupKind, Group],
         pipelines: Mapping[str, Group],
         payloads: Sequence[int],
         beat: Callable[[], None],
         collectives: Sequence[str] = COLLECTIVES,
     ) -> list[dict[str, Any]]:
-        """A row for every collective of every kind of group, and for a message to the next stage at every place:
-        `op`, `place`, of a collective the kind's numbers, and `points`, (payload, timing) with bytes as the
-        ledger counts them.
+        """Return a row for each collective of each kind of group, and for a message to the next stage at each place.
 
-        They take turns, so that what disturbs the machine for a moment disturbs one repeat of many and not all
-        of one.  `beat` is called at every turn.
+        A row has `op`, `place`, the numbers of the kind, and `points` as (payload, timing) in the ledger's bytes. The
+        measurements take turns, so that a short disturbance affects one repeat of many. `beat` is called at every turn.
         """
         rows: list[dict[str, Any]] = []
         runs: dict[tuple[int, int], Callable[[], None]] = {}
@@ -75,9 +73,9 @@ class LinkBench:
         return rows
 
     def overlap_cost(self, op: str, payload: int, group: Group, beat: Callable[[], None]) -> float:
-        """Fraction of a collective's seconds by which products beside it take longer than alone; 0 to 1.
+        """Return the slowdown of products that hide a collective, as a fraction of its seconds; 0 to 1.
 
-        `beat` is called after each time that it is hidden.
+        `beat` is called after each repeat.
         """
         start = self._start(op, payload, group)
         kind = self.clock.device.type
@@ -108,11 +106,10 @@ class LinkBench:
         for _ in rounds:
             lost.append(-self._seconds(lambda: products(count), payload) + self._seconds(both, payload))
             beat()
-        return min(1.0, max(0.0, quantile(lost, 0.5) / communication))
+        return min(1.0, max(0.0, median(lost) / communication))
 
     def message_s(self, op: str, group: Group) -> float:
-        """Processor seconds of this thread for a collective and the wait for it, others carrying it, from empty caches
-        and with as many ranks to a core."""
+        """Return the processor seconds of this thread for a collective, with empty caches and crowded cores."""
         run = self._run(op, 4 * group.size, group)
         run()
         found = []
@@ -122,10 +119,10 @@ class LinkBench:
             began = time.thread_time()
             run()
             found.append(time.thread_time() - began)
-        return quantile(found, 0.5) * self.clock.ranks_per_core
+        return median(found) * self.clock.ranks_per_core
 
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
-        """What starts `op` on a message of `payload` bytes."""
+        """Return a function that starts `op` on a message of `payload` bytes."""
         part = max(1, payload // 4 // group.size)
         whole, mine = self._one[: part * group.size], self._other[:part]
         starts: dict[str, Callable[[], Work]] = {
@@ -137,12 +134,12 @@ class LinkBench:
         return starts[op]
 
     def _run(self, op: str, payload: int, group: Group) -> Callable[[], None]:
-        """`op` and the wait for it."""
+        """Return a function that starts `op` and waits."""
         start = self._start(op, payload, group)
         return lambda: start().wait()
 
     def _messages(self, payload: int, pipeline: Group) -> Callable[[], None]:
-        """A message to the next stage, and one back."""
+        """Return a function that sends a message to the next stage and receives one."""
         message, back = (buffer[: max(1, payload // 4)] for buffer in (self._one, self._other))
         first = pipeline.rank % 2 == 0
         peer = pipeline.rank + (1 if first else -1)
@@ -161,8 +158,10 @@ class LinkBench:
         return there_and_back
 
     def _seconds(self, run: Callable[[], None], payload: int) -> float:
-        """Seconds of `run`, which all ranks begin together; of several in a row where one is too short to tell.
-        The number follows from the payload and not from the time, since all ranks must make the same calls."""
+        """Return the seconds of `run`, which all ranks start together; the mean of several calls of a short one.
+
+        The number of calls follows from the payload, because all ranks must make the same calls.
+        """
         calls = 5 if payload <= 2**16 else 2 if payload <= SMALL else 1
         self.clock.flush()
         self.clock.synchronize()
@@ -174,7 +173,7 @@ class LinkBench:
         return (time.perf_counter() - began) / calls
 
     def _slowest(self, seconds: Sequence[float]) -> float:
-        """The largest of the ranks' medians, so that all go on with the same."""
-        shared = torch.tensor(quantile(seconds, 0.5), device=self.clock.device)
+        """Return the largest of the ranks' medians, the same on all ranks."""
+        shared = torch.tensor(median(seconds), device=self.clock.device)
         self.clock.group.all_reduce(shared, MAX).wait()
         return float(shared)

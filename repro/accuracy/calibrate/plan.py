@@ -1,34 +1,43 @@
-"""What is measured: the steps whose operators are taken, and the sizes of messages.  Needs no torch."""
+"""Measurements of a calibration: the traced steps, the message sizes and the groups of ranks.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment, Layout, Limits, Model, OperatorSet, Training
 from repro.config.errors import ConfigError
 from repro.config.suites import Suite
+from repro.simulate.time.network import GroupSpan
+
+if TYPE_CHECKING:
+    from repro.parallel.comm import Group
+
 
 LIMITS = Limits(timeout_s=3600.0, hang_s=120.0)
-"""Many suites of sixteen ranks take long; one that makes no progress is given up soon."""
+"""Long suites of sixteen ranks have time; a hang is detected soon."""
 CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
-"""Width, tokens of a sample, samples of a micro-batch and vocabulary of the models whose operators are measured
-on processors, from what a test trains to what a laptop can."""
+"""(width, tokens of a sample, samples of a micro-batch, vocabulary) of the models measured on processors: from the size
+of a test to the largest size for a laptop."""
 GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
 QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
 CPU_HEAD, GPU_HEAD = 32, 64
-"""Width of a head."""
+"""Widths of an attention head."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
 """1 KiB to 64 MiB."""
 QUICK_PAYLOADS = (2**10, 2**14, 2**18, 2**24)
 REPEATS, QUICK_REPEATS = 7, 3
 
 
-def of_suites(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> list[Experiment]:
-    """The steps of suites that are run here with so many ranks: their operators in their own sizes.
+def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> list[Experiment]:
+    """Return the experiments of the suites on `system` with `ranks` ranks, without their networks, each once.
 
-    Those that differ in their network alone are one.  Raises `ConfigError` if a suite has none.
+    Raises:
+        ConfigError: A suite has no such experiment.
     """
     repeats = QUICK_REPEATS if quick else REPEATS
     found: dict[str, Experiment] = {}
@@ -49,14 +58,14 @@ def of_suites(suites: Sequence[Suite], system: str, ranks: int, quick: bool) -> 
     return list(found.values())
 
 
-def experiments(
+def step_experiments(
     system: str, gpus: int, precision: str, quick: bool, *, per_node: int = 0
 ) -> list[Experiment]:
-    """The steps whose operators are measured, and as `training.steps` the repeats.  `gpus`: all ranks.
+    """Return the experiments whose operators are measured; their `training.steps` is the number of repeats.
 
-    Each size under data parallelism; all but the largest also under ZeRO 3 with recomputation, with dropout, with
-    the kernels of earlier software, and under tensor and sequence parallelism within a node (`per_node` ranks,
-    by default all) and pipeline parallelism where the devices divide: these have operators of their own.
+    Every size runs with data parallelism. The smaller sizes also run with every strategy that has operators of its own:
+    ZeRO 3 with recomputation, dropout, the kernels of earlier software, and tensor, sequence and pipeline parallelism.
+    `gpus` counts all ranks. Tensor parallelism stays on a node of `per_node` ranks; 0 stands for all ranks.
     """
     tp = per_node or gpus
     on_cpu = system == "local"
@@ -70,7 +79,7 @@ def experiments(
     ) -> None:
         hidden, seq, micro_batch, vocab = size
         replicas = keys.get("dp", 1)
-        # Three micro-batches: the first, an ordinary one and the last one differ.
+        # The first, a middle and the last micro-batch differ.
         batch = 3 * micro_batch * replicas
         model = Model(
             name=f"calibrate-{hidden}",
@@ -98,4 +107,50 @@ def experiments(
             add(f"sp-{size[0]}", size, tp=tp, dp=gpus // tp, sp=True)
     if gpus > 1:
         add("pp", sizes[0], layers=gpus, pp=gpus)
+    return found
+
+
+INSIDE, BETWEEN = "inside", "between"
+"""Places of a group: on one node, or across nodes."""
+
+
+class GroupKind(GroupSpan):
+    """Groups with equal spans that together hold all ranks and communicate at the same time."""
+
+    @property
+    def place(self) -> str:
+        """Place of the groups, `INSIDE` or `BETWEEN`."""
+        return INSIDE if self.per_node == self.ranks else BETWEEN
+
+
+def group_kinds(world: int, per_node: int, device_type: str) -> dict[GroupKind, Group]:
+    """Return this rank's group of each kind, the largest group first.
+
+    The kinds are the tp and dp groups of every tp that divides a node, and the group of all ranks.
+    """
+    from repro.parallel import mesh as meshes
+
+    if world == 1:
+        return {}
+    found = {GroupKind(world, per_node, 1): meshes.distributed_mesh(Layout(dp=world), device_type).world}
+    for tp in range(2, per_node + 1):
+        if per_node % tp or tp == world:
+            continue
+        mesh = meshes.distributed_mesh(Layout(tp=tp, dp=world // tp), device_type)
+        found[GroupKind(tp, tp, 1)] = mesh.tp
+        found[GroupKind(world // tp, per_node // tp, tp)] = mesh.dp
+    return dict(sorted(found.items(), key=lambda item: (-item[0].ranks, item[0].stride)))
+
+
+def pipeline_groups(world: int, per_node: int, device_type: str) -> dict[str, Group]:
+    """Return by place this rank's group of neighbours: ranks of one node, and one rank of each node."""
+    from repro.parallel import mesh as meshes
+
+    found = {}
+    if per_node > 1:
+        layout = Layout(pp=per_node, dp=world // per_node, order="pp-dp-tp")
+        found[INSIDE] = meshes.distributed_mesh(layout, device_type).pp
+    if world > per_node:
+        layout = Layout(dp=per_node, pp=world // per_node)
+        found[BETWEEN] = meshes.distributed_mesh(layout, device_type).pp
     return found

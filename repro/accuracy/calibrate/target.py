@@ -1,81 +1,73 @@
-"""What one rank of `repro calibrate` does: measure operators, copies, launches and links, all ranks at once."""
+"""Measurements of one rank: operators, copies, launches and links, on all ranks at once."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from repro.accuracy.calibrate.calls import Call, bind, calls_of, choose
 from repro.accuracy.calibrate.clock import OperatorClock
-from repro.accuracy.calibrate.launch import LaunchBench
 from repro.accuracy.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
-from repro.accuracy.calibrate.plan import PAYLOADS, QUICK_PAYLOADS, QUICK_REPEATS
-from repro.accuracy.calibrate.silent import silent_step
-from repro.accuracy.calibrate.spans import BETWEEN, INSIDE, kinds, pipelines
+from repro.accuracy.calibrate.plan import (
+    BETWEEN,
+    INSIDE,
+    PAYLOADS,
+    QUICK_PAYLOADS,
+    QUICK_REPEATS,
+    group_kinds,
+    pipeline_groups,
+)
+from repro.accuracy.calibrate.timed_steps import LaunchBench, time_silent_step
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.emulate import products
-from repro.launch.heartbeat import HeartbeatWriter
+from repro.emulate import compute_rate
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
-from repro.launch.rank.session import process_group
+from repro.launch.rank.session import joined_process_group
+from repro.launch.rank_process import HeartbeatWriter
 from repro.measure.local_system import has_nvlink
-from repro.measure.provenance import cpu, gpus, memory, versions
+from repro.measure.provenance import cpu, gpus, host_memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
-from repro.simulate.time.emulated import RING
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
-from repro.util.resources import usable_cores
+from repro.simulate.time.emulated import RING_COLLECTIVE
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
 
-MOST_CALLS, QUICK_CALLS = 6, 3
-"""Sizes at which an operator is measured; products and attention, whose shapes matter, at twice as many."""
-
-
-def run_rank(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
-) -> dict[str, dict[str, Any]]:
-    """Measure on this rank.  The first experiment's result holds everything; the others are only traced."""
-    return _measure(job, rank, world, device, rendezvous, heartbeat, collectives=True)
-
-
-def run_rank_of_twin(
-    job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
-) -> dict[str, dict[str, Any]]:
-    """As `run_rank`, but of what ranks send each other only single messages and the ring of all of them, which says
-    what messages cost the cores: the links of a twin are emulated."""
-    return _measure(job, rank, world, device, rendezvous, heartbeat, collectives=False)
+CALLS_PER_OPERATOR, QUICK_CALLS_PER_OPERATOR = 6, 3
+"""Measured sizes of an operator; twice as many for products and attention, whose shapes matter."""
 
 
 def _measure(
     job: Job,
+    *,
     rank: int,
     world: int,
     device: str,
     rendezvous: str,
     heartbeat: HeartbeatWriter,
-    *,
     collectives: bool,
 ) -> dict[str, dict[str, Any]]:
+    """Measure on this rank. The result of the first experiment holds everything; the others are only traced."""
     place = rank_device(device)
     quick = job.experiments[0].training.steps == QUICK_REPEATS
     cores, carrying = usable_cores(), 0
-    with process_group(rank, world, place, rendezvous):
+    with joined_process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
-        groups = kinds(world, per_node, device)
-        chains = pipelines(world, per_node, device)
+        groups = group_kinds(world, per_node, device)
+        chains = pipeline_groups(world, per_node, device)
         if not collectives:
-            heap.keep_freed()
-            divided = DividedCores(rank)
-            divided.divide()
-            cores, carrying = computing(cores), len(divided.carrying)
-        whole = next(iter(groups.values()), meshes.single().world)
+            processes.keep_freed_memory()
+            divided = CoreAssignment(rank)
+            divided.apply()
+            cores, carrying = count_compute_cores(cores), len(divided.messages)
+        whole = next(iter(groups.values()), meshes.single_rank_mesh().world)
         clock = OperatorClock(place, whole, job.experiments[0].training.steps, per_node, cores)
         count = 0
 
@@ -104,8 +96,8 @@ def _measure(
         if clock.ranks_per_core > 1:
             result["silent"] = []
             for experiment in job.experiments:
-                if not experiment.training.dropout:  # whose random numbers no operator's rate has
-                    result["silent"].append(silent_step(experiment, clock, beat))
+                if not experiment.training.dropout:  # rates do not include random numbers
+                    result["silent"].append(time_silent_step(experiment, clock, beat))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
             result["products"] = products_of_a_core(rank % per_node, cores, whole)
@@ -122,10 +114,10 @@ def _measure(
                 chains,
                 payloads,
                 beat,
-                COLLECTIVES if collectives else (RING,),
+                COLLECTIVES if collectives else (RING_COLLECTIVE,),
             )
-            if not collectives:  # what is measured of these has it
-                result["message_s"] = bench.message_s(RING, whole)
+            if not collectives:  # a measured collective includes these seconds
+                result["message_s"] = bench.message_s(RING_COLLECTIVE, whole)
                 exchanged = [bench.message_s(op, whole) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], whole.size)
                 beat()
@@ -135,12 +127,18 @@ def _measure(
                 if largest is not None:
                     result["overlap"][where] = {
                         op: bench.overlap_cost(op, payloads[-1] // 4, largest, beat)
-                        for op in (OVERLAPPED if collectives else (RING,))
+                        for op in (OVERLAPPED if collectives else (RING_COLLECTIVE,))
                     }
             result["links_s"] = time.perf_counter() - began
         if device == "cuda":
-            result["context_bytes"] = meshes.bytes_outside_torch(place)
+            result["context_bytes"] = meshes.non_torch_bytes(place)
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
+
+
+run_rank = partial(_measure, collectives=True)
+"""Function of a rank that measures a machine."""
+run_rank_of_twin = partial(_measure, collectives=False)
+"""Function of a rank for twins, whose links are emulated: only messages and rings of all ranks are measured."""
 
 
 def operators(
@@ -150,10 +148,10 @@ def operators(
     beat: Callable[[], None],
     between: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """A row for each measured call: name, bytes, flops, shapes and timing.
+    """Return a row for each measured call: name, bytes, flops, shapes and timing.
 
-    With dropout the same operators take far longer, for the random numbers, and a trace does not tell them
-    apart; what is measured of them is without.  `beat` is called often, `between` after each operator.
+    Dropout makes some operators slower without a difference in the trace, so experiments without dropout come first.
+    `beat` is called often, `between` after each operator.
     """
     by_name: dict[str, list[Call]] = {}
     for experiment in sorted(experiments, key=lambda e: e.training.dropout):
@@ -166,7 +164,7 @@ def operators(
     rows = []
     generator = torch.Generator(device=clock.device).manual_seed(0)
     for name, calls in sorted(by_name.items()):
-        few = QUICK_CALLS if quick else MOST_CALLS
+        few = QUICK_CALLS_PER_OPERATOR if quick else CALLS_PER_OPERATOR
         most = 2 * few if any(call.operator.shapes for call in calls) else few
         for call in choose(calls, most):
             found = clock.time(lambda call=call: bind(call, clock.device, generator), call.nbytes)  # type: ignore[misc]
@@ -185,23 +183,23 @@ def operators(
 
 
 def products_of_a_core(place: int, cores: int, group: Group) -> float | None:
-    """FLOP/s of this core's products while each core runs one rank, as a run measures it to scale its links
-    (`repro.emulate.products.of_a_rank`): ranks that take turns on a core take its caches from each other.
+    """Return the FLOP/s of products while each of `cores` runs one rank; None on ranks that leave the cores to others.
 
-    `place`: of this rank on its node; None on those that leave the `cores` to others meanwhile.
+    A run measures the same number to scale its links (`repro.emulate.compute_rate.rank_flops_per_s`). `place` is the
+    index of this rank on its node.
     """
     group.barrier()
-    found = products.of_this_core() if place < cores else None
+    found = compute_rate.core_flops_per_s() if place < cores else None
     group.barrier()
     return found
 
 
 def machine(cores: int) -> dict[str, Any]:
-    """What this rank's node is, for the file's tables.  `cores`: those that ranks compute on."""
+    """Return the description of this rank's node. `cores` counts the cores on which ranks compute."""
     return {
         "cpu": cpu()["model"],
         "cores": cores,
-        "memory": memory(),
+        "memory": host_memory(),
         "gpus": gpus(),
         "nvlink": has_nvlink(),
         "versions": versions(["torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"]),
@@ -209,7 +207,7 @@ def machine(cores: int) -> dict[str, Any]:
 
 
 def copies(clock: OperatorClock, source: torch.device) -> dict[str, Any]:
-    """A copy of four caches' size to the device, from itself or from page-locked host memory: bytes moved, timing."""
+    """Return bytes and timing of a copy of four caches' size, on the device or from pinned host memory."""
     count = clock.cache
     here = source == clock.device
     original = torch.ones(count, device=source, pin_memory=not here)

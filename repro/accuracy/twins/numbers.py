@@ -1,78 +1,94 @@
-"""The dimensionless numbers of a step, of original and twin: what has to be equal for their ratios to be."""
+"""Dimensionless numbers of original and twin, and the effect of the differing ones on the ratio of two layouts.
+
+A step is its compute and the waiting in addition to it. The effects replace one part of the twin's step after another
+by the original's, and predict the ratio again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from repro.accuracy.twins.derive import Member, compute_s, useful_rate
+from repro.accuracy.twins.scaling import Scale
 from repro.config import TwinOf
+from repro.config.experiment import TWIN_RATIO
 from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
-from repro.config.twin import RATIO
 from repro.simulate.placement import BETWEEN_NODES, GROUPS
-from repro.simulate.time.emulated import said
+from repro.simulate.time.emulated import sourced_quantity
 from repro.simulate.time.network import Network
-from repro.simulate.time.predict import Prediction
+from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import OPTIMIZER, OTHER
+from repro.simulate.trace.roles import trace_roles
 
-CLOSE = 0.05
-"""Numbers that differ by less are kept."""
+MAX_KEPT_CHANGE = 0.05
+"""Relative change up to which the twin keeps a number."""
 
 
 @dataclass(frozen=True)
-class Number:
+class SimilarityNumber:
     """One dimensionless number of a member."""
 
     name: str
     original: float
     twin: float
     by: str = ""
-    """What keeps it, or why it is not kept."""
+    """Rule that keeps the number, or the reason for its change."""
 
     @property
     def kept(self) -> bool:
-        """Whether the twin has it as the original does."""
-        return abs(self.twin - self.original) <= CLOSE * abs(self.original)
+        """Return whether the twin keeps the number."""
+        return abs(self.twin - self.original) <= MAX_KEPT_CHANGE * abs(self.original)
 
     @property
     def change(self) -> float:
-        """Twin over original, less 1; infinite where the original has none."""
+        """Return twin over original, less 1; infinite if the original has 0."""
         if self.original:
             return self.twin / self.original - 1
         return 0.0 if not self.twin else float("inf")
 
 
-def numbers(member: Member, baseline: Member) -> list[Number]:
-    """Those of `member`; rates are relative to the `baseline` of the comparison."""
+def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumber]:
+    """Return the numbers of `member`; rates are relative to the `baseline` of the comparison."""
     before, after = member.before, member.after
     found = [
-        Number(name, read(before), read(after), "W' = W (F'/F) (e'/e) / k")
+        SimilarityNumber(name, read(before), read(after), "W' = W (F'/F) (e'/e) / k")
         for name, read in (
             ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number),
             ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number),
         )
     ]
     found += [
-        Number(f"{_NAMES[group]} communication / compute, predicted", share, shares(after)[group], _SIMULATED)
-        for group, share in shares(before).items()
+        SimilarityNumber(
+            f"{_NAMES[group]} communication / compute, predicted",
+            share,
+            communication_shares(after)[group],
+            _SIMULATED,
+        )
+        for group, share in communication_shares(before).items()
     ]
     found += [
-        Number(name, read(before), read(after), by)
+        SimilarityNumber(name, read(before), read(after), by)
         for name, read, by in (
             ("latency of messages / compute", latency_share, "not kept: a message here costs more"),
             ("optimizer / compute", optimizer_share, "not kept: follows from the two machines"),
             ("element-wise part of compute", elementwise_share, "not kept: follows from the two machines"),
-            ("attention / other products, s/6h", attention, "s' = k s"),
-            ("vocabulary / layers, V/12lh", vocabulary, "V' = V k l'/l"),
-            ("all-reduces over tp a layer", tp_calls, "not kept: fewer layers share embedding and head"),
-            ("bucket / gradients", bucket, "the bucket scales with the gradients"),
+            ("attention / other products, s/6h", attention_share, "s' = k s"),
+            ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
+            (
+                "all-reduces over tp a layer",
+                tp_all_reduces_per_layer,
+                "not kept: fewer layers share embedding and head",
+            ),
+            ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
             ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
-            ("pipeline bubble, (p-1)/m", bubble, "stages and micro-batches stay, or are said"),
+            ("pipeline bubble, (p-1)/m", bubble_over_ideal, "stages and micro-batches stay, or are said"),
             ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
             ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
         )
     ]
-    relative = Number(
+    relative = SimilarityNumber(
         "rate of compute over the baseline's, F/F0",
         useful_rate(before) / useful_rate(baseline.before),
         useful_rate(after) / useful_rate(baseline.after),
@@ -82,20 +98,22 @@ def numbers(member: Member, baseline: Member) -> list[Number]:
     if member is not baseline:
         rates = before.flops_per_device / baseline.before.flops_per_device
         found.append(
-            Number(RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked")
+            SimilarityNumber(
+                TWIN_RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked"
+            )
         )
     return [number for number in found if number.original or number.twin]
 
 
 def twin_of(member: Member, baseline: Member) -> TwinOf:
-    """What `member` stands for, as its record will say it."""
+    """Return the description of the original for the records of `member`."""
     system = member.system
     return TwinOf(
         original=member.original.name,
         part=member.twin.model.hidden / member.original.model.hidden,
         between=_bandwidth(system, BETWEEN_NODES) if BETWEEN_NODES in system.links else 0.0,
         within=_bandwidth(system, system.link_inside()),
-        numbers={n.name: (n.original, n.twin) for n in numbers(member, baseline)},
+        numbers={n.name: (n.original, n.twin) for n in similarity_numbers(member, baseline)},
     )
 
 
@@ -110,7 +128,7 @@ _SIMULATED = "the above with latency, embedding, head, and all that is sent"
 
 
 def tp_number(prediction: Prediction) -> float:
-    """Compute over communication of one layer under tensor parallelism, by products and bytes alone; 0 without."""
+    """Return compute over tensor-parallel communication of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
     if layout.tp == 1:
         return 0.0
@@ -120,7 +138,7 @@ def tp_number(prediction: Prediction) -> float:
 
 
 def dp_number(prediction: Prediction) -> float:
-    """Compute over an all-reduce of gradients, of a layer, by products and bytes alone; 0 without."""
+    """Return compute over the all-reduce of gradients of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
     if layout.dp == 1:
         return 0.0
@@ -129,8 +147,8 @@ def dp_number(prediction: Prediction) -> float:
     return 4 * layout.replica_batch * e.seq * rate / sent
 
 
-def shares(prediction: Prediction) -> dict[str, float]:
-    """Seconds of each group's communication, hidden or not, over those of compute."""
+def communication_shares(prediction: Prediction) -> dict[str, float]:
+    """Return communication over compute seconds of each group, including hidden communication."""
     whole, found = compute_s(prediction), dict.fromkeys(_NAMES, 0.0)
     for label, seconds in prediction.slowest.communication.items():
         group = label.rpartition("(")[2].rstrip(")")
@@ -140,7 +158,7 @@ def shares(prediction: Prediction) -> dict[str, float]:
 
 
 def latency_share(prediction: Prediction) -> float:
-    """What messages cost beside their bytes, over compute: the step's collectives without latency, taken off."""
+    """Return the latency of the step's collectives over compute: their time less the time without latency."""
     layout = prediction.experiment.layout
     real, none = Network(prediction.system, layout), Network(without_latency(prediction.system), layout)
     trace = next(r for r in prediction.roles if r.role.stage == 0)
@@ -154,8 +172,8 @@ def latency_share(prediction: Prediction) -> float:
 
 
 def without_latency(system: System) -> System:
-    """`system` whose messages cost nothing but their bytes."""
-    zero = said(0.0, "left out")
+    """Return `system` without latency of messages."""
+    zero = sourced_quantity(0.0, "left out")
     links = {
         name: replace(link, latency_s=zero, start_s=zero, chunk_s=zero, hop=None)
         for name, link in system.links.items()
@@ -164,54 +182,157 @@ def without_latency(system: System) -> System:
 
 
 def without_jitter(system: System) -> System:
-    """`system` whose ranks take the same at every moment, and so wait for none that is late."""
-    time = replace(system.device.time, jitter_s=said(0.0, "left out"))
+    """Return `system` without jitter, so that no rank waits for a late one."""
+    time = replace(system.device.time, jitter_s=sourced_quantity(0.0, "left out"))
     return replace(system, device=replace(system.device, time=time))
 
 
 def optimizer_share(prediction: Prediction) -> float:
-    """The optimizer's seconds over compute's."""
+    """Return optimizer over compute seconds."""
     return prediction.slowest.busy.get(OPTIMIZER, 0.0) / compute_s(prediction)
 
 
 def elementwise_share(prediction: Prediction) -> float:
-    """The part of compute that is no matrix product."""
+    """Return the part of compute outside of matrix products."""
     return prediction.slowest.busy.get(OTHER, 0.0) / compute_s(prediction)
 
 
-def attention(prediction: Prediction) -> float:
-    """s/6h: what the scores and their use add to a layer's FLOP (2104.04473 eq. 3)."""
+def attention_share(prediction: Prediction) -> float:
+    """Return s/6h, the attention scores' part of a layer's FLOP (2104.04473 eq. 3)."""
     e = prediction.experiment
     return e.seq / (6 * e.model.hidden)
 
 
-def vocabulary(prediction: Prediction) -> float:
-    """V/12lh: the vocabulary's part of FLOP and parameters (2104.04473 eq. 3)."""
+def vocabulary_share(prediction: Prediction) -> float:
+    """Return V/12lh, the vocabulary's part of FLOP and parameters (2104.04473 eq. 3)."""
     model = prediction.experiment.model
     return model.vocab / (12 * model.layers * model.hidden)
 
 
-def tp_calls(prediction: Prediction) -> float:
-    """All-reduces over tp in a step, for each layer of a stage and micro-batch."""
+def tp_all_reduces_per_layer(prediction: Prediction) -> float:
+    """Return the all-reduces over tp for each layer of a stage and each micro-batch."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     calls = sum(times for times, m in trace.messages() if (m.op, m.group) == ("all_reduce", "tp"))
     return calls / (prediction.experiment.model.layers / layout.pp) / layout.accumulation
 
 
-def bucket(prediction: Prediction) -> float:
-    """A bucket's bytes over all of a rank's gradients; at most 1, which is one bucket."""
+def bucket_share(prediction: Prediction) -> float:
+    """Return the bytes of a bucket over the bytes of a rank's gradients, at most 1."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
     gradients = trace.parameters * (4 if layout.precision == "fp32" else 2)
     return min(1.0, layout.bucket_bytes / gradients) if layout.dp > 1 else 0.0
 
 
-def bubble(prediction: Prediction) -> float:
-    """Idle over ideal time of a pipeline (2104.04473 sec. 2.2)."""
+def bubble_over_ideal(prediction: Prediction) -> float:
+    """Return idle over ideal time of a pipeline (2104.04473 sec. 2.2)."""
     layout = prediction.experiment.layout
     return (layout.pp - 1) / (layout.accumulation * layout.chunks)
 
 
 def _hops(degree: int) -> float:
     return (degree - 1) / degree
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Difference between original and twin, and the ratio without it."""
+
+    difference: str
+    ratio: float
+    """Ratio of the twin with the original's value."""
+
+
+@dataclass(frozen=True)
+class ScaledRatio:
+    """FLOP/s per device of a member over the baseline's, predicted at both scales."""
+
+    member: str
+    original: float
+    twin: float
+    effects: tuple[Effect, ...]
+    """Effect of each difference alone."""
+    rest: float
+    """Ratio of the twin without all differences."""
+
+
+Parts = dict[str, float]
+"""`optimizer` and `waiting` seconds of a step over its compute seconds, and `rate`, F over F0."""
+
+
+def ratio_of(member: Member, baseline: Member, scale: Scale) -> ScaledRatio:
+    """Return the ratio of `member` to `baseline`, and the effects that change it."""
+    rates = [useful_rate(m.after) / useful_rate(m.before) / scale.rate for m in (member, baseline)]
+    twin = _efficiencies(member, baseline, lambda m: m.after)
+    original = _efficiencies(member, baseline, lambda m: m.before)
+    quick = _efficiencies(member, baseline, lambda m: _on(m, without_latency(m.machine)))
+    together = _efficiencies(member, baseline, lambda m: _on(m, without_jitter(m.machine)))
+    deep = _efficiencies(member, baseline, _deep)
+    effects = (
+        Effect("messages cost only their bytes", _ratio(quick)),
+        Effect("ranks come to a collective together", _ratio(together)),
+        Effect("as many layers as the original", _ratio(deep)),
+        Effect("the layouts' rates of compute differ as in the original", _ratio(_at_rates(twin, rates))),
+        Effect("the optimizer takes the original's part", _ratio(_swapped(twin, original, "optimizer"))),
+    )
+    both = _efficiencies(member, baseline, lambda m: _deep(m, ideal=True))
+    rest = _ratio(_at_rates(_swapped(both, original, "optimizer"), rates))
+    return ScaledRatio(member.original.name, _ratio(original), _ratio(twin), effects, rest)
+
+
+Pair = tuple[Parts, Parts]
+"""Parts of a member and of its baseline."""
+
+
+def _efficiencies(member: Member, baseline: Member, read: Callable[[Member], Prediction]) -> Pair:
+    mine, base = read(member), read(baseline)
+    relative = useful_rate(mine) / useful_rate(base)
+    return {**_parts(mine), "rate": relative}, {**_parts(base), "rate": 1.0}
+
+
+def _parts(prediction: Prediction) -> Parts:
+    whole, optimizer = compute_s(prediction), optimizer_share(prediction)
+    return {"optimizer": optimizer, "waiting": prediction.step_s / whole - 1 - optimizer}
+
+
+def _ratio(pair: Pair) -> float:
+    def useful(parts: Parts) -> float:
+        return parts["rate"] / (1 + parts["optimizer"] + parts["waiting"])
+
+    return useful(pair[0]) / useful(pair[1])
+
+
+def _swapped(pair: Pair, other: Pair, key: str) -> Pair:
+    return {**pair[0], key: other[0][key]}, {**pair[1], key: other[1][key]}
+
+
+def _at_rates(twin: Pair, rates: Sequence[float]) -> Pair:
+    """Return `twin` with compute at the same part of the originals' rates; the waiting keeps its seconds.
+
+    `rates` are F'/F of the members over F'/F of all.
+    """
+    mine, base = ({**parts, "waiting": parts["waiting"] / r} for parts, r in zip(twin, rates, strict=True))
+    return {**mine, "rate": mine["rate"] * rates[1] / rates[0]}, base
+
+
+def _on(member: Member, machine: System) -> Prediction:
+    return predict(member.after.experiment, machine, member.after.roles)
+
+
+def _deep(member: Member, *, ideal: bool = False) -> Prediction:
+    """Predict the twin with the original's layers and a proportional vocabulary.
+
+    A pipeline keeps its layers, from which the rate between its stages follows. `ideal` removes latency and jitter.
+    """
+    twin = member.twin
+    system = without_jitter(without_latency(member.machine)) if ideal else member.machine
+    if twin.layout.pp > 1:
+        return _on(member, system) if ideal else member.after
+    layers = member.original.model.layers
+    more = layers / twin.model.layers
+    vocab = round(twin.model.vocab * more / twin.layout.tp) * twin.layout.tp
+    model = replace(twin.model, layers=layers, vocab=vocab)
+    layout = replace(twin.layout, bucket_bytes=round(twin.layout.bucket_bytes * more))
+    deep = replace(twin, model=model, layout=layout)
+    return predict(deep, system, trace_roles(deep, gloo=True))

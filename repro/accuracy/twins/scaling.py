@@ -1,13 +1,13 @@
-"""The rules of similarity: sizes of the twin's model, and what its links must bring.
+"""Rules of similarity: degrees, model sizes and link rates of a twin.
 
-Symbols as in the papers: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the
-tensor- and data-parallel degree, e bytes of an element, F FLOP/s of a device while it computes, W bytes/s of a group's
-ring.  With h' = k h and b' s' = k b s both
+Symbols follow the papers: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the
+tensor- and data-parallel degree, e bytes of an element, F FLOP/s of a device during compute, W bytes/s of a group's
+ring. With h' = k h and b' s' = k b s, one factor for every link, W' = W (F'/F) (e'/e) / k, keeps both
 
     compute / tensor-parallel communication    8 h W / ((t - 1) e F)
     compute / data-parallel communication      4 b s W / ((d - 1)/d e F)
 
-are kept by one factor for every link, W' = W (F'/F) (e'/e) / k.  docs/windtunnel.md has the derivation.
+docs/windtunnel.md has the derivation.
 """
 
 from __future__ import annotations
@@ -16,37 +16,93 @@ import math
 from dataclasses import dataclass, replace
 
 from repro.config import Layout, Model
-from repro.config.errors import require
+from repro.config.errors import ConfigError, require
+from repro.config.system import System
+
+
+@dataclass(frozen=True)
+class TwinShape:
+    """Nodes and degrees of one twin; `nodes * per_node = tp * pp * dp`."""
+
+    nodes: int
+    per_node: int
+    tp: int
+    pp: int
+    dp: int
+
+    def layout(self, original: Layout) -> Layout:
+        """Return `original` with these degrees and the same replica batch, in fp32 as on processors."""
+        return replace(
+            original,
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            global_batch=original.replica_batch * self.dp,
+            stage_layers=(),
+            precision="fp32",
+            sp=original.sp and self.tp > 1,
+            pa=original.pa and self.tp > 1,
+            scatter_gather=original.scatter_gather and self.tp > 1 and self.pp > 1,
+            cb=original.cb or self.dp == 1,
+        )
+
+
+def shape_of(layout: Layout, system: System, ranks: int, *, tp: int = 0) -> TwinShape:
+    """Return the shape of `layout` of `system` on at most `ranks` ranks.
+
+    With enough ranks the shape is the original's. Otherwise the nodes stay, with fewer ranks each. Tensor parallelism
+    stays inside the nodes with the largest possible degree, unless `tp` is given. Stages stay as far as there are
+    ranks, and replicas use the remaining ranks.
+
+    Raises:
+        ConfigError: The degrees do not divide the ranks.
+    """
+    devices = int(system.devices_per_node.known("devices_per_node", system=system.name))
+    nodes = -(-layout.world // devices)
+    devices = min(devices, layout.world)
+    if layout.world <= ranks and tp in (0, layout.tp):
+        return TwinShape(nodes, layout.world // nodes, layout.tp, layout.pp, layout.dp)
+    if tp and layout.tp == devices:  # a tp group fills a node of any size
+        nodes = ranks // tp
+    require(ranks % nodes == 0, "--ranks", ranks, f"a multiple of the {nodes} nodes of {system.name}")
+    per_node = ranks // nodes
+    inside = layout.tp <= devices
+    degree = tp or (min(layout.tp, per_node) if inside else layout.tp * per_node // devices)
+    require(degree >= 1 and ranks % degree == 0, "--tp", degree, f"a divisor of {ranks} ranks")
+    stages = min(layout.pp, ranks // degree)
+    if ranks % (degree * stages):
+        raise ConfigError("--ranks", ranks, f"a multiple of tp {degree} x pp {stages}")
+    return TwinShape(nodes, per_node, degree, stages, ranks // (degree * stages))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much smaller the twin is; each is twin over original."""
+    """Ratios of twin to original."""
 
     width: float
     """k = h'/h."""
     tokens: float
-    """Of a sample, s'/s; as near to k as whole tokens allow."""
+    """Tokens of a sample, s'/s; as near to k as whole tokens allow."""
     element: float
     """e'/e."""
     rate: float = 1.0
-    """F'/F, of all layouts of the comparison."""
+    """F'/F of all layouts of the comparison."""
 
     def tp_link(self, before: Layout, after: Layout) -> float:
-        """W'/W for tensor parallelism; 0 where the twin has none."""
+        """Return W'/W of tensor parallelism; 0 without tensor parallelism."""
         if after.tp == 1:
             return 0.0
         return self.rate * self.element / self.width * (after.tp - 1) / (before.tp - 1)
 
     def dp_link(self, before: Layout, after: Layout) -> float:
-        """W'/W for data parallelism; 0 where the twin has none."""
+        """Return W'/W of data parallelism; 0 without data parallelism."""
         if after.dp == 1:
             return 0.0
         hops = (1 - 1 / after.dp) / (1 - 1 / before.dp)
         return self.rate * self.element / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
-        """W'/W for messages between stages, of which each has l/p of `layers` (before, after); 0 without."""
+        """Return W'/W of messages between stages of l/p of `layers` (before, after); 0 without stages."""
         if after.pp == 1:
             return 0.0
         stage = (layers[0] / before.pp) / (layers[1] / after.pp)
@@ -55,15 +111,17 @@ class Scale:
 
 
 def _sliced(layout: Layout) -> int:
-    """Parts of a boundary tensor of which each rank sends one."""
+    """Return the number of parts of a boundary tensor; each rank sends one part."""
     return layout.tp if layout.scatter_gather or layout.sp else 1
 
 
-def model_of(original: Model, seq: int, *, name: str, width: int, layers: int, tp: int) -> Model:
-    """A model of `width` and `layers` in which attention and vocabulary have the original's share of a layer's FLOP.
+def scaled_model(original: Model, seq: int, *, name: str, width: int, layers: int, tp: int) -> Model:
+    """Return a model of `width` and `layers` in which attention and vocabulary keep their share of a layer's FLOP.
 
-    `seq`: tokens of a sample of the original; the twin's are h'/h of that, in a multiple of `tp`.  Heads: as near to
-    h'/h of the original's as `tp` and the width allow.  Raises `ConfigError`.
+    `seq` is the number of tokens of the original's samples. Samples and heads scale with h'/h, in multiples of `tp`.
+
+    Raises:
+        ConfigError: The layer is not GPT-2's, or `tp` does not divide the width.
     """
     other = next(iter(original.departures()), "")
     right = f"of GPT-2's layer, of which the rules of similarity are; {original.name} has another {other}"
@@ -92,5 +150,5 @@ def model_of(original: Model, seq: int, *, name: str, width: int, layers: int, t
 
 
 def width_near(original: Model, part: int, tp: int) -> int:
-    """A width of about 1/`part` of the original's, in multiples of 4 a rank."""
+    """Return a width of about 1/`part` of the original's, a multiple of 4 on each rank."""
     return max(1, round(original.hidden / part / (4 * tp))) * 4 * tp

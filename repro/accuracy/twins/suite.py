@@ -1,16 +1,78 @@
-"""Twins as a suite: what `repro twin --write` writes and `repro run` runs."""
+"""Suites of twins: selection of the original experiments, and twins as the text of a suite file.
+
+`repro twin --write` writes the suite and `repro run` runs it.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from repro.accuracy.calibrate.document import toml_key, toml_value
 from repro.accuracy.twins.derive import Member, Twin
 from repro.accuracy.twins.numbers import twin_of
-from repro.config import EmulatedNetwork, Layout, Model
+from repro.claims.judge import experiments_read
+from repro.claims.ledger import Claim
+from repro.config import EmulatedNetwork, Experiment, Layout, Model
 from repro.config.engines import NATIVE
+from repro.config.errors import ConfigError
+from repro.config.suites import Suite
+from repro.config.systems import LOCAL_SYSTEMS
+
+
+def claim_comparisons(claim: Claim, suites: dict[str, Suite]) -> list[list[Experiment]]:
+    """Return the comparisons that a claim's simulated evidence reads, each with its baseline first."""
+    named: dict[str, None] = {}
+    for row in claim.rows:
+        for evidence in row.evidence:
+            if evidence.kind == "simulated":
+                named |= dict.fromkeys(experiments_read(evidence.value, row.variables))
+    found = []
+    for suite in suites.values():
+        for comparison in suite.comparisons:
+            members = [comparison.baseline, *comparison.subjects]
+            if all(f"{suite.name}/{name}" in named for name in members):
+                found.append([suite.entry(name).experiment for name in members])
+    if not found:
+        right = "a claim whose simulated evidence is a comparison, or SUITE/EXPERIMENT..."
+        raise ConfigError("CLAIM", claim.id, right)
+    return found
+
+
+def named_comparisons(names: Sequence[str], suites: dict[str, Suite]) -> list[list[Experiment]]:
+    """Return the comparisons of the experiments `SUITE/NAME`.
+
+    If all are baselines in their suites, each stands for its comparison. Otherwise they form one comparison, and the
+    first is its baseline.
+
+    Raises:
+        ConfigError: An experiment does not exist, or its system is not published.
+    """
+    found, compared = [], []
+    for full in names:
+        suite, _, name = full.partition("/")
+        if suite not in suites:
+            raise ConfigError("SUITE/EXPERIMENT", full, f"a suite among {', '.join(suites)}")
+        known = {entry.experiment.name: entry.experiment for entry in suites[suite].entries}
+        if name not in known:
+            raise ConfigError("SUITE/EXPERIMENT", full, f"an experiment among {', '.join(known)}")
+        found.append(known[name])
+        row = next((row for row in suites[suite].comparisons if row.baseline == name), None)
+        compared.append([known[other] for other in (name, *(row.subjects if row is not None else ()))])
+    if all(len(members) > 1 for members in compared):
+        return [_check_published(members) for members in compared]
+    return [_check_published(found)]
+
+
+def _check_published(members: list[Experiment]) -> list[Experiment]:
+    """Return `members` if all have a published system; raise `ConfigError` otherwise."""
+    for experiment in members:
+        if experiment.system in LOCAL_SYSTEMS:
+            right = "an experiment of a published system, whose time can be predicted"
+            raise ConfigError("SUITE/EXPERIMENT", experiment.name, right)
+    return members
+
 
 ROUNDS = 3
 HEAD = """# {title}
@@ -24,15 +86,17 @@ HEAD = """# {title}
 
 
 @dataclass(frozen=True)
-class Named:
-    """One twin of a file, and what its experiments' names end with."""
+class NamedTwin:
+    """Twin of a suite file, and the suffix of its experiments' names."""
 
     twin: Twin
     ending: str = ""
 
 
-def text(twins: Sequence[Named], *, file: str, name: str, arguments: str, claims: Sequence[str]) -> str:
-    """The suite called `name` as TOML; `file`: where it will be; `arguments`: of the command that made it."""
+def suite_text(
+    twins: Sequence[NamedTwin], *, file: str, name: str, arguments: str, claims: Sequence[str]
+) -> str:
+    """Return the suite `name` as TOML, for the path `file`; `arguments` are the arguments of `repro twin`."""
     first = twins[0].twin.members[0]
     originals = list(dict.fromkeys(m.original.name for named in twins for m in named.twin.members))
     title = f"Small twins of {', '.join(originals)} on emulated networks."
@@ -40,7 +104,7 @@ def text(twins: Sequence[Named], *, file: str, name: str, arguments: str, claims
     lines = [HEAD.format(title=title, arguments=arguments, file=file, machine=machine)]
     head = {"name": name, "description": title.rstrip("."), "claims": list(claims)}
     lines += _table("[suite]", {key: value for key, value in head.items() if value})
-    # Where something else computes, links and ranks miss their rates: that run is refused, and the suite not to blame.
+    # A busy machine misses the rates; the run refuses that, so the suite expects nothing.
     lines += _table("[defaults]", {"expect": ""})
     lines += _table("[defaults.limits]", {"timeout_s": 1800, "hang_s": 300})
     models: dict[str, Model] = {}
@@ -54,11 +118,11 @@ def text(twins: Sequence[Named], *, file: str, name: str, arguments: str, claims
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _twin(named: Named) -> list[str]:
+def _twin(named: NamedTwin) -> list[str]:
     lines, twin = [], named.twin
     names = [member.original.name + named.ending for member in twin.members]
-    for said in twin.unlimited:
-        lines.append(f"# {said}; that link is as fast as the machine is.")
+    for reason in twin.unlimited:
+        lines.append(f"# {reason}; that link is as fast as the machine is.")
     networks: dict[EmulatedNetwork, str] = {}
     for i, member in enumerate(twin.members):
         if member.network not in networks:
@@ -85,12 +149,11 @@ def _stands_for(member: Member, baseline: Member) -> list[str]:
         "part": found.part,
         **{key: rate for key, rate in links.items() if rate},
     }
-    pairs = {json.dumps(name, ensure_ascii=False): pair for name, pair in found.numbers.items()}
-    return _table("[experiment.twin]", head) + _table("[experiment.twin.numbers]", pairs)
+    return _table("[experiment.twin]", head) + _table("[experiment.twin.numbers]", found.numbers)
 
 
 def _chosen(part: Model | Layout, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
+    """Return the fields that differ from their defaults."""
     found = {}
     for field in fields(part):
         value = getattr(part, field.name)
@@ -99,15 +162,9 @@ def _chosen(part: Model | Layout, without: tuple[str, ...] = ()) -> dict[str, An
     return found
 
 
-def _table(header: str, table: dict[str, Any]) -> list[str]:
-    return [header, *(f"{key} = {_value(value)}" for key, value in table.items()), ""]
+def _table(header: str, table: Mapping[str, Any]) -> list[str]:
+    return [header, *(f"{toml_key(key)} = {toml_value(value, _number)}" for key, value in table.items()), ""]
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_value(entry)}" for key, entry in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, (bool, str)):
-        return json.dumps(str(value) if isinstance(value, str) else value, ensure_ascii=False)
+def _number(value: int | float) -> str:
     return f"{value:_}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,5 +1,5 @@
 """Errors of predictions: against published throughput (`published`) and against local runs (`machine`).
 
-`unknowns` ranks the inputs that contribute most to the uncertainty. `conformal` estimates the error of the model
-itself.
+`published` also estimates the error of the model itself. `unknowns` ranks the inputs that contribute most to the
+uncertainty.
 """

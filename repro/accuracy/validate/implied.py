@@ -1,9 +1,8 @@
-"""What the sources imply: the value of an unknown at which each published point would be predicted as it is.
+"""Implied values: the value of an unknown at which a published point would be predicted exactly.
 
-All other unknowns are at their best values, and the value is searched for in the range and around it, in the curves of
-the records (`Sensitivity.curve`).  Two rows contradict each other where no value of the unknown brings both within the
-tolerance that they are judged by: then the sources do, or the model is wrong there, and which of the two cannot be
-told from them.
+All other unknowns keep their best values. The search covers the range and its surroundings in the curves of the records
+(`Sensitivity.curve`). Two rows contradict each other if no value brings both within their tolerances: then the sources
+contradict each other, or the model is wrong for one of them.
 """
 
 from __future__ import annotations
@@ -14,39 +13,39 @@ from itertools import pairwise
 from typing import Any
 
 from repro.accuracy.validate.published import points
-from repro.accuracy.validate.unknowns import in_doubt, name, simulated
+from repro.accuracy.validate.unknowns import row_name, simulated_records, uncertain_rows
 from repro.claims.expression import evaluate
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS
 from repro.claims.records import Records
 from repro.claims.tolerance import accepted_range_of_row
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.results.interval import Other, Sensitivity, between, part_of
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
-MATTERS = 0.1
-"""Part of what all unknowns move a row that one carries at least, so that the row says something of it."""
+MIN_SHARE = 0.1
+"""Minimum share of a row's moves from which the row implies a value of an unknown."""
 Curve = Sequence[tuple[float, float]]
-"""(value of the unknown, prediction), by value."""
+"""(value of the unknown, prediction), ordered by value."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one row needs of an unknown."""
+    """Values of an unknown that bring one row to the published value or within its tolerance."""
 
     row: str
     """`claim/label`."""
     value: float | None
-    """At which the prediction is what was published; None: at none that was searched."""
+    """Value with an exact prediction; None if no searched value has one."""
     low: float | None
-    """With `high` the values at which it is within the row's tolerance; None: at none."""
+    """Lower end of the values within the row's tolerance; None without such a value."""
     high: float | None
 
 
 @dataclass(frozen=True)
 class Implied:
-    """What all rows of a cluster need of one unknown."""
+    """Values of one unknown of a cluster that all rows need."""
 
     key: str
     system: str
@@ -55,11 +54,11 @@ class Implied:
     high: float
     searched: tuple[float, float]
     needs: tuple[Need, ...]
-    """By the value that they need, those without one last."""
+    """Needs of the rows, ordered by value; rows without a value are last."""
 
     @property
     def contradiction(self) -> tuple[Need, Need] | None:
-        """The row that needs most and the one that allows least, where no value serves both."""
+        """Return the row with the largest lower end and the row with the smallest upper end if no value serves both."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
             return None
@@ -69,7 +68,7 @@ class Implied:
 
     @property
     def torn(self) -> int:
-        """Rows that some value serves, but not the value that serves most of them."""
+        """Return the number of served rows that the most frequent value does not serve."""
         served = [
             (need.low, need.high) for need in self.needs if need.low is not None and need.high is not None
         ]
@@ -79,7 +78,7 @@ class Implied:
 
     @property
     def unserved(self) -> tuple[Need, ...]:
-        """Rows that no value brings within their tolerance."""
+        """Return the rows that no value brings within their tolerance."""
         return tuple(need for need in self.needs if need.low is None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,9 +89,9 @@ class Implied:
 
     @property
     def words(self) -> str:
-        """What is implied, in a sentence or two."""
+        """Return a summary of the implied values."""
         exact = [need.value for need in self.needs if need.value is not None]
-        text = counted(len(self.needs), "row")
+        text = count_noun(len(self.needs), "row")
         if exact:
             text += (
                 f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" needs {exact[0]:.3g}"
@@ -117,18 +116,18 @@ class Implied:
 
 
 def implied(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[Implied]:
-    """For every unknown of every cluster what the rows that it moves need; those with most rows first."""
+    """Return the implied values of every unknown of every cluster, the unknown with most rows first."""
     counted = {(point.claim, point.label) for point in points(judged, records) if not point.left_out}
-    seen, functions = simulated(records), Records(records)
+    seen, functions = simulated_records(records), Records(records)
     moves: dict[tuple[str, str], Sensitivity] = {}
     needs: dict[tuple[str, str], list[Need]] = {}
-    for result, row, finding in in_doubt(judged):
+    for result, row, finding in uncertain_rows(judged):
         if (result.claim.id, row.row.label) not in counted or finding.doubt is None:
             continue
         runs = [seen[run] for run in finding.experiments]
         for key, share in finding.doubt.shares.items():
             moving = _moving(key, runs)
-            if share < MATTERS or not moving:
+            if share < MIN_SHARE or not moving:
                 continue
             predicted = _predicted(key, row, finding, functions)
             values = sorted({value for move in moving.values() for value, _ in move.curve or ()})
@@ -141,7 +140,7 @@ def implied(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[Im
 
 
 def _moving(key: str, runs: Iterable[ExperimentRecord]) -> Mapping[str, Sensitivity]:
-    """By system how `key` moves one of the runs."""
+    """Return the sensitivity of the runs to `key`, by system."""
     return {
         run.experiment.system: move
         for run in runs
@@ -155,11 +154,11 @@ def _predicted(key: str, row: RowResult, finding: Finding, records: Records) -> 
     (evidence,) = (e for e in row.row.evidence if e.kind == SIMULATED and e.value.text == finding.expression)
     variables = {**CONSTANTS, **row.row.variables}
 
-    def at(value: float) -> float:
+    def predict_at(value: float) -> float:
         functions = {**FORMULAS, **records.functions(SIMULATED, Other(key, value))}
         return float(evaluate(evidence.value, functions, variables).value) / UNITS[row.row.unit]
 
-    return at
+    return predict_at
 
 
 def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -> Need:
@@ -172,11 +171,11 @@ def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -
     served = [value for value, predicted in curve if rule.meets(predicted, predicted)]
     served += [edge for edge in edges if edge is not None]
     ends = (min(served), max(served)) if served else (None, None)
-    return Need(name(result, row), exact, *ends)
+    return Need(row_name(result, row), exact, *ends)
 
 
 def _crossing(curve: Curve, target: float) -> float | None:
-    """Where the prediction is `target`, on straight lines between logarithms; the first where it is so twice."""
+    """Return the first value with the prediction `target`, by log-linear interpolation."""
     for (left, low), (right, high) in pairwise(curve):
         if min(low, high) <= target <= max(low, high) and low != high:
             return between(left, right, part_of(target, low, high))

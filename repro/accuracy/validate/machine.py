@@ -1,7 +1,7 @@
-"""Predicted against measured: the measured runs of a store, predicted on a system file of their machine.
+"""Measured against predicted step times: runs of a store, predicted on a system file of their machine.
 
-The file comes from `repro calibrate` on that machine, which measures operators, copies and collectives by
-themselves; no time of a step with messages enters it, and of one without only where ranks share cores.
+`repro calibrate` writes that file from measurements of operators, copies and collectives, without timing a step with
+messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.config.systems import HERE
+from repro.config.systems import LOCAL_SYSTEMS
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
@@ -21,7 +21,7 @@ from repro.results.select import select
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One measured experiment and its prediction.  Seconds of a step."""
+    """Measured and predicted step time of one experiment, in seconds."""
 
     name: str
     """`suite/name`."""
@@ -29,32 +29,32 @@ class Pair:
     measured: float
     predicted: float
     rests_on: str
-    """One of `repro.simulate.time.basis.BASES`."""
+    """One of `repro.simulate.time.calibration.BASES`."""
 
     @property
     def error(self) -> float:
-        """Relative, of the seconds; positive where the prediction is too slow."""
+        """Return the relative error of the seconds; positive if the prediction is too slow."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineErrors:
-    """All pairs of a store and a system."""
+    """Pairs of a store and a system."""
 
     system: str
     pairs: tuple[Pair, ...]
     missing: Mapping[str, str]
-    """Measured experiments that could not be predicted, and why."""
+    """Measured experiments without a prediction, and the reason."""
 
     @property
     def median(self) -> float:
-        """Of the absolute errors."""
+        """Return the median of the absolute errors."""
         return median(abs(pair.error) for pair in self.pairs)
 
 
-def compare(records: Iterable[Record], system: System) -> MachineErrors:
-    """Predict on `system` every experiment that was measured on the machine at hand and ended ok."""
-    from repro.simulate.time.emulated import emulated
+def predict_measured_runs(records: Iterable[Record], system: System) -> MachineErrors:
+    """Predict on `system` every successful experiment that was measured on this machine."""
+    from repro.simulate.time.emulated import emulated_system
     from repro.simulate.time.predict import predict
     from repro.simulate.trace.roles import trace_roles
 
@@ -70,7 +70,7 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
         try:
             on = system
             if experiment.network and record.network:
-                on = emulated(system, record.network.made(experiment.network))
+                on = emulated_system(system, record.network.made(experiment.network))
             prediction = predict(experiment, on, trace_roles(experiment, gloo=gloo))
         except ConfigError as error:
             missing[name] = str(error)
@@ -78,7 +78,7 @@ def compare(records: Iterable[Record], system: System) -> MachineErrors:
         pairs.append(
             Pair(
                 name=name,
-                layout=words.layout(record.experiment.layout),
+                layout=words.describe_layout(record.experiment.layout),
                 measured=record.metrics[STEP_SECONDS],
                 predicted=prediction.step_s,
                 rests_on=prediction.rests_on,
@@ -91,7 +91,7 @@ def _measured_here(record: ExperimentRecord) -> bool:
     e = record.experiment
     return (
         record.outcome == "ok"
-        and e.system in HERE
+        and e.system in LOCAL_SYSTEMS
         and e.engine == "native"
         and STEP_SECONDS in record.metrics
     )

@@ -1,34 +1,39 @@
-"""What `repro validate` counts: published throughput against what is predicted, point by point and by family.
+"""Published against predicted throughput, point by point and by family, and the model's own error.
 
-A point is a run that was published: one experiment, or a pair of them for a ratio.  A source often prints one
-run several ways (milliseconds, TFLOP/s, a share of the peak); the most direct one counts and the others are
-listed.  What calibrates the time model, what is stated as a bound, and means of several runs count for
-nothing.  Errors are of rates: a time that is predicted 10 % short is a rate 11 % too high.
+A point is one published experiment, or a pair of them for a ratio. A source often prints one run in several units; the
+most direct one counts. Calibration values, bounds and means of several runs do not count. Errors are errors of rates.
+
+The model's own error comes from other reports by split conformal prediction, with the score of conformalized quantile
+regression (Romano, Patterson and Candes, arXiv:1905.03222). The margin of a row is the ceil((n + 1) 0.9)-th smallest
+score of n rows that share no report and no run with it. The promise of 90 % coverage needs exchangeable rows; reports
+differ, so `repro validate` counts the covered ones. No prediction and no verdict uses the margin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import ceil, exp, log
 from statistics import median
 
-from repro.accuracy.validate.conformal import Residual, margins, score
 from repro.claims.published import UNITS
 from repro.claims.tolerance import AcceptedRange, published_range
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.results.metrics import DEVICE_FLOPS_PER_S
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.basis import of_record, weakest
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 RATE, RATIO = "rate", "ratio"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
-"""An expression that reads one of these metrics is about time."""
+"""Metrics of time; an expression that reads one of them becomes a point."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
-"""Units of rates and times; of one run the first that is printed counts."""
-CLOSE = 0.25
+"""Units of rates and times, the most direct one first."""
+CLOSE_ERROR = 0.25
+"""Absolute relative error up to which a prediction counts as close."""
+COVERAGE = 0.9
+"""Nominal coverage of the conformal intervals."""
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
     "calibration",
     "a bound",
@@ -40,10 +45,8 @@ V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
 NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
-
-
 ALL_RATES, RATIOS = "all rates", "ratios"
-"""The families of all points of a kind."""
+"""Families of all points of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,80 +62,79 @@ class Point:
     published: float
     predicted: float
     low: float
-    """With `high` the 90 % interval of the prediction; both are `predicted` where nothing is unknown."""
+    """Lower end of the 90 % interval; `predicted` without unknown inputs."""
     high: float
     holds: bool
-    """Whether the published value, with its own error, lies in that interval."""
+    """Whether the published value, with its own error, lies in the 90 % interval."""
     factor: float
-    """Predicted over published rate."""
+    """Predicted rate over published rate."""
     runs: tuple[str, ...]
-    """`suite/name` of the experiments that it reads."""
+    """`suite/name` of the experiments behind the prediction."""
     certainty: str
     device_flops: float
     """Predicted FLOP/s of one device of a rate's run; 0 for ratios."""
     rests_on: str = ""
-    """One of `repro.simulate.time.basis.BASES`: of a ratio the weaker of its runs'."""
+    """One of `repro.simulate.time.calibration.BASES`; for a ratio the weaker basis of its runs."""
     left_out: str = ""
-    """Why it enters no statistics; empty if it does."""
+    """Reason why the point enters no statistics; empty if it does."""
     note: str = ""
     stated: AcceptedRange | None = None
     """The published value with its own error."""
     reports: frozenset[str] = frozenset()
-    """Keys of the sources that its claim cites."""
+    """Keys of the sources that the claim cites."""
     margin: float | None = None
-    """What the model's error in other reports' rows adds to the logarithm of the interval on either side; None where
-    these are too few, and of what enters no statistics."""
+    """Widening of the interval's logarithm on either side by the model's error; None if too few rows give it."""
 
     @property
     def wider(self) -> tuple[float, float] | None:
-        """The interval with that error; None without one."""
+        """Return the interval with the model's error; None without a margin."""
         if self.margin is None:
             return None
         return self.low * exp(-self.margin), self.high * exp(self.margin)
 
     @property
     def holds_wider(self) -> bool:
-        """Whether the published value, with its own error, lies in `wider`."""
+        """Return whether the published value, with its own error, lies in `wider`."""
         return self.wider is not None and self.stated is not None and self.stated.meets(*self.wider)
 
     @property
     def error(self) -> float:
-        """Relative, of the rate; positive where the prediction is too fast."""
+        """Return the relative error of the rate; positive if the prediction is too fast."""
         return self.factor - 1
 
     @property
     def right_side(self) -> bool:
-        """Of a ratio: whether the prediction says faster where the source does."""
+        """Return whether a predicted ratio is on the same side of 1 as the published one."""
         one = 1 / UNITS[self.unit]
         return (self.published - one) * (self.predicted - one) > 0
 
     @property
     def name(self) -> str:
-        """`claim/label`, one word for a line of a file."""
+        """Return `claim/label` without spaces."""
         return f"{self.claim}/{self.label.replace(' ', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """The points of one family that count."""
+class FamilyStatistics:
+    """Statistics of the counting points of one family."""
 
     name: str
     points: int
     median: float
-    """Of the absolute errors."""
+    """Median of the absolute errors."""
     worst: Point
     close: int
     """Points within 25 %."""
     held: int
-    """Points whose published value lies in the 90 % interval that inputs leave."""
+    """Points whose published value lies in the 90 % interval from unknown inputs."""
     wider: int
-    """Points that have an interval with the model's error in other reports' rows."""
+    """Points with a margin for the model's error."""
     held_wider: int
-    """Those of them whose published value lies in it."""
+    """Points whose published value lies in the interval with that margin."""
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
-    """Every row about time that has a simulated value, in the ledger's order."""
+    """Return every row about time with a simulated value, in the ledger's order."""
     seen = {record.at: record for record in select(records).simulated if record.conclusive}
     found = []
     for result in judged:
@@ -146,27 +148,30 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
-    """Those that count with what other reports' rows say of the model's error."""
+    """Return the points with their conformal margins."""
     counted = [point for point in found if not point.left_out]
     residuals = [
         Residual(
-            point.kind, point.reports, frozenset(point.runs), score(point.low, point.high, point.published)
+            point.kind,
+            point.reports,
+            frozenset(point.runs),
+            conformity_score(point.low, point.high, point.published),
         )
         for point in counted
     ]
-    margin = {id(point): one for point, one in zip(counted, margins(residuals), strict=True)}
+    margin = {id(point): one for point, one in zip(counted, conformal_margins(residuals), strict=True)}
     return [replace(point, margin=margin.get(id(point))) for point in found]
 
 
-def claims(found: Sequence[Point]) -> list[Family]:
-    """The points that count, by claim: of a figure, or of a table."""
+def claim_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
+    """Return the statistics of each claim."""
     counted = [point for point in found if not point.left_out]
     names = dict.fromkeys(point.claim for point in counted)
     return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
-def families(found: Sequence[Point]) -> list[Family]:
-    """Rates by family, all of them, then ratios; families without a point are left out."""
+def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
+    """Return the statistics of the rates of each family, of all rates, and of all ratios, without empty families."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
@@ -174,13 +179,13 @@ def families(found: Sequence[Point]) -> list[Family]:
     return [_family(name, group) for name, group in groups if group]
 
 
-def _family(name: str, group: Sequence[Point]) -> Family:
-    return Family(
+def _family(name: str, group: Sequence[Point]) -> FamilyStatistics:
+    return FamilyStatistics(
         name=name,
         points=len(group),
         median=median(abs(point.error) for point in group),
         worst=max(group, key=lambda point: abs(point.error)),
-        close=sum(abs(point.error) <= CLOSE for point in group),
+        close=sum(abs(point.error) <= CLOSE_ERROR for point in group),
         held=sum(point.holds for point in group),
         wider=sum(point.margin is not None for point in group),
         held_wider=sum(point.holds_wider for point in group),
@@ -223,14 +228,14 @@ def _point(
         runs=runs,
         certainty=row.row.certainty,
         device_flops=float(record.metrics.get(DEVICE_FLOPS_PER_S, 0)) if record and kind == RATE else 0.0,
-        rests_on=weakest(of_record(seen[run]) for run in runs if run in seen),
+        rests_on=weakest_basis(basis_of_record(seen[run]) for run in runs if run in seen),
         left_out=left_out,
         note=row.row.note,
     )
 
 
-def family_of(record: ExperimentRecord) -> str:
-    """By device, software and size: which machine it is simulated on, and whether ZeRO runs there."""
+def _family_of(record: ExperimentRecord) -> str:
+    """Return the family of a record, by device, software and size of its system."""
     from repro.measure.local_system import load_system
 
     experiment = record.experiment
@@ -246,13 +251,13 @@ def family_of(record: ExperimentRecord) -> str:
 
 
 def _family_of_all(records: Sequence[ExperimentRecord]) -> str:
-    """Of a ratio that of its subject: the run with ZeRO, if one has it."""
-    found = [family_of(record) for record in records]
+    """Return the family of a point; the family of a ratio is that of its run with ZeRO."""
+    found = [_family_of(record) for record in records]
     return V100_ZERO if V100_ZERO in found else found[0] if found else OTHER
 
 
 def _once(found: list[Point]) -> list[Point]:
-    """Of several rows about the same runs, the most direct one counts: printed before derived, then by unit."""
+    """Leave out all but the most direct of the points about the same runs: printed before derived, then by unit."""
 
     def directness(point: Point) -> tuple[bool, int]:
         unit = DIRECT.index(point.unit) if point.unit in DIRECT else 0
@@ -272,3 +277,39 @@ def _once(found: list[Point]) -> list[Point]:
         )
         for point in found
     ]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Conformity score of one row, and the keys that decide on its independence from other rows."""
+
+    kind: str
+    """`rate` or `ratio`; only scores of one kind are compared."""
+    reports: frozenset[str]
+    """Keys of the cited sources."""
+    runs: frozenset[str]
+    """Experiments behind the prediction; two reports may print the same experiment."""
+    score: float
+
+    def apart(self, other: Residual) -> bool:
+        """Return whether the two rows share no report and no run."""
+        return not (self.reports & other.reports or self.runs & other.runs)
+
+
+def conformity_score(low: float, high: float, published: float) -> float:
+    """Return the distance of log(published) from the interval [log(low), log(high)]; negative inside it."""
+    return max(log(low) - log(published), log(published) - log(high))
+
+
+def conformal_margins(residuals: Sequence[Residual]) -> list[float | None]:
+    """Return the margin of each row from the scores of its independent rows; None if these are too few."""
+    return [
+        conformal_margin([other.score for other in residuals if other.kind == own.kind and own.apart(other)])
+        for own in residuals
+    ]
+
+
+def conformal_margin(scores: Sequence[float]) -> float | None:
+    """Return the conformal quantile of `scores`, at least 0; None for too few scores."""
+    rank = ceil((len(scores) + 1) * COVERAGE)
+    return max(0.0, sorted(scores)[rank - 1]) if rank <= len(scores) else None

@@ -1,7 +1,7 @@
-"""Which numbers of systems and of software would settle most predicted rows, if somebody measured them.
+"""Ranking of unknown inputs by the predicted rows that a measurement would settle.
 
-A row of the ledger whose predicted time is not certain is moved by several unknowns, one at a time (`Doubt.alone`).
-One that carries more than half of all these moves *settles* the row: measured, it leaves less than half of the width.
+Several unknowns move a predicted row of the ledger, one at a time (`Doubt.alone`). An unknown settles a row if it
+carries more than half of all moves: its measurement then removes more than half of the interval.
 """
 
 from __future__ import annotations
@@ -9,49 +9,109 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
-from repro.accuracy.validate.measurable import Measurement, measurement
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
-from repro.config.words import counted
+from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
-from repro.simulate.time.uncertain import uncertain
+from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
 
-SHOWN = 5
-SETTLES = 0.5
-"""Part of a row's moves."""
+CALIBRATE_NODE = "repro calibrate --system local-gpu --output FILE.toml"
+CALIBRATE_CLUSTER = "repro calibrate --system {system} --profile SITE.toml --nodes 2 --output FILE.toml"
+
+
+@dataclass(frozen=True)
+class MeasurementAdvice:
+    """Measurement of one unknown on a machine that has it."""
+
+    command: str
+    """Command of this suite; empty without one."""
+    fact: str
+    """Key of the system file that the command writes; empty without a command."""
+    how: str
+    """Content of that key; without a command the required measurement."""
+
+
+OPERATORS = "seconds of every operator on the devices that are there, which need no pace then"
+PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
+COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
+LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
+BESIDE = "products by themselves and beside a collective"
+UNITS = "seconds of every operator on the devices that are there, in place of waves of tiles"
+MEMORY = "what the driver says that the device has"
+_MEASUREMENTS = (
+    ("device.memory_bytes", "device.memory_bytes", MEMORY),
+    ("device.time.multiprocessors", "device.operators", UNITS),
+    ("device.time.unthrottled_efficiency", "device.operators", UNITS),
+    ("device.time.pace", "device.operators", OPERATORS),
+    ("device.time.spread", "", "the same products on every device of the cluster, each by itself"),
+    ("device.time.matmul_efficiency", "device.peak_flops", PRODUCTS),
+    ("device.peak_flops.*", "device.peak_flops", PRODUCTS),
+    ("device.time.memory_efficiency", "device.memory_bandwidth", COPIES),
+    ("device.memory_bandwidth", "device.memory_bandwidth", COPIES),
+    ("device.time.kernel_s", "device.time.kernel_s", "an element-wise operator on no bytes"),
+    ("device.time.fill_s", "device.operators", OPERATORS),
+    ("device.time.launch_s", "device.time.launch_s", "a step that has nothing to compute, by operator"),
+    ("links.pcie.bandwidth", "links.pcie.bandwidth", "pinned memory to all devices of a node at once"),
+    ("links.inter-node.overlap_cost", "links.inter-node.overlap_cost", BESIDE),
+    ("links.*.overlap_cost", "links.{link}.overlap_cost", BESIDE),
+    ("links.inter-node.*", "links.inter-node.collectives", LINK),
+    ("links.*", "links.{link}.collectives", LINK),
+    ("kernels", "device.operators", "seconds of the operators themselves, of each set of kernels"),
+    ("*: operator_s", "device.time.launch_s", "a step that has nothing to compute, by operator"),
+    ("*: attention", "device.operators", "seconds of every operator, attention among them"),
+    ("*: passes", "device.operators", "seconds of every operator, passes over parameters among them"),
+    ("*: products", "device.operators", "seconds of products and of every other operator, each by itself"),
+    ("*: FLOP/s", "", "the published run again with software of that time, its steps timed to three digits"),
+    ("*", "", "a benchmark of it alone: repro calibrate takes it as it is"),
+)
+"""(pattern of keys, fact, how); the first matching pattern counts."""
+
+
+def measurement_advice(key: str, system: str) -> MeasurementAdvice:
+    """Return the measurement of the unknown `key` of `system`."""
+    fact, how = next(entry[1:] for entry in _MEASUREMENTS if fnmatchcase(key, entry[0]))
+    link = key.split(".")[1] if key.startswith("links.") else ""
+    command = "" if not fact else CALIBRATE_CLUSTER if link == "inter-node" else CALIBRATE_NODE
+    return MeasurementAdvice(command.format(system=system), fact.format(link=link), how)
+
+
+LISTED_INPUTS = 5
+"""Inputs of the short list."""
+MIN_SETTLING_SHARE = 0.5
+"""Share of a row's moves from which an unknown settles the row."""
 
 
 @dataclass
-class Input:
-    """One unknown and what hangs on it."""
+class UncertainInput:
+    """Unknown input and the rows that depend on it."""
 
     key: str
-    """`links.inter-node.rings`, as the file of the system has it; `NAME: FLOP/s` of a generation's published point."""
+    """Key of the system file, `links.inter-node.rings`, or `NAME: FLOP/s` of a generation's published point."""
     system: str
-    """Whose number it is; of a generation the system that its point was measured on."""
+    """System that has the input; for a generation the system of its published point."""
     low: float
     best: float
     high: float
     source: str
     rows: list[str] = field(default_factory=list)
-    """`claim/label` of those that it moves."""
+    """`claim/label` of the rows that the input moves."""
     settles: list[str] = field(default_factory=list)
-    """Those of which it carries more than half."""
+    """Rows that the input settles."""
     possible: list[str] = field(default_factory=list)
-    """Those that are `possible` and on which it decides, alone or as one of the two that move it most."""
+    """Rows with verdict `possible` on which the input decides, alone or as one of the two largest."""
     share: float = 0.0
-    """Of the moves of all rows in doubt, each row counted alike; of all inputs together 1."""
+    """Share of the moves of all uncertain rows with equal weights; the shares of all inputs add up to 1."""
 
     @property
-    def measured_by(self) -> Measurement:
-        """What would measure it."""
-        return measurement(self.key, self.system)
+    def measured_by(self) -> MeasurementAdvice:
+        """Return the measurement of the input."""
+        return measurement_advice(self.key, self.system)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -60,28 +120,28 @@ class Input:
 
 
 @dataclass(frozen=True)
-class ShoppingList:
-    """Every unknown that moves a row."""
+class RankedInputs:
+    """Unknown inputs in the order of their importance."""
 
-    inputs: tuple[Input, ...]
-    """The one that settles most rows first."""
+    inputs: tuple[UncertainInput, ...]
+    """Inputs, the one that settles most rows first."""
     rows: int
-    """Rows with a predicted time that is not certain."""
+    """Rows with an uncertain predicted time."""
     possible: int
-    """Those of them whose verdict rests on what is not known."""
+    """Uncertain rows whose verdict depends on unknown inputs."""
 
     @property
     def settled_by_the_first(self) -> int:
-        """Rows that the inputs which are shown settle."""
-        return len({row for one in self.inputs[:SHOWN] for row in one.settles})
+        """Return the number of rows that the listed inputs settle."""
+        return len({row for one in self.inputs[:LISTED_INPUTS] for row in one.settles})
 
     @property
     def words(self) -> str:
-        """What the list says, in a sentence."""
+        """Return a summary of the ranking."""
         return (
-            f"Unknown numbers leave the predicted times of {counted(self.rows, 'row')} in doubt. A number settles a "
-            f"row if it carries more than half of what all of them move it, one at a time; the first {SHOWN} settle "
-            f"{self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
+            f"Unknown numbers leave the predicted times of {count_noun(self.rows, 'row')} in doubt. A number settles a "
+            f"row if it carries more than half of what all of them move it, one at a time; the first {LISTED_INPUTS} "
+            f"settle {self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,38 +150,40 @@ class ShoppingList:
         return {"rows": self.rows, "possible": self.possible, "unknowns": inputs}
 
 
-def known_as(one: Input) -> str:
-    """`1 [1, 8]`."""
+def format_range(one: UncertainInput) -> str:
+    """Return value and range of an input, `1 [1, 8]`."""
     return f"{one.best:.4g} [{one.low:.4g}, {one.high:.4g}]"
 
 
-def by_claim(rows: Sequence[str]) -> str:
-    """Rows by their claim: `zero-fig2-throughput (12), ds-64gpu-table`."""
+def count_by_claim(rows: Sequence[str]) -> str:
+    """Return the number of rows of each claim, `zero-fig2-throughput (12), ds-64gpu-table`."""
     counts = Counter(row.partition("/")[0] for row in rows)
     return ", ".join(f"{claim} ({count})" if count > 1 else claim for claim, count in counts.items())
 
 
-def shopping_list(judged: Iterable[ClaimResult], records: Iterable[Record]) -> ShoppingList:
-    """What the rows of `judged`, predicted by simulated `records`, need to be known."""
-    seen = simulated(records)
-    found: dict[tuple[str, str], Input] = {}
-    rows: list[tuple[str, Finding]] = [(name(result, row), one) for result, row, one in in_doubt(judged)]
+def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> RankedInputs:
+    """Return the unknown inputs of the rows of `judged` that simulated `records` predict."""
+    seen = simulated_records(records)
+    found: dict[tuple[str, str], UncertainInput] = {}
+    rows: list[tuple[str, Finding]] = [
+        (row_name(result, row), one) for result, row, one in uncertain_rows(judged)
+    ]
     for row, finding in rows:
         assert finding.doubt is not None
         for key, share in finding.doubt.shares.items():
             for one in _inputs(key, finding, seen, found):
                 one.rows.append(row)
                 one.share += share / len(rows)
-                if share > SETTLES:
+                if share > MIN_SETTLING_SHARE:
                     one.settles.append(row)
                 if key in finding.deciding:
                     one.possible.append(row)
     ordered = sorted(found.values(), key=lambda one: (-len(one.settles), -one.share))
-    return ShoppingList(tuple(ordered), len(rows), sum(bool(finding.deciding) for _, finding in rows))
+    return RankedInputs(tuple(ordered), len(rows), sum(bool(finding.deciding) for _, finding in rows))
 
 
-def in_doubt(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
-    """Every row whose predicted time is not certain, with its prediction."""
+def uncertain_rows(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowResult, Finding]]:
+    """Yield every row with an uncertain predicted time, and its prediction."""
     for result in judged:
         for row in result.rows:
             finding = next((one for one in row.findings if one.doubt is not None), None)
@@ -129,21 +191,24 @@ def in_doubt(judged: Iterable[ClaimResult]) -> Iterator[tuple[ClaimResult, RowRe
                 yield result, row, finding
 
 
-def name(result: ClaimResult, row: RowResult) -> str:
-    """`claim/label`."""
+def row_name(result: ClaimResult, row: RowResult) -> str:
+    """Return `claim/label`."""
     return f"{result.claim.id}/{row.row.label}"
 
 
-def simulated(records: Iterable[Record]) -> dict[str, ExperimentRecord]:
-    """The simulated records that count, by `suite/name`."""
+def simulated_records(records: Iterable[Record]) -> dict[str, ExperimentRecord]:
+    """Return the simulated records that count, by `suite/name`."""
     return {record.at: record for record in select(records).simulated if record.conclusive}
 
 
 def _inputs(
-    key: str, finding: Finding, seen: Mapping[str, ExperimentRecord], found: dict[tuple[str, str], Input]
-) -> Sequence[Input]:
-    """The unknown `key` of the systems that a prediction reads: one, but where it compares two machines."""
-    inputs: dict[str, Input] = {}
+    key: str,
+    finding: Finding,
+    seen: Mapping[str, ExperimentRecord],
+    found: dict[tuple[str, str], UncertainInput],
+) -> Sequence[UncertainInput]:
+    """Return the input `key` of each system of a prediction: two systems if it compares two machines."""
+    inputs: dict[str, UncertainInput] = {}
     for record in (seen[run] for run in finding.experiments):
         move = next((one for one in _moves(record) if one.key == key), None)
         if move is None:
@@ -152,7 +217,7 @@ def _inputs(
         whose = _POINTS[key].system if key in _POINTS else system
         if (key, whose) not in found:
             source = _sources(system, record.experiment.layout.kernels).get(key, "")
-            found[key, whose] = Input(key, whose, move.low, move.best, move.high, source)
+            found[key, whose] = UncertainInput(key, whose, move.low, move.best, move.high, source)
         inputs[whose] = found[key, whose]
     return list(inputs.values())
 
@@ -163,7 +228,7 @@ def _moves(record: ExperimentRecord) -> list[Sensitivity]:
 
 def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:
     system = load_system(name)
-    return {one.key: one.source for one in uncertain(system, calibration_point_of(kernels, system))}
+    return {one.key: one.source for one in uncertain_numbers(system, calibration_point_of(kernels, system))}
 
 
 _POINTS = {one.key: point for point in calibration_points() for one in point.unknowns}

@@ -24,7 +24,7 @@ from repro.config.system import System
 from repro.results.metrics import SPEED
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
-from repro.simulate.time.basis import of_record, weakest
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 SUITE = "again"
 PREDICTIONS = (
@@ -46,7 +46,7 @@ class Answer:
     word: str = ""
     """What the value means, and in brackets what else it would mean in the interval."""
     rests_on: str = ""
-    """One of `repro.simulate.time.basis.BASES`, of what times the value is made of."""
+    """One of `repro.simulate.time.calibration.BASES`, of what times the value is made of."""
     lacks: str = ""
     """Why there is no value."""
     unrecorded: bool = False
@@ -93,7 +93,7 @@ def how_to_simulate(system: str) -> str:
 def systems_of(records: Iterable[Record]) -> list[str]:
     """The systems on which the suite has been simulated, by name; not those of a file of somebody's own."""
     names = {record.name.rpartition("@")[2] for record in _asked(records)}
-    return [name for name in systems.names() if name in names]
+    return [name for name in systems.system_names() if name in names]
 
 
 def answers(questions: Iterable[Question], records: Iterable[Record], system: System) -> list[Answer]:
@@ -138,7 +138,7 @@ def _answer(
         low=None if spread is None else spread.low,
         high=None if spread is None else spread.high,
         word=_words(question, value / size, spread),
-        rests_on=weakest(map(of_record, timed)),
+        rests_on=weakest_basis(map(basis_of_record, timed)),
     )
 
 

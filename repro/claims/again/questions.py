@@ -24,7 +24,7 @@ from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.ledger import PUBLISHED_SCALE, TRACE, Evidence, Ledger, Row
 from repro.claims.records import Records
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
+from repro.config.files import build_dataclass, read_toml
 from repro.results.schema import SIMULATED
 
 FILE = Path(__file__).with_name("questions.toml")
@@ -96,7 +96,7 @@ class _File:
 
 def load(ledger: Ledger, file: Path = FILE) -> Questions:
     """Read and check the questions in `file`.  Raises `ConfigError` in one line."""
-    content = build(_File, read_toml(file), file=str(file))
+    content = build_dataclass(_File, read_toml(file), file=str(file))
     left_out = {claim: part.because for part in content.left_out for claim in part.claims}
     try:
         for claim in left_out:

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, folder
+from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, check_folder
 
 app = typer.Typer()
 
@@ -33,9 +33,9 @@ def submit(
     json: Json = False,
 ) -> int:
     """Submit to SLURM what the store lacks of a suite and no job is at: a job array for each shape."""
-    from repro.launch.slurm.submission.submit import command
+    from repro.launch.slurm.submission.submit import submit_suite
 
-    return command(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
+    return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
 
 
 @app.command(epilog="Example:  repro status --watch")
@@ -48,7 +48,7 @@ def status(
     json: Json = False,
 ) -> int:
     """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
-    from repro.report.text.status import print_status
+    from repro.report.text.cluster import print_status
 
     return print_status(results, watch, every, json)
 
@@ -63,9 +63,9 @@ def logs(
     ] = None,
 ) -> int:
     """Show what a case or one of its ranks wrote last."""
-    from repro.launch.slurm.following.logs import command
+    from repro.launch.slurm.commands import print_logs
 
-    return command(results, case, rank)
+    return print_logs(results, case, rank)
 
 
 @app.command(epilog="Example:  repro cancel 'fig6-*'")
@@ -79,9 +79,9 @@ def cancel(
     results: Results = Path("results"),
 ) -> int:
     """Cancel jobs that wait or run."""
-    from repro.launch.slurm.following.cancel import command
+    from repro.launch.slurm.commands import cancel_jobs
 
-    return command(results, what)
+    return cancel_jobs(results, what)
 
 
 @app.command(epilog="Example:  repro collect --into results")
@@ -90,12 +90,14 @@ def collect(
     into: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Also copy records to this folder, those that it lacks.", metavar="DIR", callback=folder
+            help="Also copy records to this folder, those that it lacks.",
+            metavar="DIR",
+            callback=check_folder,
         ),
     ] = None,
     json: Json = False,
 ) -> int:
     """Record what was lost or cancelled without a word, and check every record."""
-    from repro.launch.slurm.following.collect import command
+    from repro.launch.slurm.commands import collect_records
 
-    return command(results, into, json)
+    return collect_records(results, into, json)

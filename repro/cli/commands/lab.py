@@ -19,7 +19,7 @@ app = typer.Typer(
 @app.command(epilog="Example:  repro lab check")
 def check() -> int:
     """Say whether emulated networks can be had here, and if not, what is missing.  Exit code 1: they cannot."""
-    from repro.report.text.lab import check_lab
+    from repro.report.text.cluster import check_lab
 
     return check_lab()
 
@@ -41,7 +41,7 @@ def up(
     ] = 0.0,
 ) -> int:
     """Make a network that stays, with every link measured."""
-    from repro.report.text.lab import start_lab
+    from repro.report.text.cluster import start_lab
 
     asked = {"nodes": nodes, "ranks_per_node": ranks_per_node, "between": between, "within": within}
     return start_lab(suite, experiment, asked)
@@ -50,7 +50,7 @@ def up(
 @app.command(epilog="Example:  repro lab status")
 def status(json: Json = False) -> int:
     """Show the network that is up, with what was measured.  Exit code 3: none is."""
-    from repro.report.text.lab import print_lab_status
+    from repro.report.text.cluster import print_lab_status
 
     return print_lab_status(json)
 
@@ -65,7 +65,7 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="What is run.", metavar="COMMAND...")],
 ) -> int:
     """Run a command where a rank of the network is."""
-    from repro.report.text.lab import execute_on_rank
+    from repro.report.text.cluster import execute_on_rank
 
     return execute_on_rank(rank, command)
 
@@ -73,6 +73,6 @@ def execute(
 @app.command(epilog="Example:  repro lab down")
 def down() -> int:
     """Take the network down.  Exit code 3: none was up."""
-    from repro.report.text.lab import stop_lab
+    from repro.report.text.cluster import stop_lab
 
     return stop_lab()

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 
-from repro.cli.commands.options import counted
+from repro.cli.commands.options import check_count
 from repro.config.errors import ConfigError
 from repro.config.layout import Layout
-from repro.simulate.plan.asked import Asked
+from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
 NO_OPTIONS = ("dp", "offload_optimizer")
@@ -97,7 +97,7 @@ QUESTION = [
             int,
             typer.Option(
                 help="Tokens of a sample; the model's longest by default.",
-                callback=counted,
+                callback=check_count,
                 show_default=False,
             ),
         ],
@@ -134,7 +134,7 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
     def with_options(**values: Any) -> int:
         given = {parameter.name: values.pop(parameter.name) for parameter in QUESTION}
         layout = {key: given.pop(key) for key in LAYOUT}
-        asked = Asked(layout={k: v for k, v in layout.items() if v is not None}, **given)
+        asked = LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
         try:
             return command(**values, asked=asked)
         except ConfigError as error:
@@ -149,4 +149,4 @@ def as_option(error: ConfigError, options: Container[str]) -> ConfigError:
     """`error` about the option that sets its key, if one does; the key of a file stays what it is."""
     if error.file or error.key not in options:
         return error
-    return error.about(f"--{error.key.replace('_', '-')}")
+    return error.for_key(f"--{error.key.replace('_', '-')}")

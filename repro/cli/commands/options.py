@@ -10,14 +10,14 @@ import typer
 from repro.config.errors import ConfigError, require
 
 
-def folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
+def check_folder(option: typer.CallbackParam, value: Path | None) -> Path | None:
     """What is there already must be a folder."""
     fine = value is None or value.is_dir() or not value.exists()
     require(fine, option.opts[0], str(value), "a folder; this is a file")
     return value
 
 
-def writable(option: typer.CallbackParam, value: Path | None) -> Path | None:
+def check_writable_file(option: typer.CallbackParam, value: Path | None) -> Path | None:
     """A file that cannot be written is found out before the work that fills it."""
     if value is not None:
         from repro.config.files import check_writable
@@ -30,11 +30,11 @@ def _existing(context: typer.Context, option: typer.CallbackParam, value: Path) 
     """Who names a folder that is not there has mistyped it; that there is no `results` yet is no mistake."""
     if _given(context, option) and not value.exists():
         raise ConfigError("--results", str(value), says="no such folder")
-    folder(option, value)
+    check_folder(option, value)
     return value
 
 
-def counted(context: typer.Context, option: typer.CallbackParam, value: int) -> int:
+def check_count(context: typer.Context, option: typer.CallbackParam, value: int) -> int:
     """A number of something: its default of 0 means that it was not given, which a 0 that is written does not."""
     right = "a whole number of at least 1, or left out"
     require(not _given(context, option) or value >= 1, option.opts[0], value, right)
@@ -65,7 +65,7 @@ ProfileFile = Annotated[
     ),
 ]
 Results = Annotated[
-    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=folder)
+    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=check_folder)
 ]
 StoredResults = Annotated[
     Path,

@@ -10,9 +10,16 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.layout_options import PANEL, question_options
-from repro.cli.commands.options import Json, Ledger, ModelName, StoredResults, counted, writable
+from repro.cli.commands.options import (
+    Json,
+    Ledger,
+    ModelName,
+    StoredResults,
+    check_count,
+    check_writable_file,
+)
 from repro.config.errors import require
-from repro.simulate.plan.asked import SHOWN, Asked
+from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, LayoutQuery
 
 app = typer.Typer()
 
@@ -23,11 +30,11 @@ app = typer.Typer()
 @question_options
 def simulate(
     model: ModelName,
-    asked: Asked,
+    asked: LayoutQuery,
     timeline: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable,
+            callback=check_writable_file,
             help="Write when everything happens, for ui.perfetto.dev.",
             metavar="FILE.json",
         ),
@@ -46,22 +53,24 @@ def simulate(
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
 @question_options
 def fit(
-    asked: Asked,
+    asked: LayoutQuery,
     model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
     hidden: Annotated[
         int,
         typer.Option(
-            callback=counted,
+            callback=check_count,
             help="Width.  Without: one that about hidden/64 layers fill.",
             show_default=False,
         ),
     ] = 0,
     heads: Annotated[
         int,
-        typer.Option(callback=counted, help="Attention heads; hidden/128 by default.", show_default=False),
+        typer.Option(
+            callback=check_count, help="Attention heads; hidden/128 by default.", show_default=False
+        ),
     ] = 0,
     vocab: Annotated[
-        int, typer.Option(callback=counted, help="Vocabulary; 51200 by default.", show_default=False)
+        int, typer.Option(callback=check_count, help="Vocabulary; 51200 by default.", show_default=False)
     ] = 0,
     search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
     measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
@@ -72,7 +81,8 @@ def fit(
         ),
     ] = None,
     of: Annotated[
-        int, typer.Option(callback=counted, help="The ranks of which --as-rank is one.", show_default=False)
+        int,
+        typer.Option(callback=check_count, help="The ranks of which --as-rank is one.", show_default=False),
     ] = 0,
     json: Json = False,
 ) -> int:
@@ -98,7 +108,7 @@ def fit(
 @question_options
 def plan(
     model: ModelName,
-    asked: Asked,
+    asked: LayoutQuery,
     dp: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
@@ -110,7 +120,9 @@ def plan(
     ] = None,
     top: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help=f"Print the best N; without: {SHOWN}, and all with --json.", metavar="N"),
+        typer.Option(
+            help=f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", metavar="N"
+        ),
     ] = None,
     as_map: Annotated[
         bool,
@@ -149,13 +161,18 @@ def twin(
     part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
     width: Annotated[
         int,
-        typer.Option(callback=counted, help="Of the twin's model, in place of --part.", show_default=False),
+        typer.Option(
+            callback=check_count, help="Of the twin's model, in place of --part.", show_default=False
+        ),
     ] = 0,
     layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
     tp: Annotated[
         int,
         typer.Option(
-            "--tp", callback=counted, help="Tensor-parallel degree; as the ranks allow.", show_default=False
+            "--tp",
+            callback=check_count,
+            help="Tensor-parallel degree; as the ranks allow.",
+            show_default=False,
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
@@ -170,7 +187,7 @@ def twin(
     ] = "",
     write: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write it as a suite.", metavar="SUITE.toml"),
+        typer.Option(callback=check_writable_file, help="Write it as a suite.", metavar="SUITE.toml"),
     ] = None,
     json: Json = False,
 ) -> int:
@@ -193,7 +210,7 @@ def calibrate(
         int,
         typer.Option(
             help="Ranks of a node; by default every GPU, or 2 on processor cores.",
-            callback=counted,
+            callback=check_count,
             metavar="N",
             show_default=False,
         ),
@@ -201,7 +218,7 @@ def calibrate(
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable,
+            callback=check_writable_file,
             help="The system file; by default NAME-calibrated.toml here.",
             metavar="FILE.toml",
         ),
@@ -213,7 +230,10 @@ def calibrate(
     nodes: Annotated[
         int,
         typer.Option(
-            callback=counted, help="How many, with --profile; by default 1.", metavar="N", show_default=False
+            callback=check_count,
+            help="How many, with --profile; by default 1.",
+            metavar="N",
+            show_default=False,
         ),
     ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
@@ -231,7 +251,7 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
-    from repro.report.text.calibrate import print_calibration
+    from repro.report.text.machine import print_calibration
 
     return print_calibration(system, gpus, output, profile, nodes, quick, suite or [], json)
 
@@ -242,7 +262,9 @@ def validate(
     svg: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable, help="Draw published against predicted to this file.", metavar="FILE"
+            callback=check_writable_file,
+            help="Draw published against predicted to this file.",
+            metavar="FILE",
         ),
     ] = None,
     system: Annotated[
@@ -282,7 +304,7 @@ def validate(
         require(0 <= covered[0] <= covered[1] <= 100, "--covered", said, "two percentages, the least first")
         return print_coverage(results, covered, tuple(ledger or ()))
     if unknowns:
-        from repro.report.text.unknowns import print_unknowns
+        from repro.report.text.validate import print_unknowns
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
         return print_unknowns(results, json, tuple(ledger or ()))

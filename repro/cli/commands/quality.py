@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Results, counted, folder
+from repro.cli.commands.options import Json, Results, check_count, check_folder
 
 app = typer.Typer()
 
@@ -66,7 +66,9 @@ def evaluate(
     ] = "",
     stride: Annotated[
         int,
-        typer.Option(help="Tokens between windows.  Without: the protocol's.", callback=counted, metavar="N"),
+        typer.Option(
+            help="Tokens between windows.  Without: the protocol's.", callback=check_count, metavar="N"
+        ),
     ] = 0,
     stop_words: Annotated[
         Optional[Path],  # noqa: UP045
@@ -99,7 +101,9 @@ def evaluate(
 )
 def export_weights(
     weights: Weights,
-    output: Annotated[Path, typer.Option(help="The folder to be written.", metavar="DIR", callback=folder)],
+    output: Annotated[
+        Path, typer.Option(help="The folder to be written.", metavar="DIR", callback=check_folder)
+    ],
     vocab: Annotated[
         int, typer.Option(help="Tokens that are kept; the rest was padding.  Without: all.", metavar="N")
     ] = 0,

@@ -7,7 +7,15 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, Rerun, Results, StoredResults, SuiteFiles, writable
+from repro.cli.commands.options import (
+    Json,
+    Only,
+    Rerun,
+    Results,
+    StoredResults,
+    SuiteFiles,
+    check_writable_file,
+)
 from repro.config.errors import require
 
 app = typer.Typer()
@@ -36,10 +44,10 @@ def run(
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
     if dry_run:
-        from repro.report.text.run import print_dry_run
+        from repro.report.text.results import print_dry_run
 
         return print_dry_run(suites, only or [], results, rerun, json, evidence, system)
-    from repro.report.text.run import print_run
+    from repro.report.text.results import print_run
 
     return print_run(suites, only or [], results, rerun, json, evidence, system)
 
@@ -56,7 +64,9 @@ def results(
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            callback=writable, help="Draw the curves of losses to this file, .svg or .png.", metavar="FILE"
+            callback=check_writable_file,
+            help="Draw the curves of losses to this file, .svg or .png.",
+            metavar="FILE",
         ),
     ] = None,
     json: Json = False,
@@ -76,9 +86,9 @@ def init(
     """Write a commented suite to begin with, which runs on this machine."""
     import shlex
 
-    from repro.config.suites.template import write
+    from repro.config.suites import write_template
 
-    suite = write(file)
+    suite = write_template(file)
     names = ", ".join(entry.experiment.name for entry in suite.entries)
     print(f"{file}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
     command = f"repro run {shlex.quote(str(file))}"
@@ -109,9 +119,9 @@ def doctor(
     right = "0 or more, with --profile: the nodes of its cluster"
     require(nodes == 0 or (nodes > 0 and profile is not None), "--nodes", nodes, right)
     if profile is not None:
-        from repro.report.text.doctor import print_cluster_checks
+        from repro.report.text.machine import print_cluster_checks
 
         return print_cluster_checks(profile, results, nodes, json)
-    from repro.report.text.doctor import print_machine_checks
+    from repro.report.text.machine import print_machine_checks
 
     return print_machine_checks(results, kernels, json)

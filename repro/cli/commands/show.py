@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Ledger, StoredResults, writable
+from repro.cli.commands.options import Json, Ledger, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -27,7 +27,7 @@ def claims(
 ) -> int:
     """Show the ledger: published value, conditions, source, evidence and verdict."""
     if system:
-        from repro.report.text.again import print_claims_on_system
+        from repro.report.text.claims import print_claims_on_system
 
         if ledger:
             what = "left out with --system: the questions are of our ledger"
@@ -46,7 +46,7 @@ def models(
     json: Json = False,
 ) -> int:
     """Show model files with exact parameter counts and the memory of their states."""
-    from repro.report.text.models import print_models
+    from repro.report.text.models_and_systems import print_models
 
     return print_models(name, json)
 
@@ -59,7 +59,7 @@ def systems(
     json: Json = False,
 ) -> int:
     """Show system files: devices, memory and links, each number with its source."""
-    from repro.report.text.systems import print_systems
+    from repro.report.text.models_and_systems import print_systems
 
     return print_systems(name, json)
 
@@ -78,7 +78,7 @@ def report(
     json: Json = False,
 ) -> int:
     """Write the page index.html: claims with their evidence, figures, and the stored records."""
-    from repro.report.text.report import print_report
+    from repro.report.page.build import print_report
 
     return print_report(results, out, json, notebooks, tuple(ledger or ()))
 
@@ -97,27 +97,27 @@ def export(
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
-    from repro.report.exports.tables import command
+    from repro.report.exports.tables import write_table
 
-    return command(results, table, form, output, tuple(ledger or ()))
+    return write_table(results, table, form, output, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
 def artifact(
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write to this file.", metavar="FILE"),
+        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
     ] = None,
     ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
-    from repro.report.exports.artifact import command
+    from repro.report.exports.artifact import write_appendix
 
-    return command(output, tuple(ledger or ()))
+    return write_appendix(output, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
@@ -130,7 +130,7 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.report.text.report import print_comparison
+    from repro.report.exports.compare import print_comparison
 
     return print_comparison(first, second, results, tolerance, json, tuple(ledger or ()))
 
@@ -154,7 +154,9 @@ def schedule(
     svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=writable, help="Write the SVG picture to this file.", metavar="FILE"),
+        typer.Option(
+            callback=check_writable_file, help="Write the SVG picture to this file.", metavar="FILE"
+        ),
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""

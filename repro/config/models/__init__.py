@@ -1,6 +1,6 @@
 """The packaged model files, and their reader.
 
-`load` returns a packaged model by name, or the model of a `.toml` file. A file holds `[[model]]` tables and one
+`load_model` returns a packaged model by name, or the model of a `.toml` file. A file holds `[[model]]` tables and one
 `[defaults]` table, or a single model with its keys at the top level.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.config.files import build, read_toml
+from repro.config.files import build_dataclass, read_toml
 from repro.config.model import Model
 
-__all__ = ["FILES", "is_file", "load", "names"]
+__all__ = ["FILES", "is_file", "load_model", "model_names"]
 
 FILES = Path(__file__).parent
 """Where the packaged model files are."""
@@ -25,12 +25,12 @@ FILES = Path(__file__).parent
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
-def names() -> list[str]:
+def model_names() -> list[str]:
     """Names of all packaged models, in the order of the files."""
     return list(_packaged())
 
 
-def load(name: str | Path) -> Model:
+def load_model(name: str | Path) -> Model:
     """The packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
 
     Raises `ConfigError` for an unknown name (with the nearest ones) and for a file that is missing,
@@ -41,7 +41,7 @@ def load(name: str | Path) -> Model:
         return _of_file(text)
     table, path = _packaged().get(text, (None, FILES))
     if table is None:
-        near = difflib.get_close_matches(text, names(), n=3)
+        near = difflib.get_close_matches(text, model_names(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
         raise ConfigError("model", text, says=f"no such model; {hint}")
     return _model(table, path)
@@ -117,4 +117,4 @@ def _model(table: dict[str, Any], path: Path) -> Model:
             return Model(**table)
         except ConfigError as error:
             raise error.within(file=str(path), where=table["name"]) from None
-    return build(Model, table, file=str(path), where=str(table.get("name", "")))
+    return build_dataclass(Model, table, file=str(path), where=str(table.get("name", "")))

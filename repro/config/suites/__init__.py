@@ -1,9 +1,291 @@
 """Suite files: TOML files that name experiments, their shared settings and their comparisons.
 
-`load(Path("suites/smoke.toml"))` returns a checked, frozen `Suite`; a packaged suite is loaded by its name.
+`load_suite(Path("suites/smoke.toml"))` returns a checked, frozen `Suite`, and a packaged suite is loaded by its name.
+Every mistake in a file is found before any process starts, and becomes one `ConfigError` line.
 """
 
-from repro.config.suites.entry import Entry
-from repro.config.suites.read import Comparison, Suite, load, parse
+from __future__ import annotations
 
-__all__ = ["Comparison", "Entry", "Suite", "load", "parse"]
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from repro.config import Experiment
+from repro.config.errors import ConfigError, require
+from repro.config.files import build_dataclass, check_writable, read_toml
+from repro.config.sizes import check_name
+from repro.config.suites.entry import Entry, read_entry, shared, unknown_name_hint
+from repro.util.files import replace_file
+
+__all__ = [
+    "PROFILES",
+    "SUITES",
+    "Comparison",
+    "Entry",
+    "Suite",
+    "load_suite",
+    "parse_suite",
+    "write_template",
+]
+
+CHECKOUT = Path(__file__).parents[3]
+TEMPLATE = Path(__file__).parent / "template.toml"
+
+
+@dataclass(frozen=True)
+class PackagedFiles:
+    """TOML files of one kind that the package contains, found by name from any folder."""
+
+    key: str
+    """Argument or option that names a file on the command line."""
+    what: str
+    folder: Path
+
+    def files(self) -> list[Path]:
+        """Return all files, sorted."""
+        return sorted(self.folder.glob("*.toml"))
+
+    def names(self) -> list[str]:
+        """Return the names of `files` on the command line."""
+        return [path.stem for path in self.files()]
+
+    def find(self, given: Path) -> Path:
+        """Return the file of a path that ends in `.toml`, or of a name.  Raises `ConfigError`."""
+        if given.suffix == ".toml":
+            return given
+        if str(given) not in self.names():
+            here = Path(f"{given}.toml")
+            right = f"{unknown_name_hint(str(given), tuple(self.names()), self.what)}; or the path of a .toml file"
+            raise ConfigError(self.key, str(given), says=f"did you mean {here}?" if here.is_file() else right)
+        return self.folder / f"{given}.toml"
+
+
+def _packaged(key: str, what: str, installed: str, of_a_checkout: str) -> PackagedFiles:
+    folder = Path(__file__).parent / installed
+    return PackagedFiles(key, what, folder if folder.is_dir() else CHECKOUT / of_a_checkout)
+
+
+SUITES = _packaged("suite", "suite", "files", "suites")
+PROFILES = _packaged("--profile", "profile", "profiles", "slurm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Experiments that run interleaved in one launch, each subject against the baseline."""
+
+    baseline: str
+    subjects: tuple[str, ...]
+    rounds: int = 5
+    apart: bool = False
+    """Whether each turn builds and frees its experiment, for sizes of which two do not fit on a device together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A checked suite file."""
+
+    name: str
+    file: str
+    description: str = ""
+    claims: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    comparisons: tuple[Comparison, ...] = field(default=())
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of the experiment called `name`."""
+        return next(entry for entry in self.entries if entry.experiment.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    name: str
+    description: str = ""
+    claims: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compare:
+    baseline: str
+    subjects: list[str]
+    rounds: int = 5
+    apart: bool = False
+
+
+def load_suite(given: Path) -> Suite:
+    """Return the suite of a `.toml` file or of a packaged name.  Raises `ConfigError`."""
+    path = SUITES.find(given)
+    return parse_suite(read_toml(path), file=str(path))
+
+
+def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
+    """Return the suite of a file's tables."""
+    tables = ("suite", "defaults", "models", "layouts", "networks", "experiment", "compare")
+    for key in data:
+        if key not in tables:
+            raise ConfigError(key, says=unknown_name_hint(key, tables), file=file)
+    if "suite" not in data:
+        raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
+    head = build_dataclass(_Head, data["suite"], file=file, where="suite")
+    try:
+        check_name("name", head.name)
+    except ConfigError as error:
+        raise error.within(file=file, where="suite") from None
+    from_file = shared(data, file)
+    rows = _tables(data, "experiment", file)
+    if not rows:
+        raise ConfigError("experiment", says="is missing: at least one [[experiment]] table", file=file)
+    entries = [read_entry(row, from_file, number) for number, row in enumerate(rows, 1)]
+    _distinct(entries, file)
+    _continued(entries, file)
+    comparisons = tuple(_comparison(row, entries, file) for row in _tables(data, "compare", file))
+    _launches(entries, comparisons, file)
+    return Suite(
+        name=head.name,
+        file=file,
+        description=head.description,
+        claims=tuple(head.claims),
+        entries=tuple(entries),
+        comparisons=comparisons,
+    )
+
+
+def _distinct(entries: list[Entry], file: str) -> None:
+    """Raise `ConfigError` unless every experiment has a unique name and unique conditions."""
+    names: set[str] = set()
+    keys: dict[str, str] = {}
+    for entry in entries:
+        name, key = entry.experiment.name, entry.experiment.key
+        if name in names:
+            raise ConfigError("name", name, "a name that no other experiment has", file=file)
+        if key in keys:
+            right = f'has the same conditions as "{keys[key]}"; leave one of them out'
+            raise ConfigError(f'experiment "{name}"', says=right, file=file)
+        names.add(name)
+        keys[key] = name
+
+
+def _continued(entries: list[Entry], file: str) -> None:
+    """Raise `ConfigError` unless an experiment that continues another one trains the same, and longer."""
+    known = {entry.experiment.name: entry.experiment for entry in entries}
+    for experiment in known.values():
+        name = experiment.training.continues
+        if not name:
+            continue
+        place = f'{file}: experiment "{experiment.name}"'
+        where = "training"
+        if name not in known or name == experiment.name:
+            right = unknown_name_hint(
+                name, tuple(other for other in known if other != experiment.name), "experiment"
+            )
+            raise ConfigError("continues", name, says=right, file=place, where=where)
+        first = known[name]
+        if not first.training.checkpoint_every:
+            right = "an experiment with checkpoint_every of 1 or more"
+            raise ConfigError("continues", name, right, file=place, where=where)
+        if first.training.steps >= experiment.training.steps:
+            right = f'more than the {first.training.steps} steps of "{name}", which it continues'
+            raise ConfigError("steps", experiment.training.steps, right, file=place, where=where)
+        for part, value in first.course.items():
+            if experiment.course[part] != value:
+                differs = (
+                    f"an experiment of the same training; {_differing(part, value, experiment.course[part])}"
+                )
+                raise ConfigError("continues", name, differs, file=place, where=where)
+
+
+def _differing(part: str, there: Any, here: Any) -> str:
+    """Return the first difference between a part of two courses."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        key = next(key for key in sorted({*there, *here}) if there.get(key) != here.get(key))
+        there, here = (repr(side[key]) if key in side else "its default" for side in (there, here))
+        return f"{part}.{key} is {there} there and {here} here"
+    return f"{part} is {there!r} there and {here!r} here"
+
+
+def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
+    row = build_dataclass(_Compare, data, file=file, where="compare")
+    known = {entry.experiment.name: entry.experiment for entry in entries}
+    names = [row.baseline, *row.subjects]
+    for key, name in [("baseline", row.baseline), *(("subjects", subject) for subject in row.subjects)]:
+        if name not in known:
+            raise ConfigError(
+                key,
+                name,
+                says=unknown_name_hint(name, tuple(known), "experiment"),
+                file=file,
+                where="compare",
+            )
+        if names.count(name) > 1:
+            raise ConfigError(key, name, says="names an experiment twice", file=file, where="compare")
+    if not row.subjects:
+        raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
+    if row.rounds < 1:
+        raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
+    for name in names:
+        every = known[name].training.checkpoint_every
+        if every:
+            right = "0 in [[compare]]: what is written between steps, and after a stop, cannot be compared"
+            place = f'{file}: experiment "{name}"'
+            raise ConfigError("checkpoint_every", every, right, file=place, where="training")
+    _alike([known[name] for name in names], file, f'compare with baseline "{row.baseline}"')
+    for name in names:
+        training = known[name].training
+        if training.steps - training.untimed_steps < row.rounds:
+            right = f"at most the timed steps of {name}: {training.steps - training.untimed_steps}"
+            raise ConfigError("rounds", row.rounds, right, file=file, where="compare")
+    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds, apart=row.apart)
+
+
+def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: str) -> None:
+    compared = {name for row in comparisons for name in (row.baseline, *row.subjects)}
+    groups: dict[str, list[Experiment]] = {}
+    for entry in entries:
+        if entry.launch:
+            if entry.experiment.name in compared:
+                place = f'{file}: experiment "{entry.experiment.name}"'
+                raise ConfigError(
+                    "launch", entry.launch, "left out: [[compare]] already shares a launch", file=place
+                )
+            groups.setdefault(entry.launch, []).append(entry.experiment)
+    for launch, members in groups.items():
+        _alike(members, file, f'launch "{launch}"')
+
+
+def _alike(members: list[Experiment], file: str, what: str) -> None:
+    """Raise `ConfigError` unless experiments of one launch share world, system, network and memory limit."""
+    first = members[0]
+    for other in members[1:]:
+        for key, mine, theirs in (
+            ("layout.world", other.layout.world, first.layout.world),
+            ("system", other.system, first.system),
+            ("network", _network(other), _network(first)),
+            ("limits.memory_bytes", other.limits.memory_bytes, first.limits.memory_bytes),
+        ):
+            if mine != theirs:
+                place = f'{file}: {what}: experiment "{other.name}"'
+                raise ConfigError(
+                    key, mine, f'{theirs!r} as in "{first.name}": they share one launch', file=place
+                )
+
+
+def _network(experiment: Experiment) -> str:
+    return str(experiment.network) if experiment.network is not None else "none"
+
+
+def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:
+    tables = data.get(key, [])
+    if not isinstance(tables, list):
+        raise ConfigError(key, expected=f"[[{key}]] tables, in double brackets", file=file)
+    return tables
+
+
+def write_template(path: Path) -> Suite:
+    """Write a commented suite to `path`, named as the file.  Raises `ConfigError`, also if the file exists."""
+    require(path.suffix == ".toml", "FILE", str(path), "a file that ends in .toml")
+    require(not path.exists(), "FILE", str(path), says="is there already; it is not overwritten")
+    check_name("FILE", path.stem)
+    check_writable("FILE", path)
+    text = TEMPLATE.read_text(encoding="utf-8").replace("FILE", str(path))
+    replace_file(path, text.replace('name = "NAME"', f"name = {json.dumps(path.stem)}"))
+    return load_suite(path)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, TwinOf
-from repro.config.files import build
+from repro.config.files import build_dataclass
 from repro.config.sizes import check_name
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def shared(data: Mapping[str, Any], file: str) -> Shared:
                 _known(key, value, _PARTS[part], file=file, where=f"{tables}.{name}")
     defaults = data.get("defaults", {})
     defaults = _spelled(defaults, file)
-    build(_Row, defaults, file=file, where="defaults")
+    build_dataclass(_Row, defaults, file=file, where="defaults")
     if "name" in defaults:
         right = "a name for each experiment, not for all"
         raise ConfigError("name", defaults["name"], right, file=file, where="defaults")
@@ -116,7 +116,7 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
     if not isinstance(tables, dict):
         raise ConfigError("models", tables, "tables [models.NAME]", file=file)
     return {
-        name: build(
+        name: build_dataclass(
             Model,
             {"name": name, **table} if isinstance(table, dict) else table,
             file=file,
@@ -140,7 +140,9 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     for section in _PARTS:
         if not isinstance(data.get(section, {}), dict):
             raise ConfigError(section, data[section], "a table", file=place)
-    row = build(_Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place)
+    row = build_dataclass(
+        _Row, {**defaults, **{k: v for k, v in data.items() if k not in _PARTS}}, file=place
+    )
     if not row.model:
         raise ConfigError("model", says="is missing: the name of a model, see `repro models`", file=place)
     if row.expect and row.expect not in OUTCOMES:
@@ -153,14 +155,14 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         """Say where in the file the value comes from."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
-        return error.about(error.key, file=place, where=where)
+        return error.for_key(error.key, file=place, where=where)
 
     def part(key: str, cls: type[T]) -> T:
         table: dict[str, Any] = {}
         for level in levels[key]:
             table |= level.table
         world = table.pop("world", None) if key == "layout" else None
-        built = _blaming(lambda: build(cls, table, where=key), lambda error: blame(error, key))
+        built = _blaming(lambda: build_dataclass(cls, table, where=key), lambda error: blame(error, key))
         if world is not None and isinstance(built, Layout) and world != built.world:
             degrees = " x ".join(str(getattr(built, axis)) for axis in built.axes)
             right = f"{' x '.join(built.axes)} = {degrees} = {built.world}"
@@ -211,7 +213,11 @@ def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -
         return levels
     if chosen not in from_file.named[tables]:
         known = tuple(from_file.named[tables])
-        right = unknown(str(chosen), known, part) if known else f"unknown {part}; the file has no [{tables}]"
+        right = (
+            unknown_name_hint(str(chosen), known, part)
+            if known
+            else f"unknown {part}; the file has no [{tables}]"
+        )
         raise ConfigError(
             USE, chosen, says=right, file=place, where=part if USE in own else f"defaults.{part}"
         )
@@ -234,18 +240,18 @@ def _model(name: str, *, file: str, place: str) -> Model:
     if models.is_file(name) and not path.is_absolute():
         path = Path(file).parent / path  # as the suite's author sees it
     try:
-        return models.load(path if models.is_file(name) else name)
+        return models.load_model(path if models.is_file(name) else name)
     except ConfigError as error:
         raise error if error.file else error.within(file=place) from None
 
 
 def _system(name: str, place: str) -> None:
     """Whether there is such a system: the machine at hand, or one with a file."""
-    from repro.config.systems import HERE, load
+    from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
-    if name not in HERE:
+    if name not in LOCAL_SYSTEMS:
         try:
-            load(name)
+            load_system_file(name)
         except ConfigError as error:
             raise error if error.file else error.within(file=place) from None
 
@@ -269,10 +275,10 @@ def _data(training: Training, model: Model) -> None:
 def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:
     known = (*cls.__dataclass_fields__, *(("world",) if cls is Layout else ()))
     if key not in known:
-        raise ConfigError(key, value, says=unknown(key, known), file=file, where=where)
+        raise ConfigError(key, value, says=unknown_name_hint(key, known), file=file, where=where)
 
 
-def unknown(key: str, known: tuple[str, ...], what: str = "key") -> str:
+def unknown_name_hint(key: str, known: tuple[str, ...], what: str = "key") -> str:
     """What to say of a name that is not among `known`."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = (

@@ -24,9 +24,9 @@ PER_RANGE = 4
 """Steps of a search from one end of a range to the other."""
 DRAWS = 64
 """Joint draws of all unknowns."""
-WHOLE = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
+COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that count something."""
-FRACTIONS = (
+FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
@@ -38,7 +38,7 @@ REACH = 4.0
 
 
 @dataclass(frozen=True)
-class Case:
+class QuantileCase:
     """A quantile for every unknown there may be."""
 
     moved: str = ""
@@ -48,14 +48,14 @@ class Case:
     number: int | None = None
     """Of a joint draw, in which all are moved."""
 
-    def of(self, key: str) -> float:
+    def quantile_of(self, key: str) -> float:
         """The quantile of `key`."""
         if self.number is not None:
             return _column(key)[self.number]
         return self.quantile if key == self.moved else BEST
 
 
-JOINT = tuple(Case(number=number) for number in range(DRAWS))
+JOINT = tuple(QuantileCase(number=number) for number in range(DRAWS))
 """A Latin hypercube; its columns depend on nothing but the key."""
 
 
@@ -71,7 +71,7 @@ class Unknown:
     source: str
     """With the reasons for both ends."""
 
-    def at(self, quantile: float) -> float:
+    def value_at(self, quantile: float) -> float:
         """The value at `quantile`: half of the draws lie on either side of the best value.
 
         -1 to 0 and 1 to 2 lie outside of the range, up to `REACH` times.
@@ -84,23 +84,23 @@ class Unknown:
             value = self.low * REACH**quantile
         elif quantile > HIGH:
             value = self.high * REACH ** (quantile - HIGH)
-            value = min(value, 1.0) if what in FRACTIONS else value
+            value = min(value, 1.0) if what in FRACTION_KEYS else value
         elif quantile < BEST:
             value = self.low + (self.best - self.low) * quantile / BEST
         else:
             value = self.best + (self.high - self.best) * (quantile - BEST) / (HIGH - BEST)
-        return max(1.0, float(round(value))) if what in WHOLE else value
+        return max(1.0, float(round(value))) if what in COUNTED_KEYS else value
 
     @property
     def around(self) -> dict[float, float]:
         """Values in the range and around it, rising, each with its quantile; of what is counted every whole one in the
         range."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
-        if self.key.rpartition(".")[2] in WHOLE:
+        if self.key.rpartition(".")[2] in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
-        return {self.at(quantile): quantile for quantile in sorted(quantiles)}
+        return {self.value_at(quantile): quantile for quantile in sorted(quantiles)}
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
@@ -110,10 +110,10 @@ def unknowns(system: System) -> tuple[Unknown, ...]:
     """
     if system.device.operators:
         return ()
-    return tuple(unknown(key, number) for key, number in _quantities(system) if number.ranges)
+    return tuple(make_unknown(key, number) for key, number in _quantities(system) if number.ranges)
 
 
-def unknown(key: str, number: Quantity) -> Unknown:
+def make_unknown(key: str, number: Quantity) -> Unknown:
     """A number that is known, with its range."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
@@ -128,12 +128,13 @@ def with_values(system: System, values: Mapping[str, float]) -> System:
     return system
 
 
-def drawn(system: System, case: Case, only: Collection[str] | None = None) -> System:
+def drawn(system: System, case: QuantileCase, only: Collection[str] | None = None) -> System:
     """`system` with every unknown where `case` has it; `only`: of those keys, and all others at their best values."""
     moved = {
         one.key: value
         for one in unknowns(system)
-        if (only is None or one.key in only) and (value := one.at(case.of(one.key))) != one.best
+        if (only is None or one.key in only)
+        and (value := one.value_at(case.quantile_of(one.key))) != one.best
     }
     return with_values(system, moved)
 

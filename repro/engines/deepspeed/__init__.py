@@ -2,9 +2,7 @@
 
 | module | content |
 |---|---|
-| `config` | the DeepSpeed configuration of a layout and a training |
-| `library` | the import of DeepSpeed, and isolation of its module-level state |
-| `topology` | the tensor-parallel groups as DeepSpeed's `mpu` |
+| `library` | the import of DeepSpeed, its configuration and `mpu`, isolation of its module-level state |
 | `model` | the GPT with DeepSpeed's checkpointing, values and optimizer |
 | `states` | the tensors of its optimizers, by category |
 | `engine` | the step |

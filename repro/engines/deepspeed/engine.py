@@ -1,4 +1,4 @@
-"""One step by DeepSpeed: its engine's `forward`, `backward` and `step` for every micro-batch, as its users write it."""
+"""DeepSpeed engine: the `forward`, `backward` and `step` of DeepSpeed's own engine for every micro-batch."""
 
 from __future__ import annotations
 
@@ -11,75 +11,72 @@ from torch.nn import Module
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.engines.about import EngineReport
+from repro.engines import EngineReport
 from repro.engines.deepspeed import library, model
-from repro.engines.deepspeed.config import configuration
 from repro.engines.deepspeed.states import States
-from repro.engines.deepspeed.topology import Topology
-from repro.engines.native.learning_rate import learning_rate
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 
 
 class DeepSpeedEngine:
-    """The suite's GPT under DeepSpeed; the same `Engine` interface as ours."""
+    """Engine `deepspeed`: the suite's GPT under DeepSpeed."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
         self.layout, self.training, self.mesh, self.device = layout, training, mesh, device
-        deepspeed = library.load(device.type)
-        library.join(device)
+        deepspeed = library.import_deepspeed(device.type)
+        library.join_process_group(device)
         self.version: str = deepspeed.__version__
-        self.globals = library.Globals()
-        topology = Topology(layout, mesh) if layout.tp > 1 else None
-        self.configuration = configuration(experiment.model, layout, training)
-        with self.globals.in_place():
-            built = model.build(
-                experiment, mesh, device, self._partition(topology) if layout.zero == 3 else None
+        self.module_state = library.ModuleState()
+        mpu = library.ModelParallelUnit(layout, mesh) if layout.tp > 1 else None
+        self.configuration = library.configuration(experiment.model, layout, training)
+        with self.module_state.in_place():
+            built = model.build_model(
+                experiment, mesh, device, self._partition(mpu) if layout.zero == 3 else None
             )
             self.engine, *_ = deepspeed.initialize(
                 model=built.model,
-                optimizer=model.optimizer(built, training),
+                optimizer=model.fused_adamw(built, training),
                 lr_scheduler=self._schedule,
-                mpu=topology,
+                mpu=mpu,
                 dist_init_required=False,
                 config=dict(self.configuration),
             )
             self.states = States(self.engine, layout)
             self.states.mark_whole_gradients()
             if layout.precision != "fp32":
-                self.states.begin(built.values)
+                self.states.set_initial_values(built.values)
             if layout.recompute:
-                deepspeed.checkpointing.configure(topology, deepspeed_config=dict(self.configuration))
+                deepspeed.checkpointing.configure(mpu, deepspeed_config=dict(self.configuration))
         self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None
-        """Of the gradients of stage 0 in fp32, whose norm DeepSpeed's engine does not keep."""
+        """Gradient norm of stage 0 in fp32, which DeepSpeed's engine does not store."""
         if layout.zero == 0 and layout.precision == "fp32":
-            self._keep_norm()
-        # Its engine forgets to scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
-        forgets = layout.zero == 0 and layout.precision == "fp16"
-        self._unscaled: Any = self.engine.optimizer if forgets else None
-        """The optimizer whose loss scale the loss has to be given here."""
+            self._store_norm()
+        # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
+        is_unscaled = layout.zero == 0 and layout.precision == "fp16"
+        self._unscaled: Any = self.engine.optimizer if is_unscaled else None
+        """Optimizer whose loss scale this engine applies to the loss; None if DeepSpeed applies it."""
 
-    def _partition(self, topology: Topology | None) -> Callable[[Module], object]:
-        """Stage 3 partitions a module as soon as it is there: no rank ever holds the whole model."""
+    def _partition(self, mpu: library.ModelParallelUnit | None) -> Callable[[Module], object]:
+        """Return the function that partitions a new module in stage 3, so that no rank holds the full model."""
         from deepspeed.runtime.zero import Init
 
-        group = None if topology is None else topology.get_data_parallel_group()
+        group = None if mpu is None else mpu.get_data_parallel_group()
         settings = dict(self.configuration)
-        return lambda module: Init(module, group, config_dict_or_path=settings, mpu=topology)
+        return lambda module: Init(module, group, config_dict_or_path=settings, mpu=mpu)
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The suite's learning rate; DeepSpeed does not step it when it skips one."""
+        """Return the suite's learning rate schedule; DeepSpeed does not advance it in a skipped step."""
         training = self.training
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda taken: float(learning_rate(training, torch.tensor(float(taken)))) / training.lr
         )
 
-    def _keep_norm(self) -> None:
-        """Clip as its engine does, but keep what the clipping returns; without clipping, take the norm."""
+    def _store_norm(self) -> None:
+        """Clip as DeepSpeed's engine does and store the norm; without clipping, compute the norm."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
         engine, limit = self.engine, self.training.clip or float("inf")
@@ -91,11 +88,11 @@ class DeepSpeedEngine:
         engine.gradient_clipping = lambda: limit
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """The loop of DeepSpeed's documentation; its last `step` is the optimizer's."""
+        """Run the loop of DeepSpeed's documentation; the last `step` is the optimizer step."""
         total = torch.zeros((), device=self.device)
         last = len(micro_batches) - 1
         scale = self._unscaled.loss_scale if self._unscaled is not None else None
-        with self.globals.in_place():
+        with self.module_state.in_place():
             for i, batch in enumerate(micro_batches):
                 observe(Phase.FORWARD)
                 loss = self.engine(batch.tokens, batch.targets, batch.place)
@@ -118,37 +115,37 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device).reshape(())
 
     def loss_scale(self) -> Tensor | None:
-        """The dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale (fp16)."""
         if self.layout.precision != "fp16":
             return None
         return torch.tensor(float(self.engine.optimizer.loss_scale), device=self.device)
 
     def synchronize(self) -> None:
-        """DeepSpeed's steps leave nothing under way."""
+        """Do nothing: DeepSpeed's step is synchronous."""
 
     def local_parameters(self) -> int:
-        """Parameters of this rank's tp share."""
+        """Return the number of parameters of this rank's tp share."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every (tp-local) parameter, complete, by name."""
-        with self.globals.in_place():
+        """Return a full copy of every (tp-local) parameter, by name."""
+        with self.module_state.in_place():
             return self.states.full_parameters()
 
     def splits(self) -> dict[str, int | None]:
-        """The dimension along which tp splits each parameter, by name."""
+        """Return the dimension along which tp splits each parameter, by name."""
         return self._splits
 
     def padding(self) -> int:
-        """Elements of the flat buffers, over all ranks of dp, beyond the parameters."""
+        """Return the padding elements of the flat buffers over all ranks of dp."""
         return self.states.elements() - self.count
 
     def mark_states(self) -> None:
-        """Mark what DeepSpeed's optimizer holds now, and what it sends gradients from."""
+        """Mark the states of DeepSpeed's optimizer and its communication buffers."""
         self.states.mark()
 
-    def about(self) -> EngineReport:
-        """DeepSpeed around this suite's model."""
+    def report(self) -> EngineReport:
+        """Report DeepSpeed around this suite's model."""
         return EngineReport(
             f"DeepSpeed {self.version}",
             "engine, ZeRO and activation checkpointing; the model, its kernels and tensor parallelism are this "
@@ -157,5 +154,5 @@ class DeepSpeedEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Nothing: there is one stage."""
+        """Return {}: DeepSpeed runs one stage."""
         return {}

@@ -1,14 +1,14 @@
-"""The import of DeepSpeed, and how what it keeps in modules is kept to one experiment.
+"""Setup of DeepSpeed: its import, its configuration, its `mpu`, and isolation of its module-level state.
 
-A rank's process runs many experiments, some by turns.  DeepSpeed remembers the `mpu` and all of activation
-checkpointing in module-level variables, and replaces `torch.nn.functional.linear`; `Globals` puts an engine's in
-place while it works.
+A rank's process runs many experiments, some interleaved. DeepSpeed stores the `mpu` and all of activation checkpointing
+in module variables and replaces `torch.nn.functional.linear`. `ModuleState` exchanges these variables.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -18,6 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from repro.config import Layout, Model, Training
+from repro.model import counts
+from repro.parallel import mesh as meshes
+from repro.parallel.mesh import Mesh
+from repro.parallel.storage import DTYPES
 
 _KEPT = {
     "torch.nn.functional": ("linear",),  # stage 3 puts its own there for good
@@ -35,30 +41,30 @@ _KEPT = {
         *("timers", "_cpu_offload_engine", "_checkpoint_grad_enabled"),
     ),
 }
-"""Variables of modules that DeepSpeed sets for an experiment."""
+"""Module variables that DeepSpeed sets for an experiment."""
 
 
-def load(device_type: str) -> ModuleType:
-    """DeepSpeed, imported for the kind of device that this process uses, and silent below errors."""
+def import_deepspeed(device_type: str) -> ModuleType:
+    """Import DeepSpeed for a type of device, with messages of errors only."""
     if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would ask for a GPU's driver first
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids a query of the GPU's driver
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of setuptools about distutils
+        warnings.simplefilter("ignore")  # setuptools warns about distutils
         library = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # torch renames its collectives; DeepSpeed calls them by both names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if device_type == "cpu":
-        # It asks whether the processor has instructions for fp16; torch computes without them too.
+        # DeepSpeed requires fp16 instructions; torch computes without them.
         library.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    # Its reduction by shared memory is for inference, and would be compiled at the first use of any collective.
+    # The first collective would compile DeepSpeed's shared-memory reduction, which is for inference.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
 
 
-def join(device: torch.device) -> None:
-    """Be in a process group: DeepSpeed needs one even where there is nobody else."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # of which it takes the number of the GPU
+def join_process_group(device: torch.device) -> None:
+    """Join a process group, which DeepSpeed needs even with one rank."""
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's number here
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -67,8 +73,8 @@ def join(device: torch.device) -> None:
     comm.init_distributed(verbose=False)
 
 
-class Globals:
-    """What modules keep for one engine; as imported before its first use."""
+class ModuleState:
+    """Module variables of one engine; initially as after the import."""
 
     def __init__(self) -> None:
         self._modules = {name: importlib.import_module(name) for name in _KEPT}
@@ -76,7 +82,7 @@ class Globals:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """This engine's variables are in force; after it those that were before."""
+        """Use this engine's variables inside the context, and restore the others after it."""
         others = self._read()
         self._write(self._mine)
         try:
@@ -94,9 +100,119 @@ class Globals:
 
 
 def _pristine(modules: dict[str, ModuleType]) -> dict[tuple[str, str], Any]:
-    """Values as the import left them: nobody writes these variables but inside `Globals.in_place`."""
+    """Return the values after the import: only `ModuleState.in_place` changes these variables."""
     return {
         (m, v): type(value)() if isinstance(value := getattr(modules[m], v), list) else value
         for m, names in _KEPT.items()
         for v in names
     }
+
+
+_PERSISTED_PER_HIDDEN = 10
+"""Maximum size of a parameter that stays unpartitioned, in multiples of the hidden size: the value of Transformers'
+`auto`, and DeepSpeed's default of 1e5 for 10 000 hidden units."""
+
+
+def configuration(model: Model, layout: Layout, training: Training) -> dict[str, Any]:
+    """Return the `config` of `deepspeed.initialize`.
+
+    Open settings keep DeepSpeed's defaults, except four sizes of stage 3: their defaults fit models of tens of billions
+    of parameters, and would gather a small model once and retain it.
+    """
+    found: dict[str, Any] = {
+        "train_batch_size": layout.global_batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "gradient_clipping": training.clip,
+        "zero_optimization": _zero(model, layout),
+    }
+    if layout.precision == "fp16":
+        found["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": int(math.log2(training.loss_scale)),
+            "loss_scale_window": training.loss_scale_window,
+            "hysteresis": training.loss_scale_hysteresis,
+            "min_loss_scale": 1,
+        }
+    elif layout.precision == "bf16":
+        found["bf16"] = {"enabled": True}
+    if layout.offload_optimizer:
+        # torch's AdamW needs no compiler, unlike DeepSpeed's AdamW for CPUs.
+        found["zero_force_ds_cpu_optimizer"] = False
+    if layout.recompute:
+        found["activation_checkpointing"] = {
+            "partition_activations": layout.pa,
+            "cpu_checkpointing": layout.pa_cpu,
+            "contiguous_memory_optimization": layout.md,
+            "number_checkpoints": model.layers,
+        }
+    return found
+
+
+def _zero(model: Model, layout: Layout) -> dict[str, Any]:
+    # DeepSpeed allocates full buckets, two with overlap, so a small model limits their size.
+    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, counts.total_parameters(model))
+    elements += elements % 2  # DeepSpeed requires an even number
+    found: dict[str, Any] = {
+        "stage": layout.zero,
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+        "overlap_comm": layout.overlap,
+        "reduce_scatter": layout.zero1_reduce == "reduce-scatter",
+    }
+    if layout.offload_optimizer:
+        found["offload_optimizer"] = {"device": "cpu"}
+    if layout.zero == 3:
+        # As in native stage 3: prefetch one block, and retain none between forward and backward. Without the limit of
+        # live parameters every module of the pass prefetches a further block.
+        block = _block(model) // layout.tp
+        found["stage3_prefetch_bucket_size"] = block
+        parts = counts.parameters_by_part(model)
+        ends = parts["token_embedding"] // layout.tp + parts.get("position_embedding", 0)
+        found["stage3_max_live_parameters"] = 2 * block + ends
+        found["stage3_max_reuse_distance"] = 0
+        found["stage3_param_persistence_threshold"] = _PERSISTED_PER_HIDDEN * model.hidden
+    return found
+
+
+def _block(model: Model) -> int:
+    """Return the elements of the matrices of one block over all tp ranks."""
+    inner = 2 * (model.heads + model.key_heads) * model.head_width
+    return model.hidden * (inner + model.mlp_matrices * model.ffn_width)
+
+
+class ModelParallelUnit:
+    """Groups of a layout as DeepSpeed's `mpu`, the model-parallel unit of Megatron-LM.
+
+    Tensor parallelism is the suite's, and DeepSpeed applies ZeRO over dp, as in its release of February 2020.
+    """
+
+    def __init__(self, layout: Layout, mesh: Mesh):
+        """Create all groups; every rank calls this."""
+        self.mesh = mesh
+        self.groups = {axis: _process_group(layout, axis) for axis in ("tp", "dp")}
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.tp.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.mesh.tp.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups["tp"]
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh.dp.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.groups["dp"]
+
+
+def _process_group(layout: Layout, axis: str) -> dist.ProcessGroup:
+    """Return this rank's process group along `axis`, even with one rank."""
+    found = [(ranks, meshes.make_process_group(ranks)) for ranks in meshes.groups(layout, axis)]
+    return next(group for ranks, group in found if dist.get_rank() in ranks)

@@ -1,4 +1,4 @@
-"""The suite's GPT as DeepSpeed gets it: values, parameter groups, and blocks that its checkpointing runs again."""
+"""The suite's GPT for DeepSpeed: initial values, parameter groups, and blocks under DeepSpeed's checkpointing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.nn import Module
 
 from repro.config import Experiment, Training
 from repro.engines.native.part import decays
-from repro.model.gpt import GPT, Place
-from repro.model.init import initial_values
+from repro.model.gpt import GPT, BatchPosition, initial_values
 from repro.model.layer import Masks
 from repro.parallel.mesh import Mesh
 from repro.parallel.storage import DTYPES
@@ -22,49 +21,49 @@ from repro.parallel.zero.stages import leave_meta
 
 
 class DeepSpeedGPT(GPT):
-    """The GPT; with `recompute` a block runs under `deepspeed.checkpointing.checkpoint`."""
+    """GPT whose blocks run under `deepspeed.checkpointing.checkpoint` with `recompute`."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh):
         super().__init__(experiment.model, experiment.layout, experiment.training, mesh.tp)
         self.recompute = experiment.layout.recompute
 
-    def run_block(self, block: Module, x: Tensor, place: Place, masks: Masks) -> Tensor:
+    def run_block(self, block: Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         if not self.recompute:
             return super().run_block(block, x, place, masks)
         from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
 
-        # It takes every argument but tensors for two when activations are partitioned.
+        # With partitioned activations DeepSpeed accepts tensor arguments only.
         return checkpoint(partial(block, place=place, masks=masks), x)
 
 
-ValuesOf = dict[str, Callable[[int, int], Tensor]]
-"""Of a parameter by name the initial values of its elements start..stop, fp32."""
+InitialValuesByName = dict[str, Callable[[int, int], Tensor]]
+"""Functions by parameter name that return the initial values of the elements start..stop, fp32."""
 
 
 @dataclass(frozen=True)
-class Built:
-    """A model that DeepSpeed can be initialised with, and what was known of it before."""
+class DeepSpeedModel:
+    """Model for `deepspeed.initialize`, and its properties before the partitioning."""
 
     model: DeepSpeedGPT
-    values: ValuesOf
+    values: InitialValuesByName
     groups: list[dict[str, Any]]
     """Parameter groups of AdamW: matrices decay, vectors do not."""
     splits: dict[str, int | None]
-    """The dimension along which tp splits each parameter, by name."""
+    """Dimension along which tp splits each parameter, by name."""
     count: int
     """Parameters of this rank's tp share."""
 
 
-def build(
+def build_model(
     experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
-) -> Built:
-    """The model on `device`, in the layout's precision, with the values that every engine starts from.
+) -> DeepSpeedModel:
+    """Return the model on `device` in the layout's precision, with the initial values of all engines.
 
-    `place` is called with the embedding, each block and the head as soon as they have them, and may partition them.
+    `place` is called with the embedding, each block and the head after their initialisation, and may partition them.
     """
     training, dtype = experiment.training, DTYPES[experiment.layout.precision]
     model = DeepSpeedGPT(experiment, mesh)
-    leave_meta(model, device, dtype)  # the parameters are new, and own no memory yet
+    leave_meta(model, device, dtype)  # the new parameters own no memory
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(
         names,
@@ -76,7 +75,7 @@ def build(
         device=device,
     )
     decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))
-    built = Built(
+    built = DeepSpeedModel(
         model,
         {name: partial(values, i) for i, name in enumerate(names)},
         [
@@ -91,16 +90,16 @@ def build(
         for parameter in module.parameters():
             i = index_of.pop(id(parameter), None)
             if i is None:
-                continue  # the tied embedding, which is there
+                continue  # the tied embedding is already initialised
             parameter.data = values(i, 0, parameter.numel()).view(parameter.shape).to(dtype)
-            # Of a parameter that every tp rank holds whole, one rank's gradient counts in the norm.
+            # The norm counts the gradient of a replicated parameter on one tp rank.
             parameter.model_parallel = vars(parameter)["split"] is not None  # type: ignore[attr-defined]
         if place is not None:
             place(module)
     return built
 
 
-def optimizer(built: Built, training: Training) -> torch.optim.AdamW:
-    """torch's fused AdamW, which DeepSpeed takes as a client's and which needs no compiler."""
+def fused_adamw(built: DeepSpeedModel, training: Training) -> torch.optim.AdamW:
+    """Return torch's fused AdamW, which DeepSpeed accepts as a client optimizer and which needs no compiler."""
     betas = training.beta1, training.beta2
     return torch.optim.AdamW(built.groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)

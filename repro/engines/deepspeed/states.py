@@ -1,6 +1,6 @@
-"""What DeepSpeed's optimizers hold: where each kind of state lies in stages 0 to 3, to fill it and to mark it.
+"""States of DeepSpeed's optimizers in stages 0 to 3: their locations, initial values and marks.
 
-The names are of DeepSpeed 0.19: `fp32_groups` (stage 0 in 16 bits), `bit16_groups_flat` and
+The names are from DeepSpeed 0.19: `fp32_groups` (stage 0 in 16 bits), `bit16_groups_flat` and
 `single_partition_of_fp32_groups` (1 and 2), `lp_param_buffer`, `fp32_partitioned_groups_flat` and
 `grad_partitions_flat_buffer` (3).
 """
@@ -17,29 +17,29 @@ from torch.utils._pytree import tree_leaves
 
 from repro.config import Layout
 from repro.config.enums import Category
-from repro.engines.deepspeed.model import ValuesOf
+from repro.engines.deepspeed.model import InitialValuesByName
 from repro.parallel import storage
 
 
 class States:
-    """The states of one DeepSpeed engine."""
+    """States of one DeepSpeed engine."""
 
     def __init__(self, engine: Any, layout: Layout):
         self.engine, self.stage = engine, layout.zero
         self.optimizer = engine.optimizer
         self.mixed = layout.precision != "fp32"
         self.place = Category.HOST if layout.offload_optimizer else Category.OPTIMIZER
-        """Where the states of the optimizer are: with offload, with their gradients, in host memory."""
+        """Category of the optimizer states; host memory with offload, like their gradients."""
         self.rank, self.ranks = 0, 1
         if self.stage:
             group = self.optimizer.dp_process_group
             self.rank, self.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self.names = {id(p): name for name, p in engine.module.named_parameters()}
         self._whole: list[Any] = []
-        """Hooks that mark gradients which are there before the update begins, and not any more when it does."""
+        """Hooks that mark gradients that exist only before the update."""
 
     def elements(self) -> int:
-        """Elements of the parameters with all padding, over all ranks of dp."""
+        """Return the elements of the parameters with all padding, over all ranks of dp."""
         if self.stage in (1, 2):
             return sum(flat.numel() for flat in self.optimizer.bit16_groups_flat)
         if self.stage == 3:
@@ -47,7 +47,7 @@ class States:
         return sum(p.numel() for p in self._parameters())
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every parameter, complete over dp, by name."""
+        """Return a full copy of every parameter, by name."""
         if self.stage < 3:
             return {self.names[id(p)]: p.detach().clone() for p in self._parameters()}
         from deepspeed.runtime.zero import GatheredParameters
@@ -58,11 +58,11 @@ class States:
                 found[self.names[id(parameter)]] = parameter.detach().clone()
         return found
 
-    def begin(self, values: ValuesOf) -> None:
-        """Start in 16 bits where every engine starts: from unrounded fp32 weights, and before AdamW's first step.
+    def set_initial_values(self, values: InitialValuesByName) -> None:
+        """Set the masters to unrounded fp32 weights and AdamW's step count to 0, as in every engine.
 
-        DeepSpeed's masters begin as copies of rounded weights, and stage 0 makes the moments by a step of zero
-        gradients, which AdamW counts (github.com/deepspeedai/DeepSpeed/pull/5104).
+        DeepSpeed copies its masters from rounded weights, and stage 0 creates the moments by a step of zero gradients,
+        which AdamW counts (github.com/deepspeedai/DeepSpeed/pull/5104).
         """
         with torch.no_grad():
             for parameter, start, master in self._masters():
@@ -72,12 +72,12 @@ class States:
                     state["step"].zero_()
 
     def mark_whole_gradients(self) -> None:
-        """Until the next call of `mark`: mark gradients as they come, since stage 1 keeps all until it reduces them."""
+        """Mark gradients at their creation until the next call of `mark`: stage 1 retains all until their reduction."""
         if self.stage == 1:
             self._whole = [p.register_post_accumulate_grad_hook(_mark_gradient) for p in self._parameters()]
 
     def mark(self) -> None:
-        """Mark every storage that now holds parameters, gradients, optimizer states or what is communicated."""
+        """Mark every storage of parameters, gradients, optimizer states and communication buffers."""
         optimizer = self.optimizer
         while self._whole:
             self._whole.pop().remove()
@@ -109,18 +109,18 @@ class States:
             _mark((master.grad for master in masters), self.place)
 
     def _buffers(self) -> Iterator[Any]:
-        """What gradients are copied to before they are reduced."""
+        """Yield the buffers of gradients before their reduction."""
         if self.stage:
             for bucket in self.optimizer.ipg_buckets.values():
                 yield bucket.buffer
 
     def _parameters(self) -> Iterable[Any]:
-        """Those of the model, with the attributes that DeepSpeed gives them."""
+        """Return the parameters of the model, with DeepSpeed's attributes."""
         found: Iterable[Any] = self.engine.module.parameters()
         return found
 
     def _masters(self) -> Iterator[tuple[Parameter, int, Tensor]]:
-        """This rank's fp32 weights, flat, parameter by parameter, each with the element at which it starts."""
+        """Yield each parameter, the first element of this rank's part, and the part's flat fp32 weights."""
         optimizer = self.optimizer
         if self.stage == 0:
             for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -133,7 +133,7 @@ class States:
                 for p in parameters:
                     size = p.partition_numel()
                     start = self.rank * size
-                    mine = max(0, min(size, p.ds_numel - start))  # the last ranks' parts may end in padding
+                    mine = max(0, min(size, p.ds_numel - start))  # padding ends the parts of the last ranks
                     yield p, start, flat[place : place + mine]
                     place += size
         else:
@@ -149,7 +149,7 @@ class States:
 
 
 def _mark_gradient(p: Parameter) -> None:
-    """Unless DeepSpeed has moved it to a bucket."""
+    """Mark the gradient of `p` unless it is in a bucket."""
     if p.grad is not None and p.grad.nbytes == p.grad.untyped_storage().nbytes():
         storage.mark(p.grad, Category.GRADIENTS)
 

@@ -1,4 +1,4 @@
-"""megatron-core's training step under the `Engine` interface."""
+"""Megatron-core engine: the library's training step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
-from repro.engines.about import EngineReport
-from repro.engines.megatron import exchange, messages, model, settings, shim, weights
-from repro.engines.megatron.passes import Passes
-from repro.engines.native.learning_rate import learning_rate
-from repro.engines.native.part import MicroBatch
+from repro.engines import EngineReport
+from repro.engines.megatron import exchange, model, settings
+from repro.engines.native.part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import mark
@@ -31,50 +29,50 @@ from repro.parallel.zero.optimizer import Norms
 
 
 class MegatronEngine:
-    """The experiment's model, data parallelism and optimizer, all the library's."""
+    """Engine `megatron`: the library's model, data parallelism and optimizer."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         self.experiment, self.mesh, self.device = experiment, mesh, device
         self.heads = experiment.model.heads // mesh.tp.size
-        self.passes = Passes(experiment.layout.pp)
-        values = exchange.variables() | messages.replacements()
+        self.passes = PassTimers(experiment.layout.pp)
+        values = exchange.module_variables() | exchange.message_replacements()
         if device.type == "cpu":
-            values |= shim.replacements()
+            values |= exchange.cpu_replacements()
         self.active = exchange.Exchange(values)
-        """Inside it the library is as this experiment needs it."""
+        """Context in which the library has the state of this experiment."""
         with self.active:
-            exchange.initialize(experiment.layout)
-            exchange.seed(device, experiment.training.seed)
-            self.config = settings.transformer(experiment, device, self.passes)
-            self.models = [chunk.to(device) for chunk in model.build(experiment, self.config)]
-            initial = weights.initial(experiment, mesh, device)
-            weights.load(self.models, initial, self.heads)
+            exchange.initialize_groups(experiment.layout)
+            exchange.seed_random_states(device, experiment.training.seed)
+            self.config = settings.transformer_config(experiment, device, self.passes)
+            self.models = [chunk.to(device) for chunk in model.build_chunks(experiment, self.config)]
+            initial = model.initial_values_by_name(experiment, mesh, device)
+            model.load_weights(self.models, initial, self.heads)
             self.chunks = [self._wrap(chunk, i) for i, chunk in enumerate(self.models)]
             self.optimizer = self._optimizer()
-            weights.load_masters(self.models, initial, self.heads, self.optimizer)
+            model.load_masters(self.models, initial, self.heads, self.optimizer)
             self._schedule()
         self.taken = torch.zeros(())
-        """Steps that were not skipped."""
+        """Number of steps without the skipped ones."""
         self.mark_states()
-        weakref.finalize(self, _let_go, self.optimizer)
+        weakref.finalize(self, _release_optimizer, self.optimizer)
 
     def _wrap(self, chunk: GPTModel, index: int) -> DistributedDataParallel:
-        """As the library's training script does; later chunks of an interleaved stage have one bucket each."""
+        """Wrap a chunk as the library's training script does; later chunks of an interleaved stage have one bucket."""
         module = chunk if self.experiment.layout.precision == "fp32" else Float16Module(self.config, chunk)
         return DistributedDataParallel(
-            self.config, settings.data_parallel(self.experiment), module, disable_bucketing=index > 0
+            self.config, settings.data_parallel_config(self.experiment), module, disable_bucketing=index > 0
         )
 
     def _optimizer(self) -> Any:
         made = get_megatron_optimizer(
-            settings.optimizer(self.experiment), self.chunks, use_gloo_process_groups=False
+            settings.optimizer_config(self.experiment), self.chunks, use_gloo_process_groups=False
         )
         for group in made.param_groups:
             group["weight_decay"] = self.experiment.training.weight_decay * group["wd_mult"]
             # AdamW of Transformer Engine or APEX is one kernel; torch's, without them, can be one too.
             if USING_PYTORCH_OPTIMIZER:
                 group["fused"] = True
-        # The moments are made here, or memory would be watched in the one step whose passes run without them.
+        # Create the moments now: the first step, which is watched for memory, must run its passes with them.
         (inner,) = made.chained_optimizers
         inner.init_state_fn(inner.optimizer, inner.config)
         if USING_PYTORCH_OPTIMIZER:
@@ -83,7 +81,7 @@ class MegatronEngine:
         return made
 
     def _schedule(self) -> None:
-        """Connect schedule, gradients and optimizer by the functions that the configuration has for that."""
+        """Connect schedule, gradients and optimizer by the functions of the configuration."""
         config, layout = self.config, self.experiment.layout
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -96,7 +94,7 @@ class MegatronEngine:
         self.run = get_forward_backward_func()
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """One step as the library's training script takes it."""
+        """Take one step as the library's training script does."""
         layout = self.experiment.layout
         with self.active:
             self.passes.begin(observe)
@@ -124,7 +122,7 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         success, norm, _ = self.optimizer.step()
-        # Once more: the states that it made, and fp32 copies of fp16 gradients, are there.
+        # Observe again: new states and fp32 copies of fp16 gradients exist now.
         observe(Phase.OPTIMIZER)
         self.taken += float(success)
         return Norms(
@@ -134,7 +132,7 @@ class MegatronEngine:
         )
 
     def loss_scale(self) -> Tensor | None:
-        """The dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale (fp16)."""
         if self.experiment.layout.precision != "fp16":
             return None
         with self.active:
@@ -142,32 +140,32 @@ class MegatronEngine:
         return scale.view(())
 
     def synchronize(self) -> None:
-        """A step leaves nothing under way: parameters that are gathered beside the forward pass begin with it."""
+        """Do nothing: an overlapped parameter gather starts with the forward pass."""
 
     def local_parameters(self) -> int:
-        """Parameters of this rank's tp share of its stage."""
+        """Return the number of parameters of this rank's tp share of its stage."""
         return sum(p.numel() for chunk in self.models for p in chunk.parameters())
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every (tp-local) parameter of the stage, complete, by our name for it and in our shape."""
+        """Return a full copy of every (tp-local) parameter of the stage, with the suite's names and shapes."""
         if settings.overlaps_gather(self.experiment):
             with self.active:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
         return {
-            name: weights.to_ours(name, parameter.detach(), self.heads).clone()
+            name: model.to_suite_shape(name, parameter.detach(), self.heads).clone()
             for chunk in self.models
-            for name, parameter in weights.named(chunk)
+            for name, parameter in model.named_parameters(chunk)
         }
 
     def padding(self) -> int:
-        """Elements that gradient buffers hold beyond the parameters."""
+        """Return the number of padding elements in gradient buffers."""
         return (
             sum(buffer.numel for chunk in self.chunks for buffer in chunk.buffers) - self.local_parameters()
         )
 
     def mark_states(self) -> None:
-        """Its buffers of parameters and gradients, or the parameters by themselves; masters and moments."""
+        """Mark the buffers or storages of parameters and gradients, the masters and the moments."""
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 mark(buffer.grad_data, Category.GRADIENTS)
@@ -183,30 +181,30 @@ class MegatronEngine:
                 if isinstance(value, Tensor):
                     mark(value, Category.OPTIMIZER)
 
-    def about(self) -> EngineReport:
-        """The library's version and what it was told that differs from its defaults."""
+    def report(self) -> EngineReport:
+        """Report the library's version and its settings that differ from the defaults."""
         return EngineReport(
             f"Megatron-core {megatron.core.__version__}",
             "layers (with torch's attention and layer norm), schedule, data parallelism and optimizer",
             {
-                "transformer": settings.told(self.config),
-                "ddp": settings.told(self.chunks[0].ddp_config),
-                "optimizer": settings.told(self.optimizer.config),
+                "transformer": settings.non_default_settings(self.config),
+                "ddp": settings.non_default_settings(self.chunks[0].ddp_config),
+                "optimizer": settings.non_default_settings(self.optimizer.config),
             },
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.passes.in_flight}
 
 
-def _let_go(optimizer: Any) -> None:
-    """Clear the optimizer of an engine that is gone, or its model would stay for as long as the process.
+def _release_optimizer(optimizer: Any) -> None:
+    """Clear the optimizer of a deleted engine, so that the process can free the model.
 
-    In fp32 the distributed optimizer updates views of the parameters that belong to their graph, whose nodes hold the
-    hooks of data parallelism, which hold the parameters: a circle that Python's collector does not see all of.
+    In fp32 the distributed optimizer updates views of the parameters. Their graph refers to the hooks of data
+    parallelism, and the hooks refer to the parameters. Python's collector does not see all of this reference cycle.
     """
     (inner,) = optimizer.chained_optimizers
     inner.optimizer.state.clear()
@@ -216,7 +214,7 @@ def _let_go(optimizer: Any) -> None:
 
 
 def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
-    """The library's forward step: the output of a chunk, and what makes the mean loss of a last one's."""
+    """Return the output of a chunk, and the function of the loss for the last chunk."""
     batch: MicroBatch = next(batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     output = chunk(batch.tokens, positions, None, labels=batch.targets)
@@ -224,6 +222,60 @@ def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """From losses [b, s]: what backward starts from, and what is told."""
+    """Return the mean of losses [b, s] for the backward pass, and a copy to report."""
     mean = losses.float().mean()
     return mean, mean.detach().clone()
+
+
+_PHASES = {
+    "forward-compute": Phase.FORWARD,
+    "backward-compute": Phase.BACKWARD,
+    "all-grads-sync": Phase.BACKWARD,
+}
+
+
+class PassTimers:
+    """Replacement of the library's `Timers` that reports phases and records the order of passes.
+
+    The library starts and stops a timer around each pass and message.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.order: list[str] = []
+        """Passes of the step, `F` or `B`, in the order of their start."""
+        self.in_flight = 0
+        """Maximum of (micro-batch, chunk) pairs between forward and backward at one time."""
+        self._stages = stages
+        self._observe: Observer = lambda phase: None
+
+    def begin(self, observe: Observer) -> None:
+        """Start a step."""
+        self._observe, self.order = observe, []
+
+    def __call__(self, name: str, log_level: int = 0) -> _Timer:
+        return _Timer(self, name)
+
+    def started(self, name: str) -> None:
+        """Record the start of the timer `name`."""
+        if name in _PHASES:
+            self._observe(_PHASES[name])
+        elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
+            # Interleaved schedules start messages here and wait for them before the next pass.
+            self._observe(Phase.IDLE)
+        if name.endswith("-compute"):
+            self.order.append(name[0].upper())
+            self.in_flight = max(self.in_flight, self.order.count("F") - self.order.count("B"))
+
+
+class _Timer:
+    """Timer of the library that does not measure."""
+
+    def __init__(self, passes: PassTimers, name: str):
+        self._passes, self._name = passes, name
+
+    def start(self, barrier: bool = False) -> None:
+        """Report the start."""
+        self._passes.started(self._name)
+
+    def stop(self, barrier: bool = False) -> None:
+        """Do nothing: the next start reports the next phase."""

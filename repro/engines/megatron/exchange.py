@@ -1,36 +1,39 @@
-"""What megatron-core keeps in its modules' variables: there while an engine works, gone when it has returned.
+"""Isolation of megatron-core's module variables, and replacements of its functions.
 
-Groups, ranks, buffers and random states are module variables of the library, one set for a process.  A job runs
-several experiments in one process, in turns, so each engine keeps its own set and puts it in place for the time
-of a call; whatever was there before comes back after it.
+Groups, ranks, buffers and random states are module variables of the library, one set for a process. A job runs several
+experiments in one process, so each engine has its own set, which `Exchange` swaps in for the time of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import random
+from torch import Tensor
 
 from repro.config import Layout
-from repro.parallel.mesh import process_group
+from repro.parallel.mesh import make_process_group
 
 _ABSENT = object()
-Place = tuple[Any, str]
-"""A module or class, and the name of one of its attributes."""
+Attribute = tuple[Any, str]
+"""Module or class, and the name of one of its attributes."""
 
 
 class Exchange:
-    """Attributes of modules and classes that have other values inside this context than outside; it may be nested.
+    """Reentrant context in which attributes of modules and classes have other values.
 
-    What is assigned to them inside is kept for the next time.
+    Assignments inside the context are retained for the next entry.
     """
 
-    def __init__(self, values: dict[Place, Any]):
+    def __init__(self, values: dict[Attribute, Any]):
         self._values = values
         self._depth = 0
 
@@ -53,9 +56,9 @@ class Exchange:
                 setattr(owner, name, inside)
 
 
-def variables() -> dict[Place, Any]:
-    """The library's module variables as they are when it has just been imported."""
-    found: dict[Place, Any] = {}
+def module_variables() -> dict[Attribute, Any]:
+    """Return the library's module variables, with their values after the import."""
+    found: dict[Attribute, Any] = {}
     _collect(found, parallel_state, (name for name in vars(parallel_state) if _is_state(name)))
     _collect(found, random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"))
     found[parallel_state, "create_group"] = _create_group
@@ -66,7 +69,7 @@ def _is_state(name: str) -> bool:
     return name == "_global_process_group_list" or (name.startswith("_") and name[1:].isupper())
 
 
-def _collect(found: dict[Place, Any], module: ModuleType, names: Iterable[str]) -> None:
+def _collect(found: dict[Attribute, Any], module: ModuleType, names: Iterable[str]) -> None:
     for name in names:
         found[module, name] = getattr(module, name)
 
@@ -74,17 +77,17 @@ def _collect(found: dict[Place, Any], module: ModuleType, names: Iterable[str]) 
 def _create_group(
     ranks: list[int], *_: object, group_desc: str = "", **__: object
 ) -> dist.ProcessGroup | dist.GroupMember:
-    """In place of `parallel_state.create_group`: groups that outlive an experiment, of which each is made once.
+    """Replace `parallel_state.create_group`: create each group once and share it between experiments.
 
-    A pipeline's has to be its own: with two stages the library sends in one direction by this group and in the
-    other by the default one, whose ranks may be the same.
+    The pipeline needs a group of its own: with two stages the library sends in one direction by this group and in the
+    other by the default group, which may have the same ranks.
     """
     purpose = (group_desc,) if group_desc == "PIPELINE_MODEL_PARALLEL_GROUP" else ()
-    return process_group(tuple(ranks), purpose)
+    return make_process_group(tuple(ranks), purpose)
 
 
-def initialize(layout: Layout) -> None:
-    """Make the library's groups, inside the exchange.  With tp = dp = pp = 1 they have one rank each."""
+def initialize_groups(layout: Layout) -> None:
+    """Create the library's groups, inside the exchange."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -94,7 +97,122 @@ def initialize(layout: Layout) -> None:
     )
 
 
-def seed(device: torch.device, value: int) -> None:
-    """Give the library its random states.  Without dropout nothing is drawn, but it forks them all the same."""
+def seed_random_states(device: torch.device, value: int) -> None:
+    """Seed the library's random states, which it forks even without dropout."""
     if device.type == "cuda":
         random.model_parallel_cuda_manual_seed(value)
+
+
+def message_replacements() -> dict[Attribute, Any]:
+    """Return the replacement that extends the lifetime of tensors sent to another stage.
+
+    Interleaved schedules of megatron-core 0.16 free an output (`deallocate_pipeline_outputs`) before its sending is
+    complete, so that the next stage may receive other data (pull request 4047 of NVIDIA/Megatron-LM waits). The
+    replacement sends an alias, which owns the memory until the message is complete.
+    """
+    send = p2p_communication._p2p_ops
+
+    def sent(*, tensor_send_prev: Tensor | None, tensor_send_next: Tensor | None, **others: Any) -> Any:
+        to_prev, to_next = _alias(tensor_send_prev), _alias(tensor_send_next)
+        return send(tensor_send_prev=to_prev, tensor_send_next=to_next, **others)
+
+    return {(p2p_communication, "_p2p_ops"): sent}
+
+
+def _alias(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+DEVICE_MODULES = (
+    "distributed.param_and_grad_buffer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.utils",
+    "utils",
+)
+"""Modules of megatron.core that name the device."""
+_FACTORIES = ("empty", "ones", "tensor", "zeros")
+
+
+class _Cuda(ModuleType):
+    """Replacement of `torch.cuda` with one device, the CPU."""
+
+    @staticmethod
+    def current_device() -> str:
+        return "cpu"
+
+    @staticmethod
+    def synchronize() -> None:
+        """Do nothing: the CPU is synchronous."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(ModuleType):
+    """Replacement of `torch` whose factories place on the CPU what names a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Cuda("torch.cuda")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*arguments: Any, device: Any = None, **keywords: Any) -> Tensor:
+        return factory(*arguments, device="cpu" if device == "cuda" else device, **keywords)
+
+    return made
+
+
+class _Tracker:
+    """Replacement of the random states of tensor parallelism, which are unused without dropout."""
+
+    @contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        with nullcontext():
+            yield
+
+    def get_states(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Do nothing: there are no states."""
+
+
+def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    found = torch._C.TensorBase.type(tensor, *arguments, **keywords)
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
+def cpu_replacements() -> dict[Attribute, Any]:
+    """Return the replacements that let the library run on CPUs; CUDA needs none of them.
+
+    The library creates small tensors with `device="cuda"` or `torch.cuda.current_device()`, waits for the device,
+    compares `tensor.type()` with names of CUDA types, and saves the random states of the device. On CPUs
+
+    - `DEVICE_MODULES` use a `torch` whose factories place these tensors on the CPU, and whose `cuda` has one device;
+    - `cuda()` of a tensor returns the tensor, and `type()` returns the name of the CUDA type;
+    - the random states of the device are empty.
+    """
+    fake = _Torch()
+    found: dict[Attribute, Any] = {
+        (importlib.import_module(f"megatron.core.{name}"), "torch"): fake for name in DEVICE_MODULES
+    }
+    found[torch.Tensor, "cuda"] = lambda tensor, *_, **__: tensor
+    found[torch.Tensor, "type"] = _type
+    found[random, "_get_cuda_rng_state"] = lambda *_, **__: None
+    found[random, "_set_cuda_rng_state"] = lambda *_, **__: None
+    found[random, "_CUDA_RNG_STATE_TRACKER"] = _Tracker()
+    found[random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED"] = True
+    return found

@@ -1,7 +1,12 @@
-"""megatron-core's GPTModel, in the parts that a rank has."""
+"""Parts of megatron-core's GPTModel on a rank, and conversion between its parameters and the suite's.
+
+A rank's share has the same rows or columns in both. Only the qkv matrix differs: the library stores query, key and
+value one after the other within each head, [a/t, 3, d, h], and the suite stores three matrices, [3, a/t, d, h].
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,30 +21,31 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from repro.config import Experiment
+from repro.model.gpt import GPT, initial_values
+from repro.parallel.mesh import Mesh
 
 
 class CausalAttention(nn.Module):
-    """torch's fused causal attention in place of the library's `DotProductAttention`.
+    """torch's fused causal attention instead of the library's `DotProductAttention`.
 
-    That one writes the scores into a buffer shared by all layers, on CUDA only; and on CUDA as here the library
-    recommends a fused attention (Transformer Engine's).
+    `DotProductAttention` writes the scores into a shared buffer, on CUDA only. The library itself recommends a fused
+    attention (Transformer Engine's).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[s, b, a/t, d] of each to [s, b, a/t d]."""
+        """Return [s, b, a/t d] for arguments of [s, b, a/t, d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
-class LayerNorm(nn.LayerNorm):
-    """torch's, as the library has it without APEX, under sequence parallelism too.
+class SequenceParallelLayerNorm(nn.LayerNorm):
+    """torch's layer norm, with the mark by which the library sums its gradients over tp under sequence parallelism.
 
-    There it refuses torch's, though all that its own adds is the mark by which the gradients of weight and bias,
-    of a part of the sequence on each rank, are summed over tp.
+    The library without APEX uses torch's layer norm too, but refuses it under sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *_: Any, **__: Any):
@@ -48,27 +54,27 @@ class LayerNorm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def block(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """The library's own layers, as many as the chunk has, with `CausalAttention` and, without APEX, `LayerNorm`."""
+def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return the chunk's layers, with `CausalAttention` and, without APEX, `SequenceParallelLayerNorm`."""
     spec = get_gpt_layer_local_spec()
     layer = spec.submodules
     attention = layer.self_attention
     attention.submodules = replace(attention.submodules, core_attention=CausalAttention)
-    norm = LayerNorm if layer.input_layernorm is WrappedTorchNorm else layer.input_layernorm
+    norm = SequenceParallelLayerNorm if layer.input_layernorm is WrappedTorchNorm else layer.input_layernorm
     spec.submodules = replace(layer, input_layernorm=norm, pre_mlp_layernorm=norm)
     count = get_num_layers_to_build(config, chunk)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
 
 
-def build(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
-    """One GPTModel a chunk, with undefined weights."""
+def build_chunks(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
+    """Return one GPTModel for each chunk, with undefined weights."""
     model, layout = experiment.model, experiment.layout
-    # Its position embedding draws its weights whatever is asked; the process's generator is not the library's.
+    # The position embedding always draws weights; the fork protects the process's generator.
     with torch.random.fork_rng():
         return [
             GPTModel(
                 config,
-                block(config, chunk),
+                block_modules(config, chunk),
                 vocab_size=model.vocab,
                 max_sequence_length=model.seq,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -79,3 +85,105 @@ def build(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
             )
             for chunk in (range(layout.chunks) if layout.chunks > 1 else [None])
         ]
+
+
+OUTER_NAMES = {
+    "embedding.word_embeddings.weight": "embed.tokens",
+    "embedding.position_embeddings.weight": "embed.positions",
+    "decoder.final_layernorm.weight": "head.norm",
+    "decoder.final_layernorm.bias": "head.norm_bias",
+    "output_layer.weight": "embed.tokens",
+}
+"""The library's names outside of layers to the suite's; both copies of the tied embedding have one name."""
+LAYER_NAMES = {
+    "input_layernorm.weight": "attention.norm",
+    "input_layernorm.bias": "attention.norm_bias",
+    "self_attention.linear_qkv.weight": "attention.qkv",
+    "self_attention.linear_qkv.bias": "attention.qkv_bias",
+    "self_attention.linear_proj.weight": "attention.out",
+    "self_attention.linear_proj.bias": "attention.out_bias",
+    "pre_mlp_layernorm.weight": "mlp.norm",
+    "pre_mlp_layernorm.bias": "mlp.norm_bias",
+    "mlp.linear_fc1.weight": "mlp.up",
+    "mlp.linear_fc1.bias": "mlp.up_bias",
+    "mlp.linear_fc2.weight": "mlp.down",
+    "mlp.linear_fc2.bias": "mlp.down_bias",
+}
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a GPTModel with the suite's names."""
+    layers = model.decoder.layers
+    for name, parameter in model.named_parameters():
+        if name in OUTER_NAMES:
+            yield OUTER_NAMES[name], parameter
+        else:
+            index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+            yield f"blocks.{layers[int(index)].layer_number - 1}.{LAYER_NAMES[rest]}", parameter
+
+
+def to_suite_shape(name: str, value: Tensor, heads: int) -> Tensor:
+    """Return a parameter of the library in the suite's shape; `heads` is a/t."""
+    if not _is_qkv(name):
+        return value
+    return value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def to_megatron_shape(name: str, value: Tensor, heads: int) -> Tensor:
+    """Return a parameter of the suite in the library's shape."""
+    if not _is_qkv(name):
+        return value
+    return value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _is_qkv(name: str) -> bool:
+    return name.endswith(("attention.qkv", "attention.qkv_bias"))
+
+
+def load_weights(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int) -> None:
+    """Set the initial weights of the chunks."""
+    for model in models:
+        for name, parameter in named_parameters(model):
+            parameter.data.copy_(to_megatron_shape(name, initial(name), heads))
+
+
+def load_masters(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int, optimizer: Any) -> None:
+    """Set the optimizer's fp32 copies, which the library makes from rounded weights, to the initial weights.
+
+    The distributed optimizer has copies of the range of each flat parameter that this rank updates.
+    """
+    (inner,) = optimizer.chained_optimizers
+    for model in models:
+        for name, parameter in named_parameters(model):
+            master = getattr(parameter, "main_param", None)
+            if master is None:
+                continue
+            value = to_megatron_shape(name, initial(name), heads)
+            if getattr(parameter, "main_param_sharded", False):
+                mine = inner._get_model_param_range_map(parameter)["param"]
+                value = value.flatten()[mine.start : mine.end]
+            master.data.copy_(value)
+
+
+def initial_values_by_name(
+    experiment: Experiment, mesh: Mesh, device: torch.device
+) -> Callable[[str], Tensor]:
+    """Return a function from a parameter's name to its initial fp32 value on this tp rank, in the suite's terms."""
+    model = GPT(experiment.model, experiment.layout, experiment.training, mesh.tp)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    values = initial_values(
+        names,
+        parameters,
+        seed=experiment.training.seed,
+        layers=experiment.model.layers,
+        rank=mesh.tp.rank,
+        ranks=mesh.tp.size,
+        device=device,
+    )
+    place = {name: i for i, name in enumerate(names)}
+
+    def value(name: str) -> Tensor:
+        parameter = parameters[place[name]]
+        return values(place[name], 0, parameter.numel()).view(parameter.shape)
+
+    return value

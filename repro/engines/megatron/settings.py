@@ -1,4 +1,4 @@
-"""An experiment as megatron-core's configurations, with what the library recommends where there is a choice."""
+"""Configurations of megatron-core for an experiment, with the library's recommendations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from repro.config import Experiment
 from repro.parallel.storage import DTYPES
 
 
-def transformer(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:
-    """Of the model and its tensor and pipeline parallelism.
+def transformer_config(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:
+    """Return the configuration of the model and its tensor and pipeline parallelism.
 
-    On CUDA what the library compiles (`jit_fuser`) is: bias and GELU, bias and residual, the loss; on CPUs torch's
-    own operators run.  Gradients are not accumulated by the matrix product itself
-    (`gradient_accumulation_fusion`), which needs APEX.
+    On CUDA the library compiles (`jit_fuser`) bias and GELU, bias and residual, and the loss; on CPUs torch's operators
+    run. The matrix product does not accumulate gradients (`gradient_accumulation_fusion`), which needs APEX.
     """
     model, layout = experiment.model, experiment.layout
     interleaved, fuse = layout.chunks > 1, device.type == "cuda"
@@ -32,21 +31,21 @@ def transformer(experiment: Experiment, device: torch.device, timers: Any) -> Tr
         kv_channels=model.head_width,
         ffn_hidden_size=model.ffn_width,
         activation_func=F.gelu if fuse else partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=fuse,  # which is the tanh form too
+        bias_activation_fusion=fuse,  # the fused form is tanh too
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
         layernorm_epsilon=1e-5,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The weights come later.  Without `perform_initialization` the library does not mark which are split over tp,
-        # and its norm leaves out what ranks beyond the first of the tp group hold of them (upstream 4084).
+        # Without `perform_initialization` the library does not mark the parameters that tp splits, and its norm counts
+        # only the first tp rank's part of them (upstream 4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
         embedding_init_method=_keep,
         fp16=layout.precision == "fp16",
         bf16=layout.precision == "bf16",
-        # Float16Module rounds what has been loaded.
+        # Float16Module rounds the loaded weights.
         params_dtype=torch.float32,
         pipeline_dtype=DTYPES[layout.precision],
         tensor_model_parallel_size=layout.tp,
@@ -68,7 +67,7 @@ def transformer(experiment: Experiment, device: torch.device, timers: Any) -> Tr
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
-    """In place of an initialization."""
+    """Return the weight without an initialisation."""
     return weight
 
 
@@ -77,8 +76,8 @@ def _stages(experiment: Experiment) -> list[list[str]]:
     return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
 
 
-def data_parallel(experiment: Experiment) -> DistributedDataParallelConfig:
-    """Of gradients' buffers.  As its training script has it, gradients of bf16 are kept and summed in fp32."""
+def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfig:
+    """Return the configuration of gradient buffers; as in the library's script, bf16 gradients are summed in fp32."""
     layout = experiment.layout
     in_fp32 = layout.precision != "fp16"
     return DistributedDataParallelConfig(
@@ -86,19 +85,19 @@ def data_parallel(experiment: Experiment) -> DistributedDataParallelConfig:
         overlap_grad_reduce=layout.overlap and layout.dp > 1,
         overlap_param_gather=overlaps_gather(experiment),
         use_distributed_optimizer=layout.zero == 1,
-        # Theirs is in elements.
+        # The library counts elements.
         bucket_size=max(1, layout.bucket_bytes // (4 if in_fp32 else 2)),
     )
 
 
 def overlaps_gather(experiment: Experiment) -> bool:
-    """Whether updated parameters are gathered beside the next forward pass."""
+    """Return whether the gather of updated parameters overlaps with the next forward pass."""
     layout = experiment.layout
     return layout.zero == 1 and layout.dp > 1 and layout.overlap and layout.gather_overlap
 
 
-def optimizer(experiment: Experiment) -> OptimizerConfig:
-    """Of AdamW, clipping and the loss scale.  The learning rate is set before each step."""
+def optimizer_config(experiment: Experiment) -> OptimizerConfig:
+    """Return the configuration of AdamW, clipping and the loss scale; each step sets the learning rate."""
     layout, training = experiment.layout, experiment.training
     return OptimizerConfig(
         optimizer="adam",
@@ -107,7 +106,7 @@ def optimizer(experiment: Experiment) -> OptimizerConfig:
         adam_beta1=training.beta1,
         adam_beta2=training.beta2,
         adam_eps=training.eps,
-        # Nothing is above infinity: the norm is computed and no gradient changed.
+        # Infinity computes the norm without changing a gradient.
         clip_grad=training.clip or float("inf"),
         fp16=layout.precision == "fp16",
         bf16=layout.precision == "bf16",
@@ -121,8 +120,8 @@ def optimizer(experiment: Experiment) -> OptimizerConfig:
     )
 
 
-def told(configuration: Any) -> dict[str, Any]:
-    """What a configuration says beyond its defaults, as JSON data; functions and groups are left out."""
+def non_default_settings(configuration: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, as JSON data without functions and groups."""
     found = {}
     for field in fields(configuration):
         value = getattr(configuration, field.name, None)

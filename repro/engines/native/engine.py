@@ -1,6 +1,6 @@
-"""The one training step, under every layout: what the engine `native` runs.
+"""Native engine: the training step of every layout.
 
-`meta` tensors and a transport that carries nothing run the same step in shape only.
+With `meta` tensors and a transport without messages the same step runs on shapes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.engines.about import EngineReport
-from repro.engines.native.learning_rate import learning_rate
-from repro.engines.native.part import MicroBatch, ModelPart
+from repro.engines import EngineReport
+from repro.engines.native.part import MicroBatch, ModelPart, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
-from repro.parallel.pipeline.schedule import build, in_flight
+from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.parallel.storage import DTYPES
 from repro.parallel.zero.optimizer import (
     AdamGroup,
@@ -32,7 +31,7 @@ from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 
 class NativeEngine:
-    """Model, sharded states and step of one experiment on one rank."""
+    """Engine `native`: model, sharded states and step of one experiment on one rank."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
@@ -40,14 +39,16 @@ class NativeEngine:
         self.checkpoints: ActivationCheckpoints | None = None
         parts = layout.parts(experiment.model.layers)
         if layout.recompute:
-            actions = build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[mesh.pp.rank]
+            actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[
+                mesh.pp.rank
+            ]
             most = max(len(layers) for layers in parts[mesh.pp.rank :: layout.pp])
             self.checkpoints = ActivationCheckpoints(layout, mesh.tp, capacity=in_flight(actions) * most)
         self.parts = [
             ModelPart(experiment, mesh, device, chunk, parts, self.checkpoints)
             for chunk in range(layout.chunks)
         ]
-        """The rank's parts of the model, one a chunk."""
+        """Parts of the model on this rank, one for each chunk."""
         seq = experiment.seq // layout.cp // (layout.tp if layout.sp else 1)
         self.pipeline = Pipeline(
             layout,
@@ -69,7 +70,7 @@ class NativeEngine:
             )
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Forward, backward and gradient averaging per micro-batch; norm, clipping, AdamW; publication."""
+        """Run the passes with gradient averaging, then norm, clipping and AdamW, and gather the parameters."""
         own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
         for part in self.parts:
             part.micro_batches = own
@@ -99,41 +100,41 @@ class NativeEngine:
         return norms
 
     def loss_scale(self) -> Tensor | None:
-        """The dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale (fp16)."""
         return None if self.scaler is None else self.scaler.scale
 
     def synchronize(self) -> None:
-        """Wait for the parameters that the last step published."""
+        """Wait for the all-gather of the updated parameters."""
         for part in self.parts:
             part.sharded.wait()
 
     def local_parameters(self) -> int:
-        """Parameters of this rank's tp share of its stage."""
+        """Return the number of parameters of this rank's tp share of its stage."""
         return sum(bucket.plan.numel for bucket in self.buckets)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every (tp-local) parameter of the stage, complete, by its name in the model."""
+        """Return a full copy of every (tp-local) parameter of the stage, by its name in the model."""
         return {name: value for part in self.parts for name, value in part.full_parameters().items()}
 
     def splits(self) -> dict[str, int | None]:
-        """The dimension along which tp splits each parameter of the stage, by its name in the model."""
+        """Return the dimension along which tp splits each parameter of the stage, by its name in the model."""
         return {name: split for part in self.parts for name, split in part.splits().items()}
 
     def padding(self) -> int:
-        """Elements of padding in the buckets."""
+        """Return the number of padding elements in the buckets."""
         return sum(part.sharded.padding for part in self.parts)
 
     def mark_states(self) -> None:
-        """Nothing: buffers carry their marks from the start."""
+        """Do nothing: the buffers are marked at their creation."""
 
-    def about(self) -> EngineReport:
-        """This suite's own."""
+    def report(self) -> EngineReport:
+        """Report this suite's own software."""
         return EngineReport(
             "repro", "none: model, strategy and kernels are this suite's, on torch's operators"
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

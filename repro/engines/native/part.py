@@ -1,7 +1,11 @@
-"""A part of the model on one rank: a pipeline stage's chunk, or the whole, with its sharded states."""
+"""Part of the model on one rank, and the rules that all engines share: micro-batches, weight decay, learning rate.
+
+A part is a chunk of a pipeline stage or the full model.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from repro.config import Experiment
-from repro.model.gpt import GPT, Part, Place
-from repro.model.init import initial_values
+from repro.config import Experiment, Training
+from repro.model.gpt import GPT, BatchPosition, Part, initial_values
 from repro.parallel.comm import Group
 from repro.parallel.context import own_tokens
 from repro.parallel.mesh import Mesh
@@ -24,26 +27,42 @@ DECAYED, NOT_DECAYED = 0, 1
 
 
 def decays(parameter: Parameter) -> bool:
-    """Whether weight decay acts on a parameter of the suite's GPT: on matrices, not on vectors (three biases too)."""
+    """Return whether weight decay acts on a parameter of the GPT: on matrices, not on vectors or stacked biases."""
     return parameter.dim() > 1 and vars(parameter)["init"] != "zeros"
+
+
+def learning_rate(training: Training, taken: Tensor) -> Tensor:
+    """Return the learning rate (0-dim fp32) after `taken` steps (0-dim fp32, on the device).
+
+    The schedule is a linear warm-up, then constant or cosine. Skipped steps do not count as taken, so the computation
+    stays on the device.
+    """
+    lr = torch.full_like(taken, training.lr)
+    if training.schedule == "cosine":
+        span = max(1, (training.decay_steps or training.steps) - training.warmup_steps)
+        progress = ((taken - training.warmup_steps) / span).clamp(0.0, 1.0)
+        cosine = 0.5 * (1.0 + torch.cos(progress * math.pi))
+        lr = training.min_lr + (training.lr - training.min_lr) * cosine
+    if training.warmup_steps:
+        lr = torch.minimum(lr, training.lr * (taken + 1) / training.warmup_steps)
+    return lr
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and targets [micro_batch, s], int64, on the engine's device: whole samples, of which each rank of cp takes
-    its part."""
+    """Tokens and targets [micro_batch, s], int64, on the engine's device, before their division over cp."""
 
     tokens: Tensor
     targets: Tensor
-    place: Place
+    place: BatchPosition
 
     def of_rank(self, cp: Group) -> MicroBatch:
-        """The tokens [micro_batch, s/cp] of one rank of cp."""
+        """Return the tokens [micro_batch, s/cp] of one rank of cp."""
         return replace(self, tokens=own_tokens(self.tokens, cp), targets=own_tokens(self.targets, cp))
 
 
 class ModelPart:
-    """What the pipeline's runner calls: see `repro.parallel.pipeline.runner.Chunk`."""
+    """Chunk of the pipeline's runner with its sharded states; implements `repro.parallel.pipeline.runner.Chunk`."""
 
     def __init__(
         self,
@@ -54,14 +73,14 @@ class ModelPart:
         parts: Sequence[range],
         checkpoints: ActivationCheckpoints | None,
     ):
-        """`parts` are the layers of all parts of the model, in its order."""
+        """Build chunk number `chunk`; `parts` are the layers of all parts of the model, in order."""
         layout, training = experiment.layout, experiment.training
         self.mesh = mesh
         number = chunk * mesh.pp.size + mesh.pp.rank
         part = Part(parts[number], first=number == 0, last=number == len(parts) - 1)
         self.model = GPT(experiment.model, layout, training, mesh.tp, checkpoints, part, mesh.cp)
         self.micro_batches: Sequence[MicroBatch] = ()
-        """Of the current step."""
+        """Micro-batches of the current step."""
         self._names = {name: getattr(p, "name_in_model", name) for name, p in self.model.named_parameters()}
 
         def values(parameters: list[Parameter]) -> InitialValues:
@@ -75,11 +94,11 @@ class ModelPart:
                 device=device,
             )
 
-        sharding = Sharding.of(layout, mesh.dp, device, DTYPES[layout.precision])
+        sharding = Sharding.from_layout(layout, mesh.dp, device, DTYPES[layout.precision])
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:
-        """What several ranks of tp or pp hold is counted once."""
+        """Return the tag of a parameter; the norm counts a parameter of several tp or pp ranks once."""
         return Tag(
             group=DECAYED if decays(parameter) else NOT_DECAYED,
             duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
@@ -88,32 +107,32 @@ class ModelPart:
         )
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """The part's output for one micro-batch; `x` comes from the part before, None for the first."""
+        """Return the output for one micro-batch; `x` is the output of the preceding part, None for the first."""
         batch = self.micro_batches[micro_batch]
         self.sharded.begin_forward()
         output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)
         return output
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """The `micro_batch`-th backward pass of the step begins."""
+        """Prepare the backward pass number `micro_batch` of the step."""
         self.sharded.begin_backward(micro_batch, micro_batches)
 
     def after_backward(self) -> None:
-        """All gradients of that pass are there: begin to reduce what has not been yet."""
+        """Start the remaining gradient reductions of the pass."""
         self.sharded.end_backward()
 
     def finish(self) -> None:
-        """Have the step's gradients reduced."""
+        """Wait for the reductions of the step's gradients."""
         self.sharded.wait_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every (tp-local) parameter, complete, by its name in the model."""
+        """Return a full copy of every (tp-local) parameter, by its name in the model."""
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
     def name_in_model(self, name: str) -> str:
-        """What the whole model calls the parameter that this part calls `name`."""
+        """Return the name in the full model of the parameter `name` of this part."""
         return self._names[name]
 
     def splits(self) -> dict[str, int | None]:
-        """The dimension along which tp splits each parameter, by its name in the model."""
+        """Return the dimension along which tp splits each parameter, by its name in the model."""
         return {self._names[name]: vars(p)["split"] for name, p in self.model.named_parameters()}

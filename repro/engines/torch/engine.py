@@ -1,7 +1,8 @@
-"""The engine `torch`: a plain module under torch's strategies, the same `Engine` interface as ours."""
+"""Engine `torch`: a plain module under torch's strategies, and the optimizer update of its step."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -11,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
-from repro.engines.about import EngineReport
-from repro.engines.native.part import MicroBatch
-from repro.engines.torch import data_parallel, tensor_parallel
-from repro.engines.torch.data_parallel import Strategy, strategy_of
-from repro.engines.torch.grid import device_mesh
-from repro.engines.torch.model import Dropout, PlainGPT
+from repro.engines import EngineReport
+from repro.engines.native.part import MicroBatch, learning_rate
+from repro.engines.torch import parallelism
+from repro.engines.torch.model import Dropout, PlainGPT, from_plain, initialise, suite_name
+from repro.engines.torch.parallelism import Strategy, device_mesh, strategy_of
 from repro.engines.torch.pipeline import TorchPipeline
-from repro.engines.torch.update import Update, local
-from repro.engines.torch.weights import from_plain, initialise, name_of
 from repro.model.gpt import Part
+from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import DTYPES, mark
@@ -40,32 +41,32 @@ class TorchEngine:
         grid = device_mesh(layout, device.type)
         self.count = 0
         self.parts: list[PlainGPT] = []
-        """The rank's parts of the model, one a chunk."""
+        """Parts of the model on this rank, one for each chunk."""
         self.modules: list[nn.Module] = []
-        """The same as they are called."""
+        """Callable modules of the parts, wrapped by their strategies."""
         for chunk in range(layout.chunks):
             module = self._part(chunk)
             if grid is not None and layout.tp > 1:
-                tensor_parallel.split(module, grid["tp"], sp=layout.sp)
-            self.count += sum(local(parameter).numel() for parameter in module.parameters())
+                parallelism.apply_tensor_parallel(module, grid["tp"], sp=layout.sp)
+            self.count += sum(local_part(parameter).numel() for parameter in module.parameters())
             if grid is not None and self.strategy.composable:
-                data_parallel.compose(module, layout, grid)
+                parallelism.apply_composable(module, layout, grid)
             module.to_empty(device=device)
             module.tie()
             initialise(module, experiment, device)
             self.parts.append(module)
             self.modules.append(module)
             if grid is not None and self.strategy in (Strategy.DDP, Strategy.ZERO1):
-                self.modules[-1] = data_parallel.distribute(module, layout, grid)
-        optimizer = data_parallel.optimizer_of(self.parts, experiment.training, self.strategy)
+                self.modules[-1] = parallelism.wrap_in_ddp(module, layout, grid)
+        optimizer = parallelism.adamw(self.parts, experiment.training, self.strategy)
         parameters = list(chain.from_iterable(part.parameters() for part in self.parts))
-        self.update = Update(experiment, mesh, optimizer, parameters, self._tied(), device)
+        self.update = OptimizerUpdate(experiment, mesh, optimizer, parameters, self._tied(), device)
         self.pipeline: TorchPipeline | None = None
         if grid is not None and layout.pp > 1:
             self.pipeline = TorchPipeline(experiment, self.modules, grid, device)
 
     def _part(self, chunk: int) -> PlainGPT:
-        """On `meta`."""
+        """Build the part of a chunk on `meta`."""
         experiment, layout, mesh = self.experiment, self.layout, self.mesh
         parts = layout.parts(experiment.model.layers)
         number = chunk * layout.pp + mesh.pp.rank
@@ -89,14 +90,14 @@ class TorchEngine:
             )
 
     def _tied(self) -> nn.Parameter | None:
-        """The embedding that first and last stage of a pipeline both hold."""
+        """Return the embedding that the first and the last stage of a pipeline share."""
         for part in self.parts:
             if part.part.first != part.part.last:
                 return part.embed.tokens.weight if part.part.first else part.head.output.weight  # type: ignore[return-value]
         return None
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """The step as torch's documentation writes it, with clipping and the mean loss over replicas."""
+        """Take the step of torch's documentation, with clipping and the mean loss over replicas."""
         for part in self.parts:
             part.batches = iter(micro_batches)
         scale = self.loss_scale()
@@ -111,7 +112,7 @@ class TorchEngine:
     def _accumulate(
         self, micro_batches: Sequence[MicroBatch], scale: Tensor | None, observe: Observer
     ) -> Tensor:
-        """Forward and backward of one micro-batch after the other; their mean loss."""
+        """Run the passes of all micro-batches and return their mean loss."""
         (module,) = self.modules
         count, total = len(micro_batches), torch.zeros(())
         for i, batch in enumerate(micro_batches):
@@ -131,45 +132,45 @@ class TorchEngine:
         return total / count
 
     def loss_scale(self) -> Tensor | None:
-        """GradScaler's (fp16)."""
+        """Return the scale of GradScaler (fp16)."""
         return self.update.scale()
 
     def synchronize(self) -> None:
-        """torch's steps leave nothing under way."""
+        """Do nothing: torch's step is synchronous."""
 
     def local_parameters(self) -> int:
-        """Parameters of this rank's tp share of its stage."""
+        """Return the number of parameters of this rank's tp share of its stage."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """A copy of every parameter of the stage, complete over dp and tp, by our names."""
+        """Return a full copy of every parameter of the stage over dp and tp, by the suite's names."""
         found = {}
         for part in self.parts:
             for plain, parameter in part.named_parameters():
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                name = name_of(plain)
+                name = suite_name(plain)
                 found[name] = from_plain(name, whole.detach(), self.experiment.model).clone()
         return found
 
     def padding(self) -> int:
-        """Not known of torch's buffers."""
+        """Return 0: the padding of torch's buffers is unknown."""
         return 0
 
     def mark_states(self) -> None:
-        """Parameters, their gradients and Adam's moments; FSDP2's are the rank's shards."""
+        """Mark parameters, gradients and Adam's moments; FSDP2 has the rank's shards of them."""
         for parameter in self.update.parameters:
-            mark(local(parameter), Category.PARAMETERS)
+            mark(local_part(parameter), Category.PARAMETERS)
             if parameter.grad is not None:
-                mark(local(parameter.grad), Category.GRADIENTS)
-        # Of ZeroRedundancyOptimizer: the rank's part.
+                mark(local_part(parameter.grad), Category.GRADIENTS)
+        # `optim` is the rank's part of ZeroRedundancyOptimizer.
         optimizer = getattr(self.update.optimizer, "optim", self.update.optimizer)
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    mark(local(value), Category.OPTIMIZER)
+                    mark(local_part(value), Category.OPTIMIZER)
 
-    def about(self) -> EngineReport:
-        """torch's strategies on a plain module of torch's layers."""
+    def report(self) -> EngineReport:
+        """Report torch's strategies on a plain module of torch's layers."""
         layout = self.layout
         told: dict[str, Any] = {"strategy": str(self.strategy)}
         if layout.precision != "fp32":
@@ -189,7 +190,96 @@ class TorchEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """This rank's stage and the most micro-batches that were in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
         if self.pipeline is None:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.flying.most}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class OptimizerUpdate:
+    """Optimizer part of a step, after the averaging of gradients over dp and the micro-batches."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        mesh: Mesh,
+        optimizer: Any,
+        parameters: Sequence[Parameter],
+        tied: Parameter | None,
+        device: torch.device,
+    ):
+        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other ranks."""
+        self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
+        self.parameters = list(parameters)
+        self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
+        self.device, self.taken = device, 0
+        self.scaler: torch.amp.GradScaler | None = None
+        if experiment.layout.precision == "fp16":
+            self.scaler = torch.amp.GradScaler(
+                device.type,
+                init_scale=self.training.loss_scale,
+                growth_interval=self.training.loss_scale_window,
+            )
+            self.scaler.scale(torch.zeros((), device=device))  # creates the scale
+
+    def scale(self) -> Tensor | None:
+        """Return the loss scale, 0-dim; None without loss scaling."""
+        return None if self.scaler is None else torch.tensor(self.scaler.get_scale(), device=self.device)
+
+    def __call__(self, loss: Tensor) -> Norms:
+        """Update the parameters; `loss` is the replica's mean on its last stage, and 0 on other stages."""
+        self._finish_gradients()
+        overflow = torch.zeros((), device=self.device)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+            # One tensor for each device; a stage has its own gradients only.
+            (overflow,) = self.scaler._found_inf_per_device(self.optimizer).values()
+            self.mesh.pp.all_reduce(overflow, MAX).wait()
+            overflow = overflow.clone()
+        norm, loss = self._agree(loss)
+        if self.training.clip:
+            clip_grads_with_norm_(self.parameters, self.training.clip, norm)
+        self._step()
+        self.optimizer.zero_grad()
+        self.taken += not overflow.item() if self.scaler is not None else 1
+        return Norms(norm, loss, overflow)
+
+    def _step(self) -> None:
+        rate = learning_rate(self.training, torch.tensor(float(self.taken))).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _finish_gradients(self) -> None:
+        """Sum the partial gradients of sequence-parallel norms over tp, and of both tied embeddings."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.tied is not None and self.tied.grad is not None:
+            self.mesh.embedding.all_reduce(local_part(self.tied.grad)).wait()
+
+    def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the global gradient norm and the mean loss over all replicas."""
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        for parameter in self.counted:
+            assert parameter.grad is not None
+            alike[getattr(parameter.grad, "placements", None)].append(parameter.grad)
+        # DTensor sums the norms of gradients with equal placements at once.
+        norms = [get_total_norm(gradients) for gradients in alike.values()]
+        wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        square = torch.stack(wholes).square().sum()
+        loss = loss / self.mesh.dp.size
+        self.mesh.dp.all_reduce(loss).wait()
+        both = torch.stack([square, loss])
+        self.mesh.pp.all_reduce(both).wait()
+        return both[0].sqrt(), both[1]

@@ -1,29 +1,35 @@
-"""The suite's GPT as a plain torch module: nn.Linear, nn.LayerNorm, nn.Embedding, scaled dot product attention.
+"""The suite's GPT as a plain torch module, and conversion between its parameters and the suite's.
 
-The same function as `repro.model.gpt`, written as one writes it for torch's strategies: nothing in it knows of
-ranks.  Modules bear the names of the suite's model.  Symbols: b samples, s tokens, h hidden, a heads.
+The module computes the function of `repro.model.gpt` with nn.Linear, nn.LayerNorm, nn.Embedding and scaled dot product
+attention, without knowledge of ranks. Symbols: b samples, s tokens, h hidden, a heads.
+
+Parameter names differ in form (`qkv.weight` is `qkv`, `qkv.bias` is `qkv_bias`). Values differ in the rows of `qkv`:
+the suite stores query, key and value of all heads [3, a d, ...], the plain module those of each head [a 3 d, ...].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from repro import kernels
-from repro.config import Model, OperatorSet, Training
+from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.engines.native.part import MicroBatch
-from repro.model.gpt import Part, Place
-from repro.model.operator_sets import WeightDropout, attention
+from repro.model.gpt import GPT, BatchPosition, Part, initial_values
+from repro.model.operator_sets import WeightDropout, attend
+from repro.parallel import mesh as meshes
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """The suite's, whose random numbers follow from counters; torch's has no parity between layouts.
+    """Dropout of the suite, whose random numbers follow from counters; torch's dropout has no parity between layouts.
 
     A module sees the whole sequence and all heads, or a part of them that begins at `first_position`, `first_head`.
     """
@@ -34,11 +40,11 @@ class Dropout:
     first_position: int = 0
     first_head: int = 0
 
-    def key(self, place: Place, layer: int, site: int) -> int:
+    def key(self, place: BatchPosition, layer: int, site: int) -> int:
         """Of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
-    def residual(self, x: Tensor, place: Place, layer: int, site: int) -> Tensor:
+    def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
         """dropout(x) for x [b, s, h]."""
         p = self.training.dropout
         if not p:
@@ -48,7 +54,7 @@ class Dropout:
             x, None, None, p, key, place.first_sample, self.seq, self.first_position, True
         )
 
-    def weights(self, place: Place, layer: int) -> WeightDropout | None:
+    def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
         """Of attention weights."""
         p = self.training.attention_dropout
         if not p:
@@ -57,7 +63,7 @@ class Dropout:
         return WeightDropout(p, key, place.first_sample, self.model.heads, self.first_head)
 
 
-class Embedding(nn.Module):
+class PlainEmbedding(nn.Module):
     """Tokens plus positions, then dropout: [b, s] to [b, s, h]."""
 
     def __init__(self, model: Model, dropout: Dropout):
@@ -66,13 +72,13 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         self.positions = nn.Embedding(model.seq, model.hidden)
 
-    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, place: BatchPosition) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.dropout.residual(self.tokens(tokens) + self.positions(positions), place, 0, 0)
 
 
-class Attention(nn.Module):
-    """x + dropout(attention(norm(x))), causal."""
+class PlainAttention(nn.Module):
+    """x + dropout(attend(norm(x))), causal."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
         super().__init__()
@@ -83,7 +89,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(model.hidden, 3 * inner)
         self.out = nn.Linear(inner, model.hidden)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         y = self.qkv(self.norm(x))
         b, s, _ = y.shape
         q, k, v = y.view(b, s, -1, 3, self.width).transpose(1, 2).unbind(3)  # each [b, a, s, d]
@@ -91,12 +97,12 @@ class Attention(nn.Module):
         if drop is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = attention(OperatorSet.REFERENCE, q, k, v, drop, None)
+            y = attend(OperatorSet.REFERENCE, q, k, v, drop, None)
         y = self.out(y.transpose(1, 2).reshape(b, s, -1))
         return x + self.dropout.residual(y, place, self.layer, 1)
 
 
-class Mlp(nn.Module):
+class PlainMlp(nn.Module):
     """x + dropout(mlp(norm(x)))."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int):
@@ -106,28 +112,28 @@ class Mlp(nn.Module):
         self.up = nn.Linear(model.hidden, model.ffn_width)
         self.down = nn.Linear(model.ffn_width, model.hidden)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
         return x + self.dropout.residual(y, place, self.layer, 2)
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """One transformer layer."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
         super().__init__()
         self.recompute = recompute
-        self.attention = Attention(model, dropout, layer)
-        self.mlp = Mlp(model, dropout, layer)
+        self.attention = PlainAttention(model, dropout, layer)
+        self.mlp = PlainMlp(model, dropout, layer)
 
-    def forward(self, x: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         if not self.recompute:
             return self._layer(x, place)
         # No generator's state to keep: random numbers are functions of counters.
         y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
         return y
 
-    def _layer(self, x: Tensor, place: Place) -> Tensor:
+    def _layer(self, x: Tensor, place: BatchPosition) -> Tensor:
         y: Tensor = self.mlp(self.attention(x, place), place)
         return y
 
@@ -146,7 +152,7 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A part of the model, all of it without pipeline: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
+    """Part of the model, or the full model: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
 
     def __init__(
         self,
@@ -163,9 +169,9 @@ class PlainGPT(nn.Module):
         self.batches: Iterator[MicroBatch] = iter(())
         """The micro-batches to come, for what is not a stage's input: pipelines hand their stages tensors only."""
         if part.first:
-            self.embed = Embedding(model, dropout)
+            self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(model, dropout, i + 1, recompute=recompute) for i in part.layers}
+            {str(i): PlainBlock(model, dropout, i + 1, recompute=recompute) for i in part.layers}
         )
         if part.last:
             self.head = Head(model)
@@ -184,3 +190,58 @@ class PlainGPT(nn.Module):
             for block in self.blocks.values():
                 x = block(x, batch.place)
             return self.head(x, batch.targets) if self.part.last else x
+
+
+def suite_name(name: str) -> str:
+    """Return the suite's name of a parameter of the plain module."""
+    if name == "head.output.weight":
+        return "embed.tokens"
+    module, _, kind = name.rpartition(".")
+    return module if kind == "weight" else f"{module}_{kind}"
+
+
+def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
+    """Return the suite's parameter `name` in the shape of the plain module."""
+    if ".qkv" not in name:
+        return value
+    heads = value.view(3, model.heads, model.head_width, *value.shape[2:])
+    return heads.transpose(0, 1).flatten(0, 2)
+
+
+def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
+    """Return the plain module's parameter in the shape of the suite's parameter `name`."""
+    if ".qkv" not in name:
+        return value
+    heads = value.view(model.heads, 3, model.head_width, *value.shape[1:])
+    return heads.transpose(0, 1).flatten(1, 2)
+
+
+def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -> None:
+    """Set the initial values of the module's parameters, with or without sharding, one full value at a time."""
+    first = _first_values(module, experiment)
+    with torch.no_grad():
+        for plain, parameter in module.named_parameters():
+            name = suite_name(plain)
+            whole = to_plain(name, first[name](device), experiment.model)
+            if isinstance(parameter, DTensor):
+                shards = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+                parameter.to_local().copy_(shards.to_local())
+            else:
+                parameter.copy_(whole)
+
+
+def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:
+    """Return functions by the suite's names that create the full initial value of each parameter of this part."""
+    tp = meshes.single_rank_mesh().tp
+    model = GPT(experiment.model, Layout(), experiment.training, tp, part=module.part)
+    names = [getattr(p, "name_in_model", name) for name, p in model.named_parameters()]
+    parameters = list(model.parameters())
+
+    def make(i: int, device: torch.device) -> Tensor:
+        settings = {"seed": experiment.training.seed, "layers": experiment.model.layers}
+        values = initial_values(names, parameters, **settings, rank=0, ranks=1, device=device)
+        return values(i, 0, parameters[i].numel()).view(parameters[i].shape)
+
+    return {name: partial(make, i) for i, name in enumerate(names)}

@@ -1,5 +1,26 @@
 """Checks of a machine for `repro doctor`: GPUs, drivers, CUDA compiler, SLURM bindings, and the features that they
 enable.
 
-`launch.slurm` runs the same checks on the nodes of a cluster.
+`machine`, `gpu` and `kernels` return lists of `Check`. `launch.slurm` runs the same checks on the nodes of a cluster.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+YES, LIMITED, NO = "yes", "limited", "no"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check of a machine or of a SLURM profile."""
+
+    name: str
+    state: str
+    """`yes`, `limited` or `no`."""
+    found: str
+    """Detected version or device, or the missing requirement and its installation."""
+    enables: str
+    """Features that work with the requirement, or that are disabled without it."""
+    fatal: bool = False
+    """Whether no run is possible in this state."""

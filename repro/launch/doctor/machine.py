@@ -1,4 +1,4 @@
-"""`repro doctor`: what works on this machine, and what each thing enables."""
+"""`repro doctor`: checks of this machine, in the order of their importance for runs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from repro.emulate import ability
-from repro.engines import missing
-from repro.launch.doctor.check import LIMITED, NO, YES, Check
-from repro.launch.doctor.gpu import devices
-from repro.launch.doctor.kernels import kernels
-from repro.measure.provenance import cpu, memory, release, versions
+from repro.emulate import lab
+from repro.engines import missing_library
+from repro.launch.doctor import LIMITED, NO, YES, Check
+from repro.launch.doctor.gpu import check_gpus
+from repro.launch.doctor.kernels import check_kernels
+from repro.measure.provenance import cpu, host_memory, major_minor, versions
 from repro.util import units
 from repro.util.extras import installation
 
-OLDEST_TORCH = (2, 6)
-SYSTEMS = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
-"""Engine, how its authors write it, and the distribution that it comes in."""
-SMALL_DISK_BYTES = 10**9
+MIN_TORCH_VERSION = (2, 6)
+LIBRARY_ENGINES = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
+"""Engine, name of its project, and its distribution."""
+MIN_FREE_DISK_BYTES = 10**9
 _COMMAND_TIMEOUT_S = 5.0
 
 
-def examine(results: Path, compile_for: str = "") -> list[Check]:
-    """Everything that is looked at, in the order in which it is needed; CUDA kernels are compiled if asked for."""
+def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
+    """Return all checks of this machine. `compile_for` compiles the CUDA kernels (`check_kernels`)."""
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
@@ -35,15 +35,15 @@ def examine(results: Path, compile_for: str = "") -> list[Check]:
         checks.append(
             Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
         )
-        return [*checks, *_systems(), _lab(), _slurm(), _tokenizer(), _git()]
+        return [*checks, *_engines(), _lab(), _slurm(), _tokenizer(), _git()]
     return [
         *checks,
         _torch(torch),
         _gloo(torch),
-        *devices(torch),
+        *check_gpus(torch),
         _nccl(torch),
-        *kernels(torch, compile_for),
-        *_systems(),
+        *check_kernels(torch, compile_for),
+        *_engines(),
         _lab(),
         _slurm(),
         _tokenizer(),
@@ -71,11 +71,11 @@ def _processor() -> Check:
 
 
 def _memory() -> Check:
-    state = memory()
+    state = host_memory()
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
-    most = f"{units.parameters(free / 16)} parameters in all ranks together, at 16 bytes each"
+    most = f"{units.parameter_count(free / 16)} parameters in all ranks together, at 16 bytes each"
     psi = f"mixed-precision model states of at most {most}"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 
@@ -88,7 +88,7 @@ def _disk(results: Path) -> Check:
         return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
     free = shutil.disk_usage(place).free
     text = f"{units.size(free)} free where results go ({results})"
-    if free < SMALL_DISK_BYTES:
+    if free < MIN_FREE_DISK_BYTES:
         return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
     return Check("disk", YES, text, "records are stored")
 
@@ -100,7 +100,7 @@ def _torch(torch: Any) -> Check:
     if torch.version.cuda:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
-    if () < release(version) < OLDEST_TORCH:
+    if () < major_minor(version) < MIN_TORCH_VERSION:
         return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
     if not torch.distributed.is_available():
         return Check(
@@ -137,18 +137,18 @@ def _slurm() -> Check:
 
 
 def _lab() -> Check:
-    """Emulated networks: one is made and taken down."""
-    lacking = ability.missing()
+    """Check emulated networks by a trial."""
+    lacking = lab.missing_requirement()
     if lacking:
         return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
     meaning = "experiments with a `network`: ranks of this machine behind links of any rate"
     return Check("lab", YES, "network namespaces and token buckets, tried", meaning)
 
 
-def _systems() -> list[Check]:
-    """The named systems, as engines beside ours."""
+def _engines() -> list[Check]:
+    """Check the libraries that other engines run."""
     found = []
-    for engine, name, distribution in SYSTEMS:
+    for engine, name, distribution in LIBRARY_ENGINES:
         version = versions((distribution,)).get(distribution)
         meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
         if version is None:
@@ -156,7 +156,7 @@ def _systems() -> list[Check]:
                 Check(
                     name,
                     LIMITED,
-                    f"not installed: {missing(engine).partition(': ')[2]}",
+                    f"not installed: {missing_library(engine).partition(': ')[2]}",
                     f'no `engine = "{engine}"`',
                 )
             )
@@ -184,7 +184,7 @@ def _git() -> Check:
 
 
 def _first_line(arguments: list[str]) -> str:
-    """The first line that a command prints; empty if it fails or takes too long."""
+    """Return the first line that a command prints; empty after a failure or a timeout."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
-"""When a run writes its state, where it goes on from, and how all ranks agree about it.
+"""Checkpoints of a run: when its ranks write them, and from which one they resume.
 
-Below the store, `checkpoints/<key>/` has `training.json`, which says what is trained there, and a folder for
-each checkpoint (`repro.engines.native.checkpoint.index`).  A run goes on from the newest checkpoint of its own name
-and course (`repro.config.Experiment.course`), under whatever layout that was written.
+In the store, `checkpoints/<key>/` holds `training.json`, which describes the training, and a folder for each checkpoint
+(`repro.engines.native.checkpoint.index`). A run resumes from the newest checkpoint of its own name and course
+(`repro.config.Experiment.course`), which any layout may have written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
 from repro.util.files import write_json
 
-ABOUT = "training.json"
+TRAINING_FILE = "training.json"
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
     step: int
@@ -39,15 +39,15 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """Where a run's checkpoints are, and what asks it to stop."""
+    """Folder of a run's checkpoints, and the file that requests a stop."""
 
     root: Path
-    """Holds a folder for each experiment's key."""
+    """Parent of a folder for each experiment's key."""
     stop: Path
 
     @staticmethod
-    def of(job: Job, experiment: Experiment) -> CheckpointPlace | None:
-        """The place that the launcher gives; None for an experiment without checkpoints."""
+    def for_experiment(job: Job, experiment: Experiment) -> CheckpointPlace | None:
+        """Return the place that the launcher assigns; None for an experiment without checkpoints."""
         every = experiment.training.checkpoint_every
         if not every:
             return None
@@ -57,7 +57,7 @@ class CheckpointPlace:
 
 
 class CheckpointManager:
-    """Writes and finds the checkpoints of one run; every rank has one and calls the same methods in the same order."""
+    """Writer and finder of the checkpoints of one run. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -68,28 +68,26 @@ class CheckpointManager:
         place: CheckpointPlace,
         progress: Callable[[], None],
     ):
-        """`progress` is called while a checkpoint is written, so that nobody takes the time for a hang."""
+        """`progress` is called during a write, so that the launcher does not report a hang."""
         self.experiment, self.mesh, self.engine, self.device = experiment, mesh, engine, device
         self.place, self.progress = place, progress
         self.root = place.root / experiment.key
         self.written: list[int] = []
         self.seconds: list[float] = []
-        """Of each of them, all that the step waits for."""
+        """Seconds that the step waits for each written checkpoint."""
         self.failures: list[dict[str, Any]] = []
-        """Step and reason of the checkpoints that could not be written, as far as this rank knows."""
-
-    # -- going on ----------------------------------------------------------------------------------
+        """Step and reason of this rank's failed writes."""
 
     def resume(self) -> Index | None:
-        """Bring the engine to where the newest checkpoint is; None, and it stays new, if there is none.
+        """Load the newest checkpoint into the engine and return its index; None without a checkpoint.
 
-        Raises `ConfigError` if the checkpoint is damaged, or if `continues` names a run without one.
+        Raises `ConfigError` for a damaged checkpoint, and for a `continues` that names a run without checkpoints.
         """
         found = self._choose()
         if found is None:
             return None
-        loaded = index.load(found.folder)
-        _same(self.experiment.course, loaded.training, str(found.folder / index.FILE))
+        loaded = index.read_index(found.folder)
+        _require_same_training(self.experiment.course, loaded.training, str(found.folder / index.FILE))
         if self.mesh.rank == 0:
             index.check_files(found.folder, loaded)
         with files.Reader() as reader:
@@ -99,33 +97,31 @@ class CheckpointManager:
                 fill(*part)
                 self.progress()
 
-            state.restore(self.engine, dict(loaded.scalars), read)
+            state.restore_states(self.engine, dict(loaded.scalars), read)
         return loaded
 
-    def _choose(self) -> Found | None:
-        """What rank 0 finds, made known to all ranks in 32 bytes: a folder's name is sixteen hex digits."""
-        found = newest(self.place.root, self.experiment) if self.mesh.rank == 0 else None
+    def _choose(self) -> FoundCheckpoint | None:
+        """Return the checkpoint that rank 0 finds. A broadcast carries its step and key."""
+        found = newest_checkpoint(self.place.root, self.experiment) if self.mesh.rank == 0 else None
         words = [0, 0, 0, 0]
         if found is not None:
             key = int(found.folder.parent.name, 16)
             words = [1, found.step, key >> 32, key & 0xFFFFFFFF]
-        told = torch.tensor(words, dtype=torch.int64, device=self.device)
-        self.mesh.world.broadcast(told, 0, purpose="checkpoint").wait()
-        there, step, high, low = told.tolist()
-        if not there:
+        message = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self.mesh.world.broadcast(message, 0, purpose="checkpoint").wait()
+        exists, step, high, low = message.tolist()
+        if not exists:
             return None
-        return Found(step, index.folder_of(self.place.root / f"{high << 32 | low:016x}", step))
-
-    # -- keeping -----------------------------------------------------------------------------------
+        return FoundCheckpoint(step, index.folder_of(self.place.root / f"{high << 32 | low:016x}", step))
 
     def asked_to_stop(self) -> bool:
-        """Whether the launcher wants the run to end; rank 0 sees it, and all ranks know it after one step."""
+        """Return on all ranks whether rank 0 sees the launcher's request to stop."""
         return self._any(self.mesh.rank == 0 and self.place.stop.exists())
 
     def write(self, step: int, history: Mapping[str, Any]) -> bool:
         """Write a checkpoint after `step` steps.
 
-        False, and everything is as it was before, if a rank could not: the disk is full, say.
+        Return False without a new checkpoint if a rank could not write, for example on a full disk.
         """
         began = time.monotonic()
         self.engine.synchronize()
@@ -135,11 +131,11 @@ class CheckpointManager:
         for fragment in state.fragments(self.engine, owned=True):
             shapes[fragment.name] = fragment.shape
             for kind, tensor in zip(state.STATES, fragment.states, strict=True):
-                entries.append((files.FileEntry(fragment.name, kind, fragment.rectangle), tensor))
+                entries.append((files.TensorEntry(fragment.name, kind, fragment.rectangle), tensor))
         mine = index.rank_file(folder, self.mesh.rank)
         steps: list[Callable[[], None]] = [
             lambda: self._make(folder),
-            lambda: files.write(mine, entries, shapes, self.progress),
+            lambda: files.write_rank_file(mine, entries, shapes, self.progress),
             lambda: self._complete(folder, step, history),
         ]
         if not all(self._all_could(action, step) for action in steps):
@@ -151,21 +147,23 @@ class CheckpointManager:
         return True
 
     def _make(self, folder: Path) -> None:
-        """Rank 0: an empty folder, and who it belongs to."""
+        """Create an empty folder and the description of the training on rank 0."""
         if self.mesh.rank:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        write_json(self.root / ABOUT, {"name": self.experiment.name, "course": self.experiment.course})
+        write_json(
+            self.root / TRAINING_FILE, {"name": self.experiment.name, "course": self.experiment.course}
+        )
         index.remove(folder)
         folder.mkdir()
 
     def _complete(self, folder: Path, step: int, history: Mapping[str, Any]) -> None:
-        """Rank 0: the index, now that every rank's file is on disk; then what it replaces goes."""
+        """Write the index on rank 0 after all ranks' files, and remove replaced checkpoints."""
         if self.mesh.rank:
             return
         e = self.experiment
         sizes, shapes, pieces = index.gather(folder, self.mesh.world.size)
-        index.save(
+        index.write_index(
             folder,
             Index(
                 step=step,
@@ -178,11 +176,11 @@ class CheckpointManager:
                 pieces=pieces,
             ),
         )
-        # Of a run that is done only the end is of use: another may continue it.
-        index.prune(self.root, 1 if step == e.training.steps else index.KEPT)
+        # Another run may continue a finished one, from its end only.
+        index.prune(self.root, 1 if step == e.training.steps else index.RETAINED_CHECKPOINTS)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
-        """Whether no rank's `action` met an error of its disk."""
+        """Return whether `action` succeeded on all ranks, without an error of a disk."""
         failed = False
         try:
             action()
@@ -194,24 +192,24 @@ class CheckpointManager:
         return not self._any(failed)
 
     def _any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return whether `mine` is true on any rank."""
         flag = torch.tensor([int(mine)], dtype=torch.int64, device=self.device)
         self.mesh.world.all_reduce(flag, MAX, purpose="checkpoint").wait()
         return bool(flag.item())
 
 
-def newest(root: Path, experiment: Experiment) -> Found | None:
-    """The newest complete checkpoint that `experiment` may go on from, its own first; None without one.
+def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
+    """Return the newest complete checkpoint from which `experiment` may resume, its own first; None without one.
 
-    One at or beyond its last step is of no use to it: it ran before, and is wanted again.  Raises `ConfigError`
-    if the run that it continues left none.
+    Checkpoints at or after its last step do not count, because the experiment runs again.  Raises `ConfigError`
+    if the run that it continues has no checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
     found: list[tuple[int, bool, Path]] = []
-    for path in root.glob(f"*/{ABOUT}"):
+    for path in root.glob(f"*/{TRAINING_FILE}"):
         if not re.fullmatch("[0-9a-f]{16}", path.parent.name):
             continue
-        about = _about(path)
+        about = _read_training_file(path)
         if about.get("name") not in names or about.get("course") != experiment.course:
             continue
         own = path.parent.name == experiment.key
@@ -220,15 +218,15 @@ def newest(root: Path, experiment: Experiment) -> Found | None:
                 found.append((step, own, index.folder_of(path.parent, step)))
     if found:
         step, _, folder = max(found)
-        return Found(step, folder)
+        return FoundCheckpoint(step, folder)
     if experiment.training.continues:
         right = f"an experiment of the same training with a checkpoint in {root}; run it first"
         raise ConfigError("continues", experiment.training.continues, right)
     return None
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """What a folder of checkpoints is about; nothing if its writer was killed before it said so."""
+def _read_training_file(path: Path) -> dict[str, Any]:
+    """Return the description of the training in a folder; empty if its writer was killed before."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -236,8 +234,8 @@ def _about(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _same(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
-    """Raise `ConfigError` unless the checkpoint is of the same training; it names the first thing that differs."""
+def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
+    """Raise `ConfigError` with the first differing key unless the checkpoint belongs to the same training."""
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):

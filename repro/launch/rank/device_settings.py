@@ -16,10 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment
 from repro.config.engines import NATIVE
-from repro.measure.provenance import release, versions
+from repro.measure.provenance import major_minor, versions
 
 if TYPE_CHECKING:
     import torch
+
+MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Queues of a device that the streams of a process share, 8 unless something else is said.
+
+A rank of a pipeline has a stream for each of up to ten communicators, and more; in one queue a stream that waits holds
+up the others.  Megatron with several tp ranks asks for 1: products then begin after the messages that they are to
+overlap with.  Our schedules hang under neither (`tests/parallel/test_streams.py`).
+"""
+AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+"""Until torch 2.7 the allocator is told of every stream that uses a collective's tensor, and keeps what ZeRO frees
+until it has looked at events; as since 2.8, `1` has what is read held until it is waited for."""
+HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
+"""Collectives get a free multiprocessor before the products that they overlap with.  Libraries have their own way."""
+DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+"""For equal bits (`deterministic_algorithms`): cuBLAS chooses by the workspace that it happens to get, and sums in
+NVLink's switches (NVLS) are left out, as in Megatron-LM's deterministic mode."""
+GLOO_THREADS_PER_GROUP = 3
+"""Threads that a gloo process group starts."""
 
 
 def rank_device(kind: str) -> torch.device:
@@ -43,28 +61,11 @@ def cuda_device_index(local_rank: int, visible: int) -> int:
     return local_rank
 
 
-MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Queues of a device that the streams of a process share, 8 unless something else is said.
-
-A rank of a pipeline has a stream for each of up to ten communicators, and more; in one queue a stream that waits holds
-up the others.  Megatron with several tp ranks asks for 1: products then begin after the messages that they are to
-overlap with.  Our schedules hang under neither (`tests/parallel/test_streams.py`).
-"""
-AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-"""Until torch 2.7 the allocator is told of every stream that uses a collective's tensor, and keeps what ZeRO frees
-until it has looked at events; as since 2.8, `1` has what is read held until it is waited for."""
-HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
-"""Collectives get a free multiprocessor before the products that they overlap with.  Libraries have their own way."""
-DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""For equal bits (`deterministic_algorithms`): cuBLAS chooses by the workspace that it happens to get, and sums in
-NVLink's switches (NVLS) are left out, as in Megatron-LM's deterministic mode."""
-
-
 def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
     """Return the variables for a process that runs `experiments` with this version of torch (`2.6.0+cu126`)."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
-    if (2, 6) <= release(torch_version) < (2, 8):
+    if (2, 6) <= major_minor(torch_version) < (2, 8):
         found[AVOID_RECORD_STREAMS_VARIABLE] = "1"
     if all(e.engine == NATIVE for e in experiments):
         found[HIGH_PRIORITY_VARIABLE] = "1"
@@ -115,10 +116,6 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-
-
-GLOO_THREADS_PER_GROUP = 3
-"""Threads that a gloo process group starts."""
 
 
 def limit_memory(limit_bytes: int, device: str) -> None:

@@ -1,33 +1,49 @@
-"""A rank on an emulated network: how fast it computes beside the others, and what goes over its links."""
+"""A rank on an emulated network: its compute rate, the bytes on its links, and the throttle of its share of a core.
+
+Sixteen ranks on a core compute at a sixteenth of its rate each. While fifteen of them wait for messages, the last one
+would compute sixteen times as fast, and the time of the messages would disappear. A rank that has computed for `c`
+seconds therefore sleeps until `c / share` seconds have passed; waits for other ranks do not count. The rank settles
+this time before each collective, before each wait for one, and at a timer of processor time for libraries that do not
+announce their collectives. Only the computing thread is throttled. Threads that carry messages run on other cores
+(`repro.util.cores`), because a kernel without `IRQ_TIME_ACCOUNTING` charges frames to the thread on the core.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from repro.config import EmulatedNetwork
 from repro.config.network import core_share
-from repro.emulate import products
+from repro.emulate import compute_rate
 from repro.launch.job import NETWORK_FILE, Job
-from repro.launch.rank.throttle import Throttle
+from repro.parallel import transports
 from repro.results.record_parts import RankOnNetwork
-from repro.util import heap
-from repro.util.cores import DividedCores, computing
+from repro.util import processes
+from repro.util.processes import CoreAssignment, count_compute_cores
 
 RATE_PROBE_S = 0.6
 MAX_RATE_ATTEMPTS = 15
 MAX_RATE_SPREAD = 0.25
-"""Ranks that compute at rates further apart than this fraction of their mean are no equal devices."""
+"""Maximum spread of the ranks' compute rates, relative to their mean."""
+MAX_CATCH_UP_S = 0.02
+"""Maximum lost core time that a rank may make up for, in seconds."""
+TIMER_INTERVAL_S = 4e-3
 
 
 class EmulatedNetworkRank:
-    """What one rank sees of its network, from joining the others to its result."""
+    """State of one rank on an emulated network: its compute rate, its throttle and its byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
         """Measure the compute rates of all ranks together.  Raises `RuntimeError` if they are too far apart."""
@@ -37,21 +53,21 @@ class EmulatedNetworkRank:
         self._node = ""
         if rank % network.ranks_per_node == 0 and network.nodes > 1:
             self._node = f"/proc/{found['nodes'][network.node_of(rank)]}/net/dev"
-        heap.keep_freed()
-        self._cores = DividedCores(rank)
-        self._cores.divide()
-        self.throttle = Throttle(core_share(network.world, computing(found["cores"])))
+        processes.keep_freed_memory()
+        self._cores = CoreAssignment(rank)
+        self._cores.apply()
+        self.throttle = CoreThrottle(core_share(network.world, count_compute_cores(found["cores"])))
         self.throttle.start()
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
         except BaseException:
-            self.throttle.stop()  # a timer that goes on would kill the rank at its end, and what it has to say with it
+            self.throttle.stop()  # a running timer would kill the rank before it reports the error
             raise
 
     @staticmethod
     @contextmanager
-    def of(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
-        """While it is open, this rank is held to its share of a core; None for a job on the machine's own network."""
+    def throttled(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
+        """Throttle this rank inside the context; yield None for a job without an emulated network."""
         if job.network is None:
             yield None
             return
@@ -61,20 +77,19 @@ class EmulatedNetworkRank:
         finally:
             seen.throttle.stop()
 
-    def timed(self, peak_bytes: int) -> None:
-        """Timed steps begin, which hold `peak_bytes`.  Threads that carry messages are there by now, and go where
-        these are carried."""
-        self._cores.divide()
-        heap.reserve(peak_bytes, self._world)
+    def begin_timed_steps(self, peak_bytes: int) -> None:
+        """Prepare the timed steps, which allocate `peak_bytes`; threads that carry messages get their cores."""
+        self._cores.apply()
+        processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
-        """Bytes sent and received by this rank, then by its node where this rank speaks for it."""
-        own = _counters("/proc/self/net/dev", "eth0")
-        return own + (_counters(self._node, "uplink") if self._node else [])
+        """Return the bytes sent and received by this rank, and by its node if this rank is the first of it."""
+        own = _interface_counters("/proc/self/net/dev", "eth0")
+        return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """`grown`: what the counters have grown by in so many steps."""
+        """Return the report of this rank. `grown` is the increase of the counters in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
@@ -87,7 +102,7 @@ class EmulatedNetworkRank:
         )
 
 
-def _counters(file: str, interface: str) -> list[int]:
+def _interface_counters(file: str, interface: str) -> list[int]:
     for line in Path(file).read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == interface:
@@ -96,9 +111,9 @@ def _counters(file: str, interface: str) -> list[int]:
     raise OSError(f"{file} has no interface {interface}")
 
 
-def _equal_rates(world: int, throttle: Throttle) -> list[float]:
-    """The compute rates of all ranks.  Raises `RuntimeError` if they are too far apart."""
-    for _ in range(MAX_RATE_ATTEMPTS):  # what else runs here may disturb one of them
+def _equal_rates(world: int, throttle: CoreThrottle) -> list[float]:
+    """Return the compute rates of all ranks in FLOP/s.  Raises `RuntimeError` if they differ too much."""
+    for _ in range(MAX_RATE_ATTEMPTS):  # other processes may disturb a rank
         rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
         if apart <= MAX_RATE_SPREAD:
@@ -109,13 +124,84 @@ def _equal_rates(world: int, throttle: Throttle) -> list[float]:
     )
 
 
-def _compute_rates(world: int, throttle: Throttle) -> list[float]:
-    """FLOP/s of matrix products on every rank, all at once."""
+def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
+    """Return the FLOP/s of matrix products of every rank, measured on all ranks at once."""
     dist.barrier()
     began = time.perf_counter()
-    done = products.flop_in(RATE_PROBE_S, time.perf_counter)
+    done = compute_rate.count_flop(RATE_PROBE_S, time.perf_counter)
     throttle.settle()
     rate = done / (time.perf_counter() - began)
     rates = [torch.zeros(1, dtype=torch.float64) for _ in range(world)]
     dist.all_gather(rates, torch.tensor([rate], dtype=torch.float64))
     return [float(one) for one in rates]
+
+
+class CoreThrottle:
+    """Throttle of the main thread, from `start` to `stop`."""
+
+    def __init__(self, share: float):
+        """`share` is the computing part of each second. The throttled thread creates the object."""
+        self.share = share
+        self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._ahead = 0.0
+        self._settling = self._waiting = False
+        self._waits = [(kind, kind.wait) for kind in (dist.Work, transports.Work)]
+        """Waits of torch's and our collectives."""
+        self._read_clocks()
+
+    def start(self) -> None:
+        """Settle at the kernel's timer and before waits."""
+        for kind, wait in self._waits:
+            kind.wait = self._settled(wait)  # type: ignore[method-assign]
+        signal.signal(signal.SIGVTALRM, self._tick)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TIMER_INTERVAL_S, TIMER_INTERVAL_S)
+        self._read_clocks()
+
+    def stop(self) -> None:
+        """End the throttle."""
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        for kind, wait in self._waits:
+            kind.wait = wait  # type: ignore[method-assign]
+
+    def settle(self) -> None:
+        """Sleep for the time by which this thread is ahead of a device of its share."""
+        if self._settling:
+            return
+        self._settling = True
+        computed = time.thread_time() - self._computed
+        passed = computed + self._delay() - self._delayed
+        self._ahead += computed / self.share - passed
+        if self._ahead > 0:
+            began = time.perf_counter()
+            time.sleep(self._ahead)
+            self._ahead -= time.perf_counter() - began
+        self._ahead = max(self._ahead, -MAX_CATCH_UP_S)
+        self._read_clocks()
+        self._settling = False
+
+    def _settled(self, wait: Any) -> Any:
+        held = threading.get_ident()
+
+        def settled(work: Any, *arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() != held or self._waiting:
+                return wait(work, *arguments, **named)
+            self.settle()
+            self._waiting = True
+            try:
+                return wait(work, *arguments, **named)
+            finally:
+                self._waiting = False
+
+        return settled
+
+    def _read_clocks(self) -> None:
+        self._delayed = self._delay()
+        self._computed = time.thread_time()  # last, so that reading the clocks does not count
+
+    def _delay(self) -> float:
+        """Return the seconds in which the runnable thread waited for its core."""
+        return int(os.pread(self._delays, 64, 0).split()[1]) / 1e9
+
+    def _tick(self, number: int, frame: FrameType | None) -> None:
+        self.settle()

@@ -1,4 +1,4 @@
-"""One experiment on one rank: build, first steps, timed steps, and what was seen."""
+"""One experiment on one rank: initialisation, untimed steps, timed steps and result."""
 
 from __future__ import annotations
 
@@ -20,27 +20,24 @@ from repro.launch.rank import device_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
-from repro.launch.rank.inputs import Inputs
-from repro.launch.rank.step_series import Diverged, StepSeries
-from repro.measure.collectives import CollectiveWatch
-from repro.measure.kernels import KernelTally
+from repro.launch.rank.step_data import BatchLoader, Diverged, StepHistory
 from repro.measure.memory import MemoryTracker
-from repro.measure.timing import COMPUTING, CORE, StepClock
-from repro.measure.waiting import StageWaits
-from repro.model import flops
+from repro.measure.operators import CollectiveCounter, KernelCounter
+from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
+from repro.model import counts
 from repro.model.data import open_stream
-from repro.parallel.mesh import END, Mesh, bytes_outside_torch
+from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
 from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 
-__all__ = ["Diverged", "Run"]
+__all__ = ["Diverged", "ExperimentRun"]
 
 Report = Callable[[int, Phase], None]
 """Called with (step, phase) at every change of phase."""
 
 
-class Run:
-    """One experiment's life on one rank: `prelude`, then `steps` once or often, then `result`."""
+class ExperimentRun:
+    """One experiment on one rank: call `prelude`, then `steps` once or more, then `result`."""
 
     def __init__(
         self,
@@ -53,24 +50,24 @@ class Run:
         *,
         watched: bool = True,
     ):
-        """With `checkpoints`: go on from the newest one there, and write more.  `network`: the emulated one, if any.
+        """Initialise the engine, and resume from the newest of `checkpoints`.  `network`: the emulated network, if any.
 
-        `watched`: memory and a library's messages are looked at in untimed steps, which is slow.
+        `watched`: measure memory and a library's collectives in the untimed steps, which slows them down.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
-        self.series = StepSeries()
+        self.series = StepHistory()
         self.rounds: list[list[float]] = []
         self.phase_rows: list[dict[str, float]] = []
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
-        self.inputs = Inputs(stream, experiment.layout, mesh.rank, device)
-        self.kernels = KernelTally(device.type, plain=experiment.layout.kernels.plain)
+        self.batches = BatchLoader(stream, experiment.layout, mesh.rank, device)
+        self.kernels = KernelCounter(device.type, plain=experiment.layout.kernels.plain)
         self.memory = RankMemory()
         self.comm: list[TrafficRow] = []
         self.network = network
-        self.carried: list[int] = []
-        """What `network` counted in the timed steps."""
+        self.link_bytes: list[int] = []
+        """Bytes that the network carried in the timed steps."""
         report(0, Phase.INIT)
         self.watched = watched
         self.tracker = MemoryTracker() if watched else None
@@ -78,7 +75,7 @@ class Run:
             self.engine = build_engine(experiment, mesh, device)
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
-        """Where each start of this training but the first went on from."""
+        """Checkpoints from which this training was resumed."""
         if checkpoints is not None:
             assert isinstance(self.engine, NativeEngine)
             self.checkpoints = CheckpointManager(
@@ -93,7 +90,7 @@ class Run:
 
     @property
     def left(self) -> int:
-        """Steps that are still to be done."""
+        """Number of remaining steps."""
         return self.experiment.training.steps - self.index
 
     def _resume(self, checkpoints: CheckpointManager) -> None:
@@ -106,27 +103,27 @@ class Run:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """The untimed steps; the first one also watches memory, the last one messages, which is slow."""
+        """Run the untimed steps. The first measures memory and the last counts collectives, which is slow."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
             self._watched_step(self.tracker)
             self.tracker = None
-        self._between()
+        self._write_due_checkpoint()
         further = min(self.experiment.training.untimed_steps - 1, self.left)
         for step in range(further):
             with self._counting() if step == further - 1 else nullcontext():
                 self._step(lambda phase: None)
-            self._between()
+            self._write_due_checkpoint()
         self.engine.synchronize()
         self._read()
         if self.network is not None:
-            self.network.timed((self.memory.peak or {}).get("total", 0))
+            self.network.begin_timed_steps((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
-        """Timed steps, one round; communication is counted on the last."""
+        """Run `count` timed steps as one round. The last one counts communication."""
         rows: list[dict[str, float]] = []
-        before = self._on_links()
+        before = self._count_link_bytes()
         for i in range(count):
             self.clock.begin()
             if i == count - 1:
@@ -138,12 +135,12 @@ class Run:
                 if self.experiment.engine == NATIVE:
                     self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
-            if self._between():
+            if self._write_due_checkpoint():
                 rows += self.clock.read()  # or a long run's clock would hold an event for every mark
         rows += self.clock.read()
-        grown = [b - a for a, b in zip(before, self._on_links(), strict=True)]
-        self.carried = (
-            [sum(pair) for pair in zip(self.carried, grown, strict=True)] if self.carried else grown
+        grown = [b - a for a, b in zip(before, self._count_link_bytes(), strict=True)]
+        self.link_bytes = (
+            [sum(pair) for pair in zip(self.link_bytes, grown, strict=True)] if self.link_bytes else grown
         )
         first = self.index - count
         self._read()
@@ -152,19 +149,19 @@ class Run:
         self.phase_rows += ordinary
 
     def _clocked(self) -> AbstractContextManager[Callable[[Phase], None]]:
-        """What marks the phases of a timed step; of a library's stages it sees itself when they wait."""
-        if self._waits_are_known and self.experiment.engine != NATIVE:
+        """Return a context with the function that marks the phases of a timed step."""
+        if self._has_known_waits and self.experiment.engine != NATIVE:
             return StageWaits(self.clock.mark)
         return nullcontext(self.clock.mark)
 
     @property
-    def _waits_are_known(self) -> bool:
-        """Whether it is known for whom a rank waits: our engine says it; of others where stages are all there is."""
+    def _has_known_waits(self) -> bool:
+        """Whether waits for other stages are known: with our engine, and with others if pp is the only parallelism."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
-    def _on_links(self) -> list[int]:
-        """Bytes on the links so far, while no rank sends."""
+    def _count_link_bytes(self) -> list[int]:
+        """Return the bytes on the links so far, while no rank sends."""
         if self.network is None:
             return []
         self.mesh.world.barrier()
@@ -172,10 +169,10 @@ class Run:
         self.mesh.world.barrier()
         return found
 
-    def _between(self) -> bool:
-        """Between two steps: write a checkpoint if it is time to, and end if the launcher asks for that.
+    def _write_due_checkpoint(self) -> bool:
+        """Write a checkpoint between two steps if one is due, and raise `Stopped` if the launcher requests it.
 
-        Whether it was time.
+        Return whether a checkpoint was due.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
@@ -199,7 +196,7 @@ class Run:
         return True
 
     def _watched_step(self, tracker: MemoryTracker) -> None:
-        """A step under the eyes of `tracker`, which has seen the initialisation."""
+        """Run a step and measure its memory with `tracker`, which measured the initialisation."""
         init_peak = tracker.peak["total"]
 
         def observe(phase: Phase) -> None:
@@ -226,11 +223,11 @@ class Run:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count what an engine sends that does not count by itself."""
+        """Count the collectives of an engine without a ledger, inside the context."""
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
-        with CollectiveWatch(self.mesh) as watch:
+        with CollectiveCounter(self.mesh) as watch:
             yield
             self.engine.synchronize()
         self.comm = [TrafficRow.read(row) for row in watch.ledger.rows()]
@@ -243,7 +240,7 @@ class Run:
             observe(name)
 
         phase(Phase.INPUT)
-        micro_batches = self.inputs.of(step)
+        micro_batches = self.batches.micro_batches(step)
         phase(Phase.FORWARD)
         scale = self.engine.loss_scale()
         if scale is not None:
@@ -251,16 +248,16 @@ class Run:
         with deterministic_algorithms(self.experiment.training.deterministic), self.kernels.counting():
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
-        if self.left and self.inputs.early:
+        if self.left and self.batches.can_prefetch:
             # Beside what this step still computes; where the host is late the step is as long.
             phase(Phase.INPUT)
-            self.inputs.fetch(self.index)
+            self.batches.prefetch(self.index)
 
     def _read(self) -> None:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Everything that was seen."""
+        """Return all measurements of the experiment."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
@@ -278,7 +275,7 @@ class Run:
             rounds=self.rounds,
             phase_seconds={p: sum(row[p] for row in self.phase_rows) / timed for p in phases},
             pipeline=self._pipeline(),
-            software=asdict(self.engine.about()),
+            software=asdict(self.engine.report()),
             environment=device_settings.current_gpu_environment() if self.device.type == "cuda" else None,
             kernels=self.kernels.as_dict(),
             memory=replace(
@@ -289,18 +286,18 @@ class Run:
             ),
             comm=self.comm,
             comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
-            network=self.network.report(self.carried, timed) if self.network else None,
+            network=self.network.report(self.link_bytes, timed) if self.network else None,
             tokens_per_step=samples * e.seq,
             samples_per_step=samples,
-            model_flops_per_step=flops.model_flops(e.model, e.seq, samples),
-            hardware_flops_per_step=flops.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            flops_formula=flops.formula(e.model),
+            model_flops_per_step=counts.model_flops(e.model, e.seq, samples),
+            hardware_flops_per_step=counts.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
+            flops_formula=counts.flops_formula(e.model),
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
 
     def _checkpoints(self) -> CheckpointReport | None:
-        """What was read and written."""
+        """Return the report on read and written checkpoints."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
@@ -312,21 +309,20 @@ class Run:
         )
 
     def _pipeline(self) -> StageReport | None:
-        """The rank's stage, and of each timed step, where it is known: how long it waited for other stages, how long
-        it computed, and how long of that it had a core."""
+        """Return the rank's stage and, if known, each timed step's seconds of waiting, computing and core time."""
         if self.experiment.layout.pp == 1:
             return None
-        rows = self.phase_rows if self._waits_are_known else []
+        rows = self.phase_rows if self._has_known_waits else []
         return StageReport(
             **self.engine.pipeline_report(),
             idle_s=[row[Phase.IDLE] for row in rows],
-            busy_s=[sum(row[phase] for phase in COMPUTING) for row in rows],
-            core_s=[row[CORE] for row in rows],
+            busy_s=[sum(row[phase] for phase in COMPUTE_PHASES) for row in rows],
+            core_s=[row[CORE_TIME] for row in rows],
         )
 
 
 def process_memory(device: torch.device, mesh: Mesh) -> RankMemory:
-    """What the process has taken: peak resident set, and on CUDA what the caching allocator and the driver say."""
+    """Return the peak memory of the process: resident set, and on CUDA the values of allocator and driver."""
     resident = RankMemory(rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if device.type != "cuda":
         return resident
@@ -338,5 +334,5 @@ def process_memory(device: torch.device, mesh: Mesh) -> RankMemory:
             "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
             "retries": stats.get("num_alloc_retries", 0),
         },
-        beside_torch={**mesh.beside_torch, END: bytes_outside_torch(device)},
+        beside_torch={**mesh.beside_torch, END: non_torch_bytes(device)},
     )

@@ -1,7 +1,7 @@
-"""One rank: `python -m repro.launch.rank.program JOB.json --rank R ...`, started by a launcher, never by hand.
+"""One rank: `python -m repro.launch.rank.program JOB.json --rank R ...`, which a launcher starts.
 
-Whatever happens, the rank leaves a result file that says what and why, unless it is killed outright;
-then its heartbeat says where.  The process needs torch and the standard library only.
+The rank writes a report file with its outcome and reason, unless it is killed; then its heartbeat holds its position.
+The process needs torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from repro import engines
 from repro.launch import rank_process
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job, Stopped
 from repro.launch.rank import device_settings
 from repro.launch.rank.device_settings import lift_memory_limit, limit_memory
+from repro.launch.rank_process import HeartbeatWriter
 from repro.util.files import write_json
 from repro.util.processes import die_with_parent
 
@@ -35,7 +35,7 @@ _NO_MEMORY = re.compile(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one rank of a job to its end and return the exit code (`EXIT`)."""
+    """Run one rank of a job to its end and return the exit code (`EXIT_CODES`)."""
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         diverged = getattr(module, "Diverged", FloatingPointError)
         if job.memory_bytes:
             for engine in {experiment.engine for experiment in job.experiments}:
-                engines.load(engine, options.device)
+                engines.import_libraries(engine, options.device)
         limit_memory(job.memory_bytes, options.device)
         results = getattr(module, function)(
             job,
@@ -70,25 +70,25 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         for index, experiment in enumerate(job.experiments):
             keep(index, results[experiment.key])
-        _say(folder, options.rank, outcome, reason)
+        _write_report(folder, options.rank, outcome, reason)
     except Exception as error:
         lift_memory_limit()
         outcome = classify_error(error, diverged)
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # First of all: what follows frees the tensors of the step that failed, which may wait for peers, or be
-        # ended by NCCL's watchdog.
-        _say(folder, options.rank, outcome, reason)
+        # The report comes first: freeing the tensors of the failed step may wait for peers, and NCCL's watchdog
+        # may end the process.
+        _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
     return EXIT_CODES[outcome]
 
 
-def _say(folder: Path, rank: int, outcome: str, reason: str) -> None:
+def _write_report(folder: Path, rank: int, outcome: str, reason: str) -> None:
     write_json(rank_report_path(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
 
 
 def classify_error(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
-    """`oom`, `diverged`, `interrupted` or `error`."""
+    """Return the outcome of an exception: `oom`, `diverged`, `interrupted` or `error`."""
     if isinstance(error, Stopped):
         return "interrupted"
     if isinstance(error, (diverged, FloatingPointError)):
@@ -103,18 +103,18 @@ def classify_error(error: BaseException, diverged: type[BaseException] = Floatin
 
 
 def describe_error(error: BaseException) -> str:
-    """One line that says what was raised."""
+    """Describe an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
 def rank_report_path(folder: Path, rank: int) -> Path:
-    """The file in which `rank` says how it ended."""
+    """Return the path of the report of the end of `rank`."""
     return folder / f"rank-{rank}.json"
 
 
 def result_path(folder: Path, index: int, rank: int) -> Path:
-    """The file that holds `rank`'s result of the job's experiment `index`."""
+    """Return the path of the result of `rank` for the job's experiment `index`."""
     return folder / f"finished-{index}-{rank}.json"
 
 

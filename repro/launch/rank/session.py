@@ -15,16 +15,16 @@ import torch.distributed as dist
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.config.enums import Phase
-from repro.engines import load
+from repro.engines import import_libraries
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
-from repro.launch.rank.experiment import Diverged, Run, process_memory
-from repro.model.gpt import Place
+from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
+from repro.launch.rank_process import HeartbeatWriter
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh, connect_communicators
 from repro.simulate.trace.roles import shortened
@@ -32,15 +32,16 @@ from repro.simulate.trace.roles import shortened
 __all__ = ["Diverged", "run_rank"]
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Collectives do not time out by themselves: the launcher sees a hang sooner and says where it is."""
+"""Timeout of collectives. It never expires, because the launcher detects hangs earlier."""
+TRIAL_STEPS = 2
+"""Steps of a memory trial. The second step has every allocation of an ordinary step."""
 
 
 @contextmanager
-def process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
-    """The default process group of a job, on this rank's own `device`; one process needs none.
+def joined_process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
+    """Join the default process group of a job on `device` inside the context; a single process needs none.
 
-    It is destroyed on a clean end only: with NCCL that waits for collectives that a failed rank's peers never join,
-    and a rank whose process ends is out of them too.
+    The group is destroyed after a success only. After a failure, NCCL would wait for collectives that peers never join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -56,9 +57,9 @@ def process_group(rank: int, world: int, device: torch.device, rendezvous: str) 
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """This rank's groups for one experiment, connected; engines that are libraries connect groups of their own."""
+    """Return the connected groups of this rank for one experiment; libraries connect their own groups."""
     layout = experiment.layout
-    mesh = meshes.single() if layout.world == 1 else meshes.distributed(layout, device.type)
+    mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
         return mesh
     return replace(mesh, beside_torch=connect_communicators(mesh, device))
@@ -67,22 +68,25 @@ def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Run the job's experiments on this rank; a `RankResult` per experiment key.
+    """Run the job's experiments on this rank and return a `RankResult` per experiment key.
 
-    Compared experiments take turns in rounds (A B A B ...), so that what disturbs the machine disturbs
-    both; others run one after the other.  Compared `apart`, each turn builds its experiment anew.
+    Compared experiments take turns in rounds (A B A B ...), so that disturbances of the machine affect both. Others run
+    one after another.  Compared `apart`, each turn initialises its experiment.
     """
     place = rank_device(device)
-    with process_group(rank, world, place, rendezvous), EmulatedNetworkRank.of(job, rank) as network:
+    with (
+        joined_process_group(rank, world, place, rendezvous),
+        EmulatedNetworkRank.throttled(job, rank) as network,
+    ):
         if job.compare:
-            return (_compare_apart if job.apart else _compare)(job, place, heartbeat, network)
+            return (_run_compared_apart if job.apart else _run_compared)(job, place, heartbeat, network)
         results = {}
         for index, experiment in enumerate(job.experiments):
-            results[experiment.key] = _alone(job, index, place, heartbeat, network)
+            results[experiment.key] = _run_one(job, index, place, heartbeat, network)
         return results
 
 
-def _joined(
+def _reporting_mesh(
     experiment: Experiment,
     device: torch.device,
     heartbeat: HeartbeatWriter,
@@ -98,7 +102,7 @@ def _joined(
     return mesh
 
 
-def _start(
+def _start_run(
     job: Job,
     index: int,
     device: torch.device,
@@ -107,9 +111,9 @@ def _start(
     mesh: Mesh | None = None,
     *,
     watched: bool = True,
-) -> Run:
+) -> ExperimentRun:
     experiment = job.experiments[index]
-    mesh = mesh or _joined(experiment, device, heartbeat, network)
+    mesh = mesh or _reporting_mesh(experiment, device, heartbeat, network)
 
     def report(step: int, phase: Phase) -> None:
         if network is not None:
@@ -117,22 +121,22 @@ def _start(
         heartbeat.phase(index, step, phase)
 
     if device.type == "cuda":
-        # What an earlier experiment has left with the caching allocator is not this one's.
+        # The caching allocator still holds memory of the experiment before.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    place = None if job.apart else CheckpointPlace.of(job, experiment)
-    return Run(experiment, mesh, device, report, place, network, watched=watched)
+    place = None if job.apart else CheckpointPlace.for_experiment(job, experiment)
+    return ExperimentRun(experiment, mesh, device, report, place, network, watched=watched)
 
 
-def _alone(
+def _run_one(
     job: Job,
     index: int,
     device: torch.device,
     heartbeat: HeartbeatWriter,
     network: EmulatedNetworkRank | None,
 ) -> dict[str, Any]:
-    run = _start(job, index, device, heartbeat, network)
+    run = _start_run(job, index, device, heartbeat, network)
     try:
         run.prelude()
         run.steps(run.left)
@@ -145,10 +149,10 @@ def _alone(
     return result
 
 
-def _compare(
+def _run_compared(
     job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
 ) -> dict[str, dict[str, Any]]:
-    runs = [_start(job, i, device, heartbeat, network) for i in range(len(job.experiments))]
+    runs = [_start_run(job, i, device, heartbeat, network) for i in range(len(job.experiments))]
     diverged: dict[int, str] = {}
 
     def attempt(i: int, steps: int | None) -> None:
@@ -163,7 +167,7 @@ def _compare(
         attempt(i, None)
     for turn in range(job.rounds):
         for i, experiment in enumerate(job.experiments):
-            attempt(i, _steps_of(job, experiment, turn))
+            attempt(i, _timed_steps(job, experiment, turn))
     results = {}
     for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
         result = (run.result("diverged", diverged[i]) if i in diverged else run.result()).as_dict()
@@ -173,36 +177,35 @@ def _compare(
     return results
 
 
-def _steps_of(job: Job, experiment: Experiment, turn: int) -> int:
-    """Timed steps of a turn: rounds are equal but for the last, which takes what does not divide."""
+def _timed_steps(job: Job, experiment: Experiment, turn: int) -> int:
+    """Return the number of timed steps of a turn; the last round takes the remainder."""
     timed = experiment.training.steps - experiment.training.untimed_steps
     return timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
 
 
-def _compare_apart(
+def _run_compared_apart(
     job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
 ) -> dict[str, dict[str, Any]]:
-    """Turns of which each begins at the first step, with its untimed steps, and leaves nothing but its times.
+    """Run compared experiments of which only one fits the device: each turn initialises and frees its experiment.
 
-    Of experiments whose states fill a device, two cannot take turns and both stay.  Losses and memory are those
-    of the last turn, times those of all; the groups stay, since making them again would cost every turn.
+    Losses and memory are those of the last turn; times are those of all turns. The groups remain over all turns.
     """
-    meshes = [_joined(experiment, device, heartbeat, network) for experiment in job.experiments]
+    meshes = [_reporting_mesh(experiment, device, heartbeat, network) for experiment in job.experiments]
     rounds: list[list[list[float]]] = [[] for _ in meshes]
     rows: list[list[dict[str, float]]] = [[] for _ in meshes]
     results: dict[str, dict[str, Any]] = {}
     for experiment in job.experiments:
-        load(experiment.engine, device.type)
-    gc.freeze()  # what was imported, which each collection below would look through: an eighth of the time
+        import_libraries(experiment.engine, device.type)
+    gc.freeze()  # collections below skip the imported modules, an eighth of their time
     for turn in range(job.rounds):
         for i, experiment in enumerate(job.experiments):
             if experiment.key in results:
-                continue  # it has diverged
-            run = _start(job, i, device, heartbeat, network, meshes[i], watched=turn == job.rounds - 1)
+                continue  # diverged
+            run = _start_run(job, i, device, heartbeat, network, meshes[i], watched=turn == job.rounds - 1)
             diverged = ""
             try:
                 run.prelude()
-                run.steps(_steps_of(job, experiment, turn))
+                run.steps(_timed_steps(job, experiment, turn))
             except Diverged as error:
                 diverged = str(error)
             run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
@@ -217,10 +220,6 @@ def _compare_apart(
     return results
 
 
-TRIAL_STEPS = 2
-"""Steps of a memory trial. The second step has every allocation of an ordinary step."""
-
-
 def run_memory_trial(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
@@ -231,7 +230,7 @@ def run_memory_trial(
     """
     place = rank_device(device)
     found = {}
-    with process_group(rank, world, place, rendezvous):
+    with joined_process_group(rank, world, place, rendezvous):
         for index, experiment in enumerate(job.experiments):
             found[experiment.key] = _run_trial(experiment, job.as_rank, index, place, heartbeat)
     return found
@@ -241,10 +240,10 @@ def _run_trial(
     experiment: Experiment, as_rank: int, index: int, device: torch.device, heartbeat: HeartbeatWriter
 ) -> dict[str, Any]:
     if as_rank >= 0:
-        mesh = meshes.shape_only(experiment.layout, as_rank)
+        mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
         # As in a trace: memory is that of all micro-batches after a few of them.
         experiment = replace(experiment, layout=shortened(experiment.layout, mesh.pp.rank))
-        mesh = meshes.shape_only(experiment.layout, as_rank)
+        mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
     else:
         mesh = make_mesh(experiment, device)
     mesh.ledger.observers.append(
@@ -255,7 +254,7 @@ def _run_trial(
     layout, step = experiment.layout, 0
     tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
     for step in range(TRIAL_STEPS):
-        batches = [MicroBatch(tokens, tokens, Place(step, k)) for k in range(layout.accumulation)]
+        batches = [MicroBatch(tokens, tokens, BatchPosition(step, k)) for k in range(layout.accumulation)]
         engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
         engine.synchronize()
     if device.type == "cuda":

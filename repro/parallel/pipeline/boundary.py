@@ -39,7 +39,7 @@ class _Expected(NamedTuple):
     """When nothing computes with what the buffer's memory held before; on a CPU that is now."""
 
 
-class Later:
+class DeferredReceives:
     """Receives on a GPU that are posted after what is computed meanwhile has been issued, and do not wait for it.
 
     A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
@@ -54,8 +54,8 @@ class Later:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def now(self) -> torch.cuda.Event:
-        """The end of what has been issued so far."""
+    def record(self) -> torch.cuda.Event:
+        """Return an event after everything that has been issued so far."""
         return torch.cuda.current_stream().record_event()
 
     @contextmanager
@@ -86,7 +86,7 @@ class Boundary:
         """`split`: over several tp ranks."""
         self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
         self.split, self._like = split, like
-        self.later = Later() if like.is_cuda else None
+        self.later = DeferredReceives() if like.is_cuda else None
         self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._made: list[Callable[[], Work]] = []
@@ -104,7 +104,7 @@ class Boundary:
     def expect(self, source: int, kind: str) -> None:
         """Make room for the next tensor of `kind` from stage `source`; with overlap a CPU begins to receive it."""
         buffer = self._buffer(self.tp.size if self.split else 1)
-        self._expected.append(_Expected(buffer, source, kind, self.later.now() if self.later else None))
+        self._expected.append(_Expected(buffer, source, kind, self.later.record() if self.later else None))
         if self.overlap and self.later is None:
             self.post()
 

@@ -19,7 +19,7 @@ from repro.config import Layout
 from repro.config.enums import Phase
 from repro.parallel.comm import Group
 from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches, build, needs
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches, build_schedule, dependency_of
 
 _PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
@@ -90,7 +90,7 @@ class Pipeline:
     ):
         """`shape` [b, s, h] of a boundary tensor on this rank (s/t under sp), made like `like`."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
-        self.actions = build(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
+        self.actions = build_schedule(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
@@ -157,7 +157,7 @@ class Pipeline:
 
     def _source(self, action: Action) -> int | None:
         """The stage that sends the action's input; None if it comes from this one, or from the data."""
-        needed = needs(action, self.pp.rank, self.pp.size, len(self.chunks))
+        needed = dependency_of(action, self.pp.rank, self.pp.size, len(self.chunks))
         return None if needed is None or needed[0] == self.pp.rank else needed[0]
 
     def _expect(self, actions: Sequence[Action]) -> None:

@@ -44,7 +44,7 @@ class TimedAction(NamedTuple):
     stop: Fraction
 
 
-def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The schedule `name`: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 fig. 3-4).
 
     Raises `ConfigError` where there is none: interleaving needs p >= 2, v >= 2 and m a multiple of p.
@@ -58,7 +58,7 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
     )
 
 
-def needs(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
+def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
     """The (stage, action) whose result `action` waits for; `None` for the forward of the first layers.
 
     Part k = chunk * p + stage of the model: F(k) needs F(k - 1), B(k) needs B(k + 1), the last B its own F.
@@ -127,7 +127,7 @@ def timeline(
     ]
 
 
-def bubble(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
+def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
     """Idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), counted (2104.04473 sec. 2.2)."""
     _, starts, durations = _starts(schedule, forward, backward)
     busy = max(sum(durations[action.kind] for action in actions) for actions in schedule)
@@ -206,7 +206,7 @@ def _starts(
         stage = ready.pop()
         while len(starts[stage]) < len(schedule[stage]):
             action = schedule[stage][len(starts[stage])]
-            start, input_ = clock[stage], needs(action, stage, stages, chunks)
+            start, input_ = clock[stage], dependency_of(action, stage, stages, chunks)
             if input_ is not None:
                 if input_ not in done:
                     waiting[input_] = stage

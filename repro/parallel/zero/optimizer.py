@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from repro import kernels
-from repro.config.enums import Category, Phase
-from repro.config.operator_set import OperatorSet
+from repro.config.enums import Category, OperatorSet, Phase
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Work
 from repro.parallel.mesh import Mesh

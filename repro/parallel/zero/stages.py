@@ -61,7 +61,9 @@ class Sharding:
     """Gather updated parameters (stages 1 and 2) while the next forward pass runs."""
 
     @staticmethod
-    def of(layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None) -> Sharding:
+    def from_layout(
+        layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None
+    ) -> Sharding:
         """The part of a layout that is about data parallelism."""
         return Sharding(
             stage=layout.zero,

@@ -10,10 +10,10 @@ import torch
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.launch.heartbeat import HeartbeatWriter
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
-from repro.launch.rank.session import make_mesh, process_group
+from repro.launch.rank.session import joined_process_group, make_mesh
+from repro.launch.rank_process import HeartbeatWriter
 from repro.parallel.mesh import Mesh
 from repro.quality.evaluate.scorer import Scorer, Scores
 from repro.quality.evaluate.texts import Samples
@@ -31,7 +31,7 @@ def run_rank(
     """Score on this rank what `job.task` names; `{"samples"}` by experiment key, empty but on one rank a replica."""
     place, experiment = rank_device(device), job.experiments[0]
     heartbeat.phase(0, 0, Phase.INIT)
-    with process_group(rank, world, place, rendezvous):
+    with joined_process_group(rank, world, place, rendezvous):
         mesh = make_mesh(experiment, place)
         mesh.ledger.observers.append(
             lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)

@@ -31,7 +31,7 @@ from repro.quality.weights.opened import open_weights
 from repro.quality.weights.source import Source
 from repro.results.schema import EvaluationRecord
 from repro.results.store import Store
-from repro.util.files import digest
+from repro.util.files import sha256_digest
 
 TARGET = "repro.quality.evaluate.rank:run_rank"
 LIMITS = Limits(timeout_s=0, hang_s=600)
@@ -65,7 +65,7 @@ def evaluate(question: Question, results: Path) -> tuple[EvaluationRecord, int]:
     """
     began = time.perf_counter()
     protocol = protocols.find(question.task, question.protocol)
-    source = open_weights(question.weights, models.load(question.model) if question.model else None)
+    source = open_weights(question.weights, models.load_model(question.model) if question.model else None)
     source.check()
     experiment = _experiment(question, source)
     tokenizer = open_tokenizer(question.tokenizer, question.weights)
@@ -94,13 +94,13 @@ def evaluate(question: Question, results: Path) -> tuple[EvaluationRecord, int]:
         suite=SUITE,
         name=f"{source.model.name}-{protocol.task}-{protocol.name}",
         model=asdict(source.model),
-        weights={"kind": source.kind, "files": {path.name: digest(path) for path in source.files}},
+        weights={"kind": source.kind, "files": {path.name: sha256_digest(path) for path in source.files}},
         task=protocol.task,
         way=_way(protocol, question, tokenizer),
         data={
             "name": question.data.name,
             "bytes": question.data.stat().st_size,
-            "sha256": digest(question.data),
+            "sha256": sha256_digest(question.data),
         },
         tokenizer=dict(tokenizer.about()),
         layout=asdict(experiment.layout),
@@ -151,7 +151,7 @@ def _way(protocol: Protocol, question: Question, tokenizer: Tokenizer) -> dict[s
     if question.stride:
         otherwise["stride"] = question.stride
     if question.stop_words is not None:
-        otherwise["stop_words"] = f"sha256 {digest(question.stop_words)}"
+        otherwise["stop_words"] = f"sha256 {sha256_digest(question.stop_words)}"
     return protocol.as_dict() | ({"otherwise": otherwise} if otherwise else {})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from repro.config import Layout, Model, Training
-from repro.model.gpt import GPT, Part, Place
+from repro.model.gpt import GPT, BatchPosition, Part
 from repro.parallel import tensor
 from repro.parallel.comm import MAX, Group
 from repro.parallel.mesh import Mesh
@@ -21,7 +21,7 @@ from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
 from repro.quality.weights.source import Source
 
-NOWHERE = Place(0, 0)
+NOWHERE = BatchPosition(0, 0)
 """No dropout, and so nothing depends on the place of a sample."""
 
 
@@ -69,7 +69,7 @@ class Scorer:
 
         self._sharded: ShardedModule | None = None
         if layout.zero == 3:
-            sharding = Sharding.of(layout, mesh.dp, device, self._like.dtype)
+            sharding = Sharding.from_layout(layout, mesh.dp, device, self._like.dtype)
             units = self.module.zero_units()
             self._sharded = ShardedModule(self.module, units, sharding, lambda p: Tag(0), values)
         else:

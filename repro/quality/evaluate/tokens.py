@@ -8,7 +8,7 @@ from typing import Protocol
 
 from repro.config import ConfigError
 from repro.model.data import gpt2
-from repro.util.files import digest
+from repro.util.files import sha256_digest
 
 BYTES = "bytes"
 """Name of the tokenizer of models that were trained on bytes."""
@@ -67,7 +67,10 @@ class BytePairs:
 
     def about(self) -> Mapping[str, str]:
         """Its files and what is in them."""
-        return {"name": "GPT-2 byte pairs", **{path.name: f"sha256 {digest(path)}" for path in self._files}}
+        return {
+            "name": "GPT-2 byte pairs",
+            **{path.name: f"sha256 {sha256_digest(path)}" for path in self._files},
+        }
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:

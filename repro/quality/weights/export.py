@@ -55,9 +55,9 @@ def export(source: Source, folder: Path, vocab: int = 0, shard: int = SHARD) -> 
         total = 4 * sum(map(math.prod, shapes.values()))
         index = {"metadata": {"total_size": total}, "weight_map": where}
         written.append(folder / "model.safetensors.index.json")
-        files.write(written[-1], json.dumps(index, indent=2))
+        files.write_file(written[-1], json.dumps(index, indent=2))
     written.append(folder / CONFIG)
-    files.write(written[-1], json.dumps(family.document(model, vocab), indent=2))
+    files.write_file(written[-1], json.dumps(family.document(model, vocab), indent=2))
     return written
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from repro.config import ConfigError, Model
 from repro.quality.weights import pickled, tensors_file
-from repro.quality.weights.families import FAMILIES, Family
+from repro.quality.weights.families import FAMILIES
+from repro.quality.weights.family import Family
 from repro.quality.weights.rows import StoredRows
 from repro.quality.weights.source import TOKENS, compare, name_of
 

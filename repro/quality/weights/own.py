@@ -9,7 +9,7 @@ from torch import Tensor
 
 from repro.config import ConfigError, Model
 from repro.engines.native.checkpoint import files, index
-from repro.engines.native.checkpoint.region import Rectangle, matrix_rows, rectangles
+from repro.engines.native.checkpoint.state import Rectangle, matrix_rows, rectangles
 from repro.quality.weights.source import Source, name_of
 
 
@@ -19,7 +19,7 @@ class Own(Source):
     kind = "repro checkpoint"
 
     def __init__(self, folder: Path):
-        self._folder, self._index = folder, index.load(folder)
+        self._folder, self._index = folder, index.read_index(folder)
         index.check_files(folder, self._index)
         self.files = tuple(folder / name for name in self._index.sizes)
         path = folder / index.FILE

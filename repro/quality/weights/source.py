@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 def parameters(model: Model) -> dict[str, Place]:
     """Every parameter of our GPT by its name."""
-    whole = GPT(model, Layout(), Training(), meshes.single().tp)
+    whole = GPT(model, Layout(), Training(), meshes.single_rank_mesh().tp)
     return {name: Place(tuple(p.shape), vars(p)["split"]) for name, p in whole.named_parameters()}
 
 

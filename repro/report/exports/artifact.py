@@ -21,7 +21,7 @@ from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, evaluatio
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
 from repro.measure.local_system import load_system
-from repro.model import flops
+from repro.model import counts
 from repro.report.verdicts import experiments_of, row_view
 from repro.util import files
 from repro.util.units import number
@@ -53,19 +53,19 @@ class GpuHours:
     most: float
 
 
-def command(output: Path | None, own: Sequence[Path] = ()) -> int:
+def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`.
 
     `own`: ledger files whose claims are among the others.
     """
     if output is None:
-        sys.stdout.write(text(own))
+        sys.stdout.write(appendix(own))
         return 0
-    files.write(output, text(own))
+    files.write_file(output, appendix(own))
     return 0
 
 
-def text(own: Sequence[Path] = ()) -> str:
+def appendix(own: Sequence[Path] = ()) -> str:
     """The appendix as Markdown."""
     ledger, catalogue = load(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
@@ -80,7 +80,7 @@ def text(own: Sequence[Path] = ()) -> str:
     return "\n".join(parts)
 
 
-def cost(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
+def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
     """GPU-hours of a measured command, of all its experiments together."""
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
@@ -96,7 +96,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
     peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
         return None
-    work = flops.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
+    work = counts.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
     return work * training.steps / float(peak.value) / HOUR_S
 
 
@@ -113,7 +113,7 @@ def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalo
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """How many things the ledger's values are, said by kind of evidence."""
+    """How many things the ledger's values are, rule by kind of evidence."""
     found = count_independent(results, possible=True)
     values = sum(len(result.rows) for result in results)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
@@ -159,8 +159,8 @@ def _row(row: RowResult, result: ClaimResult) -> str:
         for finding in row.findings:
             if finding.kind == kind:
                 rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else kind)
-    said = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
-    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(said) or 'no expression tests it yet'} |"
+    rule = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
+    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'no expression tests it yet'} |"
 
 
 def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
@@ -174,7 +174,7 @@ def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
 def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
         return "none: processor cores"
-    price = cost(found, catalogue)
+    price = gpu_hours(found, catalogue)
     least = "?" if price.least is None else number(price.least)
     return f"{least} to {number(price.most)}"
 

@@ -8,15 +8,16 @@ shrugged off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key
 from repro.results.store import read
 from repro.util import units
+from repro.util.console import print_json
 
 WORSE, SAME, BETTER = "worse", "same", "better"
 
@@ -26,7 +27,7 @@ class Change:
     """One experiment or claim on both sides."""
 
     kind: str
-    """`speed` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
+    """`speed_ratio` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
     name: str
     before: str
     after: str
@@ -40,17 +41,19 @@ class Change:
 def changes_of(
     first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """What differs between two sides (`side`); `own`: ledger files whose claims are among the others.
+    """What differs between two sides (`read_side`); `own`: ledger files whose claims are among the others.
 
     Raises `ConfigError` where the sides have nothing in common.
     """
-    changes = compare(side(first, results), side(second, results), tolerance=tolerance, own=own)
+    changes = compare_results(
+        read_side(first, results), read_side(second, results), tolerance=tolerance, own=own
+    )
     if not changes:
         raise ConfigError("compare", second, f"records of experiments that {first} has too")
     return changes
 
 
-def side(text: str, results: Path) -> list[Record]:
+def read_side(text: str, results: Path) -> list[Record]:
     """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
     folder = Path(text)
     if folder.is_dir():
@@ -67,7 +70,7 @@ def side(text: str, results: Path) -> list[Record]:
     return found
 
 
-def compare(
+def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
     """Changes of every experiment measured on both sides, then of the claims' verdicts."""
@@ -83,10 +86,10 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     name = new.name
     if old.outcome != new.outcome:
         judged = WORSE if old.outcome == "ok" else BETTER if new.outcome == "ok" else SAME
-        said = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
-        return [Change(kind="outcome", name=name, before=said[0], after=said[1], judged=judged)]
+        outcomes = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
+        return [Change(kind="outcome", name=name, before=outcomes[0], after=outcomes[1], judged=judged)]
     changes = []
-    ratio = speed(old, new)
+    ratio = speed_ratio(old, new)
     if ratio is not None:
         value, low, high = ratio
         judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
@@ -107,14 +110,16 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     if all(sizes):
         grown = sizes[1] / sizes[0]
         judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
-        said = [units.size(size) for size in sizes]
+        texts = [units.size(size) for size in sizes]
         changes.append(
-            Change(kind="memory", name=name, before=said[0], after=said[1], judged=judged, ratio=grown)
+            Change(kind="memory", name=name, before=texts[0], after=texts[1], judged=judged, ratio=grown)
         )
     return changes
 
 
-def speed(old: ExperimentRecord, new: ExperimentRecord, seed: int = 0) -> tuple[float, float, float] | None:
+def speed_ratio(
+    old: ExperimentRecord, new: ExperimentRecord, seed: int = 0
+) -> tuple[float, float, float] | None:
     """Ratio new/old of samples/s with a 95 % bootstrap interval over both sides' timed steps, unpaired.
 
     None with fewer than three steps on a side.
@@ -122,12 +127,12 @@ def speed(old: ExperimentRecord, new: ExperimentRecord, seed: int = 0) -> tuple[
     import numpy as np
 
     steps = [[s for turn in record.series.step_seconds or () for s in turn] for record in (old, new)]
-    if min(len(side) for side in steps) < 3:
+    if min(len(read_side) for read_side in steps) < 3:
         return None
     draw = np.random.default_rng(seed)
     drawn = [
-        np.median(draw.choice(np.asarray(side), size=(2000, len(side)), replace=True), axis=1)
-        for side in steps
+        np.median(draw.choice(np.asarray(read_side), size=(2000, len(read_side)), replace=True), axis=1)
+        for read_side in steps
     ]
     low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
     return median(steps[0]) / median(steps[1]), float(low), float(high)
@@ -145,14 +150,14 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
             name=claim,
             before=old[claim],
             after=verdict,
-            judged=_judged(old[claim], verdict),
+            judged=_judge_verdicts(old[claim], verdict),
         )
         for claim, verdict in new.items()
         if verdict != old[claim]
     ]
 
 
-def _judged(old: str, new: str) -> str:
+def _judge_verdicts(old: str, new: str) -> str:
     """What was not run on one side is no judgement of it."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
@@ -164,3 +169,29 @@ def _judged(old: str, new: str) -> str:
 
 def _commit(record: Record) -> str:
     return str((record.provenance.get("git") or {}).get("commit") or "")
+
+
+def print_comparison(
+    first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
+) -> int:
+    """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
+    require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
+    changes = changes_of(first, second, results, tolerance, own)
+    worse = sum(change.judged == WORSE for change in changes)
+    if json:
+        print_json({"changes": [asdict(change) for change in changes], "worse": worse})
+    else:
+        _print_changes(changes)
+    return 1 if worse else 0
+
+
+def _print_changes(changes: Sequence[Change]) -> None:
+    """What got worse first."""
+    order = (WORSE, BETTER, SAME)
+    for change in sorted(changes, key=lambda change: order.index(change.judged)):
+        if change.judged != SAME or change.kind == "speed":
+            times = f"{units.ratio(change.ratio, change.low, change.high)}  " if change.ratio else ""
+            what = f"{change.judged:<6} {change.kind:<8} {change.name}"
+            print(f"{what}: {times}{change.before} -> {change.after}")
+    counts = {judged: sum(change.judged == judged for change in changes) for judged in (WORSE, SAME, BETTER)}
+    print(", ".join(f"{count} {judged}" for judged, count in counts.items()))

@@ -11,7 +11,7 @@ from repro.claims.ledger import KINDS
 from repro.config import ConfigError
 from repro.results.store import say
 from repro.util import files
-from repro.util.extras import missing
+from repro.util.extras import missing_package_hint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +20,7 @@ FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 
 
-def command(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
+def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`.
 
     `own`: ledger files whose claims are among the others.
@@ -31,7 +31,7 @@ def command(results: Path, table: str, form: str, output: Path | None, own: Sequ
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
         raise ConfigError("--output", "", "a file: parquet is no text")
-    frame = read(results, table, own)
+    frame = build_table(results, table, own)
     if frame.empty:
         print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
     if form == "parquet":
@@ -42,15 +42,15 @@ def command(results: Path, table: str, form: str, output: Path | None, own: Sequ
     if output is None:
         sys.stdout.write(text)
     else:
-        files.write(output, text)
+        files.write_file(output, text)
     return 0
 
 
-def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
+def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
     """One of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
     from repro.report import evidence
 
-    found = evidence.read(results, own)
+    found = evidence.read_store(results, own)
     say(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
         "summary": found.summary,
@@ -64,16 +64,16 @@ def read(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
     return frames[table]()
 
 
-LONG = (
+LONG_COLUMNS = (
     *("source", "how", "title", "reason", "why", "given", "key", "written"),
     *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
 )
-"""Columns that a table for people does without."""
+"""Columns that Markdown tables leave out."""
 
 
 def _markdown(frame: pd.DataFrame) -> str:
     """For people and pull requests: what is long or empty is left out."""
-    shown = _filled(frame.drop(columns=[name for name in LONG if name in frame]))
+    shown = _filled(frame.drop(columns=[name for name in LONG_COLUMNS if name in frame]))
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
 
@@ -90,8 +90,8 @@ def _latex(frame: pd.DataFrame) -> str:
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:
     """Without empty columns, and with empty cells for what is missing."""
-    kept = frame.dropna(axis="columns", how="all").astype(object)
-    return kept.where(kept.notna(), "")
+    filled = frame.dropna(axis="columns", how="all").astype(object)
+    return filled.where(filled.notna(), "")
 
 
 def _parquet(frame: pd.DataFrame, output: Path) -> None:
@@ -101,7 +101,7 @@ def _parquet(frame: pd.DataFrame, output: Path) -> None:
     try:
         typed.to_parquet(output, index=False)
     except ImportError:
-        raise ConfigError("--format", "parquet", says=missing("pyarrow")) from None
+        raise ConfigError("--format", "parquet", says=missing_package_hint("pyarrow")) from None
 
 
 def _text(value: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Figures of the report, one per module, drawn from records.
+"""Figures of the report, drawn from records.
 
 `style` holds their common style. `page` embeds the figures, and commands write them as files.
 """
@@ -9,28 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from repro.report.figures import (
-    breakdown,
     communication,
-    comparison,
-    convergence,
-    degrees,
-    engines,
-    implied,
-    link_traffic,
-    loss,
-    maps,
-    measured_states,
-    memory_timeline,
+    comparisons,
+    layout_fit,
+    loss_curves,
     model_states,
-    peak,
-    predicted,
+    peak_memory,
+    predicted_steps,
     redrawn,
-    redrawn_entries,
     schedules,
     validation,
-    windtunnel,
 )
-from repro.report.figures.style import Drawing, Record, look
+from repro.report.figures.style import Drawing, Record, figure_style
 from repro.report.figures.values import View
 
 if TYPE_CHECKING:
@@ -42,46 +32,51 @@ if TYPE_CHECKING:
 
 def draw_all(
     experiments: list[Record],
-    comparisons: list[ComparisonRecord],
+    compared: list[ComparisonRecord],
     simulated: Sequence[Record] = (),
     points: Sequence[Point] = (),
     judged: Sequence[ClaimResult] = (),
     needs: Sequence[Implied] = (),
 ) -> list[Drawing]:
-    """Every figure, in the order of the page; one without records has no picture and says what to run.
+    """Return every figure in the order of the page. A figure without records has no picture and names its command.
 
-    `simulated` records have figures of their own: no picture mixes them with what was measured, but the one that
-    compares the two.  `points`: published values with their predictions.  `judged`: the ledger; without it no
-    figure of a source is redrawn.  `needs`: what published values need of unknowns.
+    `simulated` records have figures of their own; only `draw_machine` mixes them with measured records. `points`:
+    published values with their predictions. `judged`: the ledger; without it no figure of a source is redrawn.
+    `needs`: values of unknowns that published values imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None
-    published = view.value("", windtunnel.CLAIM).published if view else None
-    with look():
+    published = view.value("", comparisons.SPEEDUP_ROW).published if view else None
+    with figure_style():
         drawings = [
-            measured_states.draw(experiments),
-            communication.draw(experiments),
-            loss.draw(experiments),
-            convergence.draw(experiments),
-            comparison.draw(comparisons),
-            engines.draw(experiments, comparisons),
-            windtunnel.draw(experiments, comparisons, published.value if published else None),
-            peak.draw(experiments),
-            predicted.draw(experiments, found),
+            model_states.draw_measured_states(experiments),
+            communication.draw_volume(experiments),
+            loss_curves.draw_parity(experiments),
+            loss_curves.draw_convergence(experiments),
+            comparisons.draw_ratios(compared),
+            comparisons.draw_engines(experiments, compared),
+            comparisons.draw_bandwidth_sweeps(experiments, compared, published.value if published else None),
+            peak_memory.draw_peaks(experiments),
+            predicted_steps.draw_machine(experiments, found),
         ]
         if view:
-            drawings += _of_sources(view, found)
-        return [*drawings, implied.draw(needs), maps.draw(found), validation.draw(points)]
+            drawings += _draw_source_figures(view, found)
+        return [
+            *drawings,
+            validation.draw_implied(needs),
+            layout_fit.draw_maps(found),
+            validation.draw_validation(points),
+        ]
 
 
-def _of_sources(view: View, simulated: list[Record]) -> list[Drawing]:
-    """What the reports show, with ours beside it; then what only a simulation can show of the same runs."""
+def _draw_source_figures(view: View, simulated: list[Record]) -> list[Drawing]:
+    """Return the figures of the sources, then the figures that only a simulation of the same runs can show."""
     return [
-        model_states.draw(view, simulated),
-        *(redrawn.draw(entry, view) for entry in redrawn_entries.load()),
-        degrees.draw(view, simulated),
-        breakdown.draw(view, simulated),
-        schedules.draw(view),
-        memory_timeline.draw(simulated),
-        link_traffic.draw(simulated),
+        model_states.draw_published_states(view, simulated),
+        *(redrawn.draw_entry(entry, view) for entry in redrawn.load_entries()),
+        layout_fit.draw_degrees(view, simulated),
+        predicted_steps.draw_breakdown(view, simulated),
+        schedules.draw_schedules(view),
+        peak_memory.draw_timelines(simulated),
+        communication.draw_link_traffic(simulated),
     ]

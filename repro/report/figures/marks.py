@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HATCH = {SIMULATED: "//////", "measured": "....."}
-GROUP = 0.84
+KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
+PLACE_WIDTH = 0.84
 """Width of all bars of a place."""
 
 
@@ -28,13 +28,13 @@ class BarPair:
     width: float
 
 
-def slot(place: int, series: float, count: int) -> BarPair:
+def bar_pair(place: int, series: float, count: int) -> BarPair:
     """Of series number `series` of `count` at `place`."""
-    width = GROUP / count
-    return BarPair(place - GROUP / 2 + (series + 0.5) * width, width * 0.94)
+    width = PLACE_WIDTH / count
+    return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
 
 
-def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """Published on the left, ours on the right; a dashed outline where a record is missing."""
     half = at.width / 2
     left, right = at.middle - half / 2, at.middle + half / 2
@@ -53,19 +53,19 @@ def bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> Non
         _interval(axes, right, ours, size)
         if not ours.fits:
             _cross(axes, right, ours.value / size)
-    elif printed and not value.of("analytic"):
+    elif printed and not value.of_kind("analytic"):
         outline: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linestyle": (0, (3, 2))}
         axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
-    weaker = value.of(SIMULATED)
+    weaker = value.of_kind(SIMULATED)
     if weaker and weaker is not ours:
         look: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
         axes.scatter(right, weaker.value / size, s=24, zorder=5, **look)
-    analytic = value.of("analytic")
+    analytic = value.of_kind("analytic")
     if analytic:
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
 
 
-def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
     """For a logarithmic axis: a disc and a square with a line between them."""
     quarter = at.width / 4
     left, right = at.middle - quarter, at.middle + quarter
@@ -96,7 +96,7 @@ def points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> N
         )
 
 
-def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
+def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
     """Ours less published, relative, as a stem with its number; what was drawn, 0 where nothing can be."""
     ours, printed = value.predicted, value.published
     if printed is None:
@@ -131,7 +131,7 @@ def error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> flo
     return shown
 
 
-def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
+def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
     """Series by colour, and what the fills and signs mean that occur.  `dots`: some panel has points."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
@@ -145,16 +145,16 @@ def legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, 
         handles.append(Patch(facecolor=MUTED, label="published"))
     kinds = {value.predicted.kind for value in values if value.predicted}
     handles += [
-        Patch(facecolor="white", edgecolor=MUTED, hatch=HATCH[kind], label=kind)
+        Patch(facecolor="white", edgecolor=MUTED, hatch=KIND_HATCHES[kind], label=kind)
         for kind in ("measured", SIMULATED)
         if kind in kinds
     ]
-    if any(value.predicted is not value.of(SIMULATED) and value.of(SIMULATED) for value in values):
+    if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
         beside = "simulated, beside measured"
         handles.append(
             Line2D([], [], marker="s", color=INK, mfc="white", markersize=5, label=beside, **plain)
         )
-    if any(value.of("analytic") for value in values):
+    if any(value.of_kind("analytic") for value in values):
         handles.append(Line2D([], [], marker="D", color=INK, markersize=5, label="analytic", **plain))
     if any(value.published and not value.ours for value in values):
         handles.append(Patch(facecolor="none", edgecolor=GREY, linestyle="--", label="not run"))
@@ -210,7 +210,7 @@ def _interval(axes: Axes, x: float, ours: Ours, size: float) -> None:
 
 
 def _fill(ours: Ours, colour: str) -> dict[str, Any]:
-    return {"facecolor": "white", "edgecolor": colour, "hatch": HATCH[ours.kind], "linewidth": 0.9}
+    return {"facecolor": "white", "edgecolor": colour, "hatch": KIND_HATCHES[ours.kind], "linewidth": 0.9}
 
 
 def _cross(axes: Axes, x: float, y: float) -> None:

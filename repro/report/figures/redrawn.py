@@ -1,31 +1,129 @@
-"""Figures of the sources redrawn: published values, ours beside them, and under each panel how far apart they are."""
+"""Figures of the sources redrawn from `redrawn.toml`: published values, ours, and the relative error of each.
+
+    [[figure]]
+    id = "zero-fig2"                        # file name and anchor
+    title = "ZeRO, Figure 2: ..."
+    text = "..."                            # what a reader should see, a sentence or two
+    claims = ["zero-fig2-throughput"]       # whose conditions and source the caption gives
+
+    [[figure.panel]]
+    label = "TFLOP/s per GPU"               # of the vertical axis
+    series = [{ name = "ZeRO-100B", rows = "zero-fig2-throughput/*: ZeRO per GPU" }]
+
+A series takes its places on the axis from the rows that `rows` matches, or names them:
+`at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }`.  `more = { "2.5B" = 'metric(...)' }` are places at which the
+source prints no number.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
+from repro.config.errors import ConfigError
+from repro.config.files import build_dataclass, read_toml
 from repro.report.figures import marks
-from repro.report.figures.redrawn_entries import FigureEntry, PanelEntry, SeriesEntry
-from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, quiet
+from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, set_grid
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted
+from repro.simulate.time.calibration import count_bases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = (BLUE, ORANGE, GREEN)
+
+ENTRIES_FILE = Path(__file__).parent / "redrawn.toml"
+
+
+@dataclass(kw_only=True)
+class SeriesEntry:
+    """One colour of a panel."""
+
+    name: str
+    rows: str = ""
+    """`claim/label` with a `*`."""
+    at: dict[str, str] = field(default_factory=dict)
+    """`claim/label` by place."""
+    more: dict[str, str] = field(default_factory=dict)
+    """Expression over simulated records by place."""
+
+    def __post_init__(self) -> None:
+        if not (self.rows or self.at or self.more):
+            raise ConfigError("rows", says="is missing: rows, at or more says what is drawn")
+        if self.rows and "*" not in self.rows:
+            raise ConfigError(
+                "rows", self.rows, "claim/label with a *; at = { place = ... } takes single rows"
+            )
+
+
+@dataclass(kw_only=True)
+class PanelEntry:
+    """One pair of axes: the values, and how far ours are from the published ones."""
+
+    label: str
+    series: list[SeriesEntry]
+    title: str = ""
+    across: str = ""
+    """What the places are, under the horizontal axis."""
+    order: list[str] = field(default_factory=list)
+    """Of the places, where it is not that of the rows."""
+    unit: str = ""
+    """Of a panel with `more`; otherwise that of the rows."""
+    log: bool = False
+    """Points on a logarithmic axis instead of bars."""
+    under: str = ""
+    """`claim/*: ...` or `claim/*`: rows whose published words stand under the places of the axis."""
+    words: list[str] = field(default_factory=list)
+    """Rows published as words, `claim/label`: printed above the panel with what evidence says."""
+
+    def __post_init__(self) -> None:
+        if self.unit and self.unit not in UNITS:
+            raise ConfigError("unit", self.unit, f"one of {', '.join(u for u in UNITS if u)}")
+
+
+@dataclass(kw_only=True)
+class FigureEntry:
+    """One figure of a source."""
+
+    id: str
+    title: str
+    text: str
+    claims: list[str]
+    panel: list[PanelEntry]
+
+
+@cache
+def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
+    """The figures of `path`, in its order.  Raises `ConfigError` that names file, figure and key."""
+    tables = read_toml(path)
+    figures = tables.pop("figure", [])
+    if tables or not isinstance(figures, list):
+        raise ConfigError("figure", expected="[[figure]] tables and nothing else", file=str(path))
+    found = tuple(
+        build_dataclass(FigureEntry, entry, file=path.name, where=str(entry.get("id", f"figure {number}")))
+        for number, entry in enumerate(figures, 1)
+    )
+    ids = [entry.id for entry in found]
+    for name in ids:
+        if ids.count(name) > 1:
+            raise ConfigError("id", name, "an id that is used once", file=path.name)
+    return found
+
+
+SERIES_COLOURS = (BLUE, ORANGE, GREEN)
 """Of a figure's series, in the order of their names."""
-WIDEST = 40
+MAX_ROW_BARS = 40
 """Bars in one row of panels; with more, the next panel starts a new row."""
-_NAMED = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
+_INDEXED_NAME = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
 """`P_os`, `P_a+cpu`, `C_B`."""
-FAR = 1.0
+MAX_DRAWN_ERROR = 1.0
 """Relative error at which the lower axes end; what lies beyond is drawn at the edge with its number."""
 
 
@@ -48,7 +146,7 @@ class Panel:
         """Where a series has its bars at a place: side by side with the others that are there."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
-        return marks.slot(self.places.index(value.at), first + there.index(series), self.crowd)
+        return marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
@@ -66,26 +164,28 @@ class Panel:
         return [value for _, values in self.series for value in values]
 
 
-def draw(entry: FigureEntry, view: View) -> Drawing:
+def draw_entry(entry: FigureEntry, view: View) -> Drawing:
     """The figure of `entry`; no picture where the store has nothing to put beside the published values."""
-    panels = [_panel(panel, view) for panel in entry.panel]
+    panels = [_read_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
     if not shown:
-        words = f"{entry.text} Nothing in the store stands beside its published values: {_claims(entry)}"
+        words = (
+            f"{entry.text} Nothing in the store stands beside its published values: {_claims_sentence(entry)}"
+        )
         return Drawing(entry.id, entry.title, words, (), " && ".join(remedy), evidence=SIMULATED)
     evidence = "measured" if "measured" in shown.values() else SIMULATED
     names = dict.fromkeys(name for panel in panels for name, _ in panel.series)
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+    colours = {name: SERIES_COLOURS[number % len(SERIES_COLOURS)] for number, name in enumerate(names)}
 
-    figure, grid = _canvas(panels)
+    figure, grid = _make_axes(panels)
     for panel, (upper, lower) in zip(panels, grid, strict=True):
-        _upper(upper, panel, colours, view)
+        _draw_values(upper, panel, colours, view)
         if lower is not None:
-            _lower(lower, panel, colours, view)
+            _draw_errors(lower, panel, colours, view)
     figure.align_ylabels()
-    marks.legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    marks.draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
     return Drawing(
         entry.id,
         entry.title,
@@ -97,8 +197,8 @@ def draw(entry: FigureEntry, view: View) -> Drawing:
     )
 
 
-def _panel(entry: PanelEntry, view: View) -> Panel:
-    series = tuple((one.name, tuple(_series(one, entry, view))) for one in entry.series)
+def _read_panel(entry: PanelEntry, view: View) -> Panel:
+    series = tuple((one.name, tuple(_read_series(one, entry, view))) for one in entry.series)
     values = [value for _, found in series for value in found]
     places = list(dict.fromkeys(value.at for value in values))
     if entry.order:
@@ -106,24 +206,24 @@ def _panel(entry: PanelEntry, view: View) -> Panel:
     return Panel(entry, series, tuple(places), entry.unit or values[0].unit)
 
 
-def _series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Value]:
+def _read_series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Value]:
     found = view.matching(entry.rows) if entry.rows else []
     found += [view.value(place, reference) for place, reference in entry.at.items()]
     return found + [view.unpublished(place, text, panel.unit) for place, text in entry.more.items()]
 
 
-def _canvas(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
+def _make_axes(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
     """Panels in rows of at most `WIDEST` bars, each a pair of axes that share their places."""
     from matplotlib.figure import Figure
 
-    from repro.report.figures.style import WIDTH
+    from repro.report.figures.style import WIDTH_INCHES
 
     rows: list[list[Panel]] = [[]]
     for panel in panels:
-        if rows[-1] and sum(p.bars for p in rows[-1]) + panel.bars > WIDEST:
+        if rows[-1] and sum(p.bars for p in rows[-1]) + panel.bars > MAX_ROW_BARS:
             rows.append([])
         rows[-1].append(panel)
-    figure = Figure(figsize=(WIDTH, 0.7 + 3.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 0.7 + 3.3 * len(rows)), layout="constrained")
     outer = figure.add_gridspec(len(rows), 1)
     grid: list[tuple[Axes, Axes | None]] = []
     for number, row in enumerate(rows):
@@ -136,32 +236,32 @@ def _canvas(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | No
     return figure, grid
 
 
-def _upper(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
+def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
     size = 1e9 if panel.unit == "parameters" else 1.0
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
             if panel.entry.log:
-                marks.points(axes, at, value, colours[name], size)
+                marks.draw_points(axes, at, value, colours[name], size)
             else:
-                marks.bars(axes, at, value, colours[name], size)
+                marks.draw_bars(axes, at, value, colours[name], size)
     if panel.entry.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-9))
     lines = [panel.entry.title] if panel.entry.title else []
-    lines += [_words(reference, view) for reference in panel.entry.words]
+    lines += [_row_words(reference, view) for reference in panel.entry.words]
     if panel.entry.words:
         axes.set_title("\n".join(lines), fontsize=8.5, fontweight="normal")
     elif lines:
         axes.set_title(lines[0])
     axes.set_ylabel(panel.entry.label)
-    quiet(axes, "y")
-    _places(axes, panel, view, labelled=not panel.compared)
+    set_grid(axes, "y")
+    _set_places(axes, panel, view, labelled=not panel.compared)
 
 
-def _lower(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
+def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
     """Ours over published less one, with the tolerance of the judge; filled where it accepts."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -174,23 +274,23 @@ def _lower(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> Non
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
-            errors.append(marks.error(axes, at, value, colours[name], FAR))
+            errors.append(marks.draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
     low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
     axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_ylabel("ours less\npublished", fontsize=8)
-    quiet(axes, "y")
-    _places(axes, panel, view, labelled=True)
+    set_grid(axes, "y")
+    _set_places(axes, panel, view, labelled=True)
 
 
-def _places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
+def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
     """Names of the places, with the published words that belong to them."""
     under: dict[str, str] = {}
     if panel.entry.under:
         pattern = panel.entry.under
         rows = {value.at: pattern.replace("*", value.at) for value in view.matching(pattern)}
-        under = {at: "\n" + _short(view.row(name).row.published) for at, name in rows.items()}
+        under = {at: "\n" + _in_two_lines(view.row(name).row.published) for at, name in rows.items()}
     axes.set_xticks(range(len(panel.places)), [f"{at}{under.get(at, '')}" for at in panel.places])
     axes.set_xlim(-0.55, len(panel.places) - 0.45)
     axes.tick_params(axis="x", length=0, labelbottom=labelled)
@@ -198,13 +298,13 @@ def _places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
         axes.set_xlabel(panel.entry.across)
 
 
-def _short(words: str) -> str:
+def _in_two_lines(words: str) -> str:
     """A configuration in two lines, its names set as the paper does: `P_os` with an index."""
-    first, _, rest = _NAMED.sub(r"$\1_{\2}$", words).partition(", ")
+    first, _, rest = _INDEXED_NAME.sub(r"$\1_{\2}$", words).partition(", ")
     return f"{first}\n{rest}" if rest else first
 
 
-def _words(reference: str, view: View) -> str:
+def _row_words(reference: str, view: View) -> str:
     result = view.row(reference)
     ours = next((f"{f.kind}: {f.verdict}" for f in result.findings if f.decided), "not run")
     return f"published, {result.row.label}: {result.row.published} ({ours})"
@@ -227,11 +327,11 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     lacking = len(printed) - len(compared)
     if printed and lacking:
         parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")
-    bases = counted(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
+    bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
-    parts.append(_claims(entry))
+    parts.append(_claims_sentence(entry))
     return " ".join(parts)
 
 
-def _claims(entry: FigureEntry) -> str:
+def _claims_sentence(entry: FigureEntry) -> str:
     return f"Claims: {', '.join(entry.claims)}."

@@ -1,37 +1,236 @@
-"""Pipeline schedules as the runner executes them (2104.04473 fig. 3-4), with what each leaves idle."""
+"""Figures of pipeline schedules: one row per stage, time to the right.
+
+Every action is a cell if the cells are wide enough to see. A larger schedule is shown as the share of time that each
+stage spends in forward and backward, above its beginning and its end with every cell.
+"""
 
 from __future__ import annotations
 
-from repro.parallel.pipeline.schedule import bubble, build, in_flight, timeline
-from repro.report.figures import schedule_drawing
-from repro.report.figures.style import Drawing, canvas
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from repro.parallel.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    TimedAction,
+    bubble_ratio,
+    build_schedule,
+    in_flight,
+    timeline,
+)
+from repro.report.figures.style import GRID, Drawing, make_axes
 from repro.report.figures.values import View
 from repro.util import units
 
-ID, TITLE = "schedules", "Pipeline schedules, and what they leave idle"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+PICTURE_WIDTH_INCHES = 13.0
+"""Inches of a picture of its own."""
+MIN_ACTION_POINTS = 2.5
+"""Points of the shortest action below which cells are merged."""
+MIN_MERGED_POINTS = 1.2
+"""Least points of one part of a merged row."""
+MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
+"""Points of the numbers in cells; where only smaller ones fit there are none."""
+TimedRows = Sequence[Sequence[TimedAction]]
+"""When each stage runs what, as `parallel.pipeline.schedule.timeline` returns it."""
+
+ACTION_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00"}
+CHUNK_COLOURS = {FORWARD: ("#00568c", "#9bd0f0"), BACKWARD: ("#d07f00", "#fbe3a6")}
+"""From the first chunk to the last one: blue forward and orange backward (Okabe and Ito)."""
+
+
+def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
+    """(colour of text, colour of the cell) of an action, as `#rrggbb`."""
+    fill = ACTION_COLOURS[kind]
+    if chunks > 1:
+        first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
+        mixed = (a + (b - a) * chunk / (chunks - 1) for a, b in zip(first, last, strict=True))
+        fill = "#" + "".join(f"{round(channel):02x}" for channel in mixed)
+    # Relative luminance (WCAG 2): black text reads better than white above about 0.18.
+    linear = [
+        c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in _channels(fill)
+    ]
+    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return ("#000000" if light > 0.18 else "#ffffff"), fill
+
+
+def _channels(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[tuple[float, float]]:
+    """For each of `columns` equal parts of the step the shares in which a stage runs F and B."""
+    scale = columns / total
+    forward, backward = [0.0] * columns, [0.0] * columns
+    for action, start, stop in row:
+        first, last = float(start) * scale, float(stop) * scale
+        shares = forward if action.kind == FORWARD else backward
+        for column in range(int(first), min(columns, ceil(last))):
+            shares[column] += max(0.0, min(last, column + 1) - max(first, column))
+    return list(zip(forward, backward, strict=True))
+
+
+def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
+    """The whole schedule under its `title`; `facts`: a line about it."""
+    stages, total = len(rows), float(max(row[-1].stop for row in rows))
+    times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
+    room = 72 * (PICTURE_WIDTH_INCHES - 1)
+    windows, titles = [(0.0, total)], [facts]
+    heights = [min(0.42, max(0.16, 6 / stages))]
+    span = min(times.values()) * room / MIN_ACTION_POINTS
+    merged = span < total
+    if merged:
+        span = min(span, (stages + 3) * sum(times.values()) * _count_chunks(rows), total / 2)
+        span = float(int(span)) if span >= 10 else span
+        windows += [(0.0, span), (total - span, total)]
+        heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
+        titles[0] += (
+            "\nThe whole step: in every part the colours of what the stage does, mixed by share of time"
+        )
+        titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
+
+    tall = [stages * height for height in heights]
+    size = 1.1 + sum(tall) + 0.7 * len(tall)
+    figure, grid = make_axes(size, len(tall), width=PICTURE_WIDTH_INCHES, height_ratios=tall, squeeze=False)
+    for axes, window, height, words in zip(grid[:, 0], windows, heights, titles, strict=True):
+        if merged and axes is grid[0, 0]:
+            _draw_merged(axes, rows, total, round(min(room / MIN_MERGED_POINTS, total / sum(times.values()))))
+        else:
+            draw_actions(axes, rows, window, (room, 72 * height))
+        every = ceil(0.17 / height)
+        axes.set_yticks(range(0, stages, every), [f"stage {stage}" for stage in range(0, stages, every)])
+        axes.set_title(words, fontweight="normal")
+        beside = axes.secondary_yaxis("right")
+        beside.set_yticks(range(0, stages, every), [str(_count_in_flight(row)) for row in rows[::every]])
+        beside.set_ylabel("in flight")
+        beside.tick_params(length=0)
+        beside.spines["right"].set_visible(False)
+    numbers = "; numbers are micro-batches" if grid[-1, 0].texts else ""
+    grid[-1, 0].set_xlabel(f"time{numbers}")
+    figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")
+    _draw_legend(figure, _count_chunks(rows))
+    return figure
+
+
+def draw_actions(
+    axes: Axes, rows: TimedRows, window: tuple[float, float], points: tuple[float, float]
+) -> None:
+    """Every action between two times, with its micro-batch where the number fits.
+
+    `points`: about the width of the axes and the height of a row; one path a colour keeps large files small.
+    """
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    first, last = window
+    chunks, scale = _count_chunks(rows), points[0] / (last - first)
+    digits = len(str(max(slot.action.micro_batch for slot in rows[0])))
+    idle, corners = [(first, last - first)], defaultdict(list)
+    for stage, row in enumerate(rows):
+        axes.broken_barh(idle, (stage - 0.42, 0.84), facecolors=GRID, lw=0)
+        for action, start, stop in row:
+            left, right = max(first, float(start)), min(last, float(stop))
+            if left >= right:
+                continue
+            ink, fill = action_colours(action.kind, action.chunk, chunks)
+            low, high = stage - 0.42, stage + 0.42
+            corners[fill].append([(left, low), (right, low), (right, high), (left, high), (left, low)])
+            size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
+            if size >= MIN_NUMBER_POINTS:
+                look: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "color": ink,
+                    "fontsize": size,
+                    "in_layout": False,
+                }
+                axes.text((left + right) / 2, stage, str(action.micro_batch), **look)
+    for fill, found in corners.items():
+        path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
+        patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
+        patch.set_in_layout(False)
+        axes.add_artist(patch)  # the limits are known, and finding them takes longer than all the rest
+    axes.set_xlim(first, last)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
+    """Each stage's row in `columns` parts, each in the colours of what it does in that time, by share."""
+    import numpy as np
+    from matplotlib.colors import to_rgb
+
+    forward, backward, idle = (
+        np.array(to_rgb(c)) for c in (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
+    )
+    shares = np.array([busy_shares(row, total, columns) for row in rows])  # [stage, column, F and B]
+    colours = shares[..., :1] * forward + shares[..., 1:] * backward
+    colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle
+    extent = (0, total, len(rows) - 0.5, -0.5)
+    axes.imshow(colours.clip(0, 1), extent=extent, aspect="auto", interpolation="none")
+    axes.tick_params(axis="y", length=0)
+
+
+def _count_in_flight(row: Sequence[TimedAction]) -> int:
+    return in_flight([slot.action for slot in row])
+
+
+def _count_chunks(rows: TimedRows) -> int:
+    return 1 + max(slot.action.chunk for slot in rows[0])
+
+
+def _draw_legend(figure: Figure, chunks: int) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    shown = range(0, chunks, ceil(chunks / 8))
+    by_chunk = f", by chunk 0 to {chunks - 1}" if chunks > 1 else ""
+    signs: list[Any] = [
+        tuple(Patch(facecolor=action_colours(kind, chunk, chunks)[1]) for chunk in shown)
+        for kind in (FORWARD, BACKWARD)
+    ]
+    names = [f"forward{by_chunk}", f"backward{by_chunk}", "idle"]
+    figure.legend(
+        [*signs, Patch(facecolor=GRID)],
+        names,
+        loc="outside upper right",
+        ncols=3,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
+
+
+SCHEDULES_ID, SCHEDULES_TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8
 """Of the paper's figures."""
-SHOWN = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
-TWINS = {
+SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
+TWIN_ROWS = {
     "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",
     "1f1b": "meg2-bubble/1F1B, p = 2, m = 4: idle over compute time",
     "interleaved": "meg2-bubble/interleaved, p = 2, m = 4, v = 2: idle over compute time",
 }
-RUN = "repro run suites/smoke.toml --only 'bubble-*'"
+SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
 
 
-def draw(view: View) -> Drawing:
+def draw_schedules(view: View) -> Drawing:
     """One panel a schedule, one line a stage; beside it the bubble: counted, and measured on its twin."""
-    figure, grid = canvas(5.6, len(SHOWN), 1, sharex=True)
+    figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
     records: list[str] = []
     missing, longest = False, 0.0
-    for axes, (name, title, chunks) in zip(grid, SHOWN, strict=True):
-        schedule = build(name, STAGES, MICRO_BATCHES, chunks)
+    for axes, (name, title, chunks) in zip(grid, SCHEDULES, strict=True):
+        schedule = build_schedule(name, STAGES, MICRO_BATCHES, chunks)
         rows = timeline(schedule)
         end = float(rows[0][-1].stop)
-        schedule_drawing.draw(axes, rows, (0.0, end), (72 * 8.5, 18))
+        draw_actions(axes, rows, (0.0, end), (72 * 8.5, 18))
         longest = max(longest, end)
-        row = view.row(TWINS[name])
+        row = view.row(TWIN_ROWS[name])
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
         if measured is not None and isinstance(measured.value, int | float):
@@ -41,11 +240,11 @@ def draw(view: View) -> Drawing:
             twin += f", formula {units.number(float(measured.expected or 0))} %"
             records += [name for name in measured.experiments if name not in records]
         missing = missing or twin == "twin not measured"
-        kept = max(in_flight(actions) for actions in schedule)
-        idle = float(bubble(schedule))
+        most = max(in_flight(actions) for actions in schedule)
+        idle = float(bubble_ratio(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
-            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {kept} "
+            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {most} "
             f"micro-batches kept{half}\n{twin}",
             fontsize=8.5,
             fontweight="normal",
@@ -60,4 +259,6 @@ def draw(view: View) -> Drawing:
         "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
         "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
     )
-    return Drawing(ID, TITLE, caption, tuple(records), RUN if missing else "", figure)
+    return Drawing(
+        SCHEDULES_ID, SCHEDULES_TITLE, caption, tuple(records), SCHEDULES_COMMAND if missing else "", figure
+    )

@@ -1,9 +1,7 @@
-"""One look for all figures: seaborn's theme in our font and ink, and colours that colour-blind readers tell apart.
+"""Common style of all figures: seaborn's theme in the page's font and ink, with colours for colour-blind readers.
 
-Grouped bars, points by class and maps are seaborn's, over tidy frames.  Ours are the marks that it has none for: bars
-stacked from parts (`stacked`), published beside simulated and measured values with their tolerance (`marks.py`), and
-schedules, whose tens of thousands of cells need one path a colour (`schedule_drawing.py`).  A line or two over a few
-records are matplotlib's own: a frame would take more code than it saves.
+Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds bars stacked from parts
+(`draw_stacked_bar`), published values with simulated and measured ones (`marks.py`), and schedules (`schedules.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ if TYPE_CHECKING:
 
 Record: TypeAlias = ExperimentRecord
 
-WIDTH = 9.5
+WIDTH_INCHES = 9.5
 """Inches; the page shows figures at most this wide."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """The page's `--ink`, `--muted` and `--line` where it is light (`page/templates/style.css`)."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
-CATEGORY = {
+CATEGORY_COLOURS = {
     "parameters": BLUE,
     "gradients": ORANGE,
     "optimizer": GREEN,
@@ -43,7 +41,7 @@ CATEGORY = {
     "host": SKY,
 }
 """Colours of the categories of memory, the same in every figure; `host` is not on the device."""
-STAGE = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
+STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 """The ZeRO paper's names of the stages, as the paper sets them."""
 
 
@@ -65,7 +63,7 @@ class Drawing:
     """The kind of the records, which is where the page has them."""
 
 
-def settle(figure: Figure) -> None:
+def fix_layout(figure: Figure) -> None:
     """Lay the figure out for good: every later drawing would do it again, which takes as long as the drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
@@ -75,12 +73,12 @@ def settle(figure: Figure) -> None:
         figure.set_layout_engine(None)  # "none" leaves an engine for whose sake savefig draws twice
 
 
-def svg(drawing: Drawing) -> str:
+def to_svg(drawing: Drawing) -> str:
     """The figure as an `<svg>` element with text as text, its ids made unique in the page."""
     assert drawing.figure is not None
     out = io.StringIO()
-    with look():
-        settle(drawing.figure)
+    with figure_style():
+        fix_layout(drawing.figure)
         drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :].strip()
@@ -94,25 +92,25 @@ def svg(drawing: Drawing) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
 
 
-def on_page(svg: str) -> str:
+def adapt_to_page(svg: str) -> str:
     """`svg` in ink and on paper of the page around it, light or dark; letters in coloured fields stay as they are."""
     for colour, name in ((INK, "ink"), (MUTED, "muted"), (GRID, "line")):
         svg = svg.replace(colour, f"var(--{name})")
     return re.sub("(<text [^>]*>)|#ffffff", lambda found: found[1] or "var(--page)", svg)
 
 
-def png(drawing: Drawing) -> bytes:
+def to_png(drawing: Drawing) -> bytes:
     """The figure as a PNG of 160 dots per inch on white."""
     assert drawing.figure is not None
     out = io.BytesIO()
-    with look():
-        settle(drawing.figure)
+    with figure_style():
+        fix_layout(drawing.figure)
         drawing.figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
     return out.getvalue()
 
 
 @contextmanager
-def look() -> Iterator[None]:
+def figure_style() -> Iterator[None]:
     """Seaborn's theme `ticks` in our font and colours, for drawing and for saving alike."""
     # Where the home folder cannot be written, matplotlib makes a temporary cache, which needs no attention.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -151,8 +149,8 @@ def look() -> Iterator[None]:
         yield
 
 
-def canvas(
-    height: float, rows: int = 1, columns: int = 1, *, width: float = WIDTH, **keywords: Any
+def make_axes(
+    height: float, rows: int = 1, columns: int = 1, *, width: float = WIDTH_INCHES, **keywords: Any
 ) -> tuple[Figure, Any]:
     """A figure of the page's width that no global state knows, and its axes."""
     from matplotlib.figure import Figure
@@ -161,7 +159,7 @@ def canvas(
     return figure, figure.subplots(rows, columns, **keywords)
 
 
-def stacked(
+def draw_stacked_bar(
     axes: Axes, at: float, parts: Mapping[str, float], look: Mapping[str, Any], size: float, *, across: bool
 ) -> float:
     """One bar of `parts` in the order of `look`, which says how each is filled; where it ends.
@@ -180,7 +178,9 @@ def stacked(
     return end
 
 
-def dots(axes: Axes, frame: DataFrame, by: str, look: Mapping[str, tuple[str, str]], **style: Any) -> None:
+def scatter_by(
+    axes: Axes, frame: DataFrame, by: str, look: Mapping[str, tuple[str, str]], **style: Any
+) -> None:
     """Scatter the first two columns of `frame`; `look`: colour and marker of every value of its column `by`."""
     import seaborn
 
@@ -192,41 +192,41 @@ def dots(axes: Axes, frame: DataFrame, by: str, look: Mapping[str, tuple[str, st
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **looks)
 
 
-def legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
-    """What the colours and markers of `dots` mean, above all axes."""
+def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
+    """What the colours and markers of `scatter_by` mean, above all axes."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
     figure.legend(handles=handles, loc="outside upper center", **where)
 
 
-def quiet(axes: Axes, axis: str) -> None:
+def set_grid(axes: Axes, axis: str) -> None:
     """Grid lines across `axis` only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 
 
-def zero(record: Record) -> int:
+def zero_stage(record: Record) -> int:
     """The record's ZeRO stage."""
     return int(record.experiment.layout.zero)
 
 
-def dp(record: Record) -> int:
+def dp_degree(record: Record) -> int:
     """The record's data-parallel degree Nd."""
     return int(record.experiment.layout.dp)
 
 
-def succeeded(records: list[Record], prefix: str) -> list[Record]:
+def successful_records(records: list[Record], prefix: str) -> list[Record]:
     """Measured experiments that ended ok and whose names start with `prefix`."""
     return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]
 
 
-def accounted(record: Record) -> bool:
+def has_memory_categories(record: Record) -> bool:
     """Whether the record's memory is known by category: of a library the model states alone are."""
     return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
-def needed(record: Record) -> float:
+def required_bytes(record: Record) -> float:
     """Bytes of the device that a layout takes: reserved and context, or live and context where it does not fit."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

@@ -1,4 +1,4 @@
-"""Published throughput against what is predicted, one dot a run; and the published ratios of two runs."""
+"""Figures of predicted against published values, and of the unknown inputs that published values imply."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import log10
 from typing import TYPE_CHECKING
 
+from repro.accuracy.validate.implied import Implied, Need
 from repro.accuracy.validate.published import (
     A100_MEGATRON,
     CLUSTER,
@@ -19,33 +20,38 @@ from repro.accuracy.validate.published import (
     V100_ZERO,
     YUAN,
     Point,
-    families,
+    family_statistics,
 )
 from repro.claims.published import UNITS
+from repro.config.systems.unknowns import PACE, SPREAD
+from repro.config.words import count_noun as count_nouns
 from repro.report.figures.style import (
     BLUE,
     GREEN,
     GREY,
+    INK,
     MUTED,
     ORANGE,
     PURPLE,
     SKY,
     VERMILION,
     Drawing,
-    canvas,
-    dots,
-    legend_above,
+    draw_legend_above,
+    make_axes,
+    scatter_by,
+    set_grid,
 )
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import counted
+from repro.simulate.time.calibration import count_bases
 from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ID, TITLE = "validation", "Published throughput against predicted"
-RUN = "repro run suites/zero_throughput.toml --evidence simulated"
-LOOK = {
+
+VALIDATION_ID, VALIDATION_TITLE = "validation", "Published throughput against predicted"
+VALIDATION_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated"
+FAMILY_STYLES = {
     V100_MEGATRON: (VERMILION, "o"),
     V100_ZERO: (BLUE, "s"),
     A100_MEGATRON: (GREEN, "^"),
@@ -55,54 +61,61 @@ LOOK = {
     OTHER: (GREY, "v"),
 }
 """Colour and marker of a family."""
-NAMED = 4
+MAX_NAMED_POINTS = 4
 """Of the points furthest off, as many in each panel get their name."""
-LONG = 40
+MAX_LINE_CHARACTERS = 40
 """Characters of a name that go on one line."""
 
 
-def draw(found: Sequence[Point]) -> Drawing:
+def draw_validation(found: Sequence[Point]) -> Drawing:
     """Rates in TFLOP/s per GPU on the left, ratios on the right; only points that count."""
-    counted = [point for point in found if not point.left_out]
-    rates = [point for point in counted if point.kind == RATE and point.device_flops]
-    ratios = [point for point in counted if point.kind == RATIO]
+    judged = [point for point in found if not point.left_out]
+    rates = [point for point in judged if point.kind == RATE and point.device_flops]
+    ratios = [point for point in judged if point.kind == RATIO]
     if not rates:
         return Drawing(
-            ID, TITLE, "Nothing that was published in time is predicted.", (), RUN, evidence=SIMULATED
+            VALIDATION_ID,
+            VALIDATION_TITLE,
+            "Nothing that was published in time is predicted.",
+            (),
+            VALIDATION_COMMAND,
+            evidence=SIMULATED,
         )
     import pandas as pd
 
     # Some families have ratios only: the legend has those of both panels.
     seen = {point.family for point in [*rates, *ratios]}
-    look = {family: LOOK[family] for family in FAMILIES if family in seen}
-    figure, (left, right) = canvas(5.0, 1, 2)
+    look = {family: FAMILY_STYLES[family] for family in FAMILIES if family in seen}
+    figure, (left, right) = make_axes(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
             axes.set_visible(False)
             continue
-        frame = pd.DataFrame([_place(point) for point in group], columns=["published", "predicted"])
+        frame = pd.DataFrame([_position(point) for point in group], columns=["published", "predicted"])
         for point in group:
-            x, _ = _place(point)
-            axes.plot([x, x], _span(point), color=look[point.family][0], lw=0.9, alpha=0.55, zorder=2.5)
+            x, _ = _position(point)
+            axes.plot(
+                [x, x], _interval_of(point), color=look[point.family][0], lw=0.9, alpha=0.55, zorder=2.5
+            )
         frame["family"] = [point.family for point in group]
-        dots(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
-        _frame(axes, [_place(point) for point in group], what)
-        _name(axes, group)
+        scatter_by(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
+        _draw_error_bands(axes, [_position(point) for point in group], what)
+        _name_outliers(axes, group)
     right.axvline(1, color=MUTED, lw=0.8, ls=":")
     right.axhline(1, color=MUTED, lw=0.8, ls=":")
-    legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
+    draw_legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
     return Drawing(
-        ID,
-        TITLE,
-        _caption(found),
-        tuple(sorted({run for p in counted for run in p.runs})),
+        VALIDATION_ID,
+        VALIDATION_TITLE,
+        _validation_caption(found),
+        tuple(sorted({run for p in judged for run in p.runs})),
         "",
         figure,
         SIMULATED,
     )
 
 
-def _place(point: Point) -> tuple[float, float]:
+def _position(point: Point) -> tuple[float, float]:
     """Published and predicted, in TFLOP/s per GPU or as a plain ratio."""
     if point.kind == RATE:
         predicted = point.device_flops / units.TERA
@@ -110,16 +123,16 @@ def _place(point: Point) -> tuple[float, float]:
     return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
 
 
-def _span(point: Point) -> tuple[float, float]:
+def _interval_of(point: Point) -> tuple[float, float]:
     """The interval that inputs leave of what `_place` has as predicted."""
-    _, predicted = _place(point)
+    _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
     if point.unit in TIMES:  # the rate of the longest time is the least
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
 
-def _frame(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
+def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
     values = [value for place in at for value in place]
     low, high = min(values) / 1.25, max(values) * 1.25
     line = [low, high]
@@ -145,19 +158,23 @@ def _frame(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
     axes.set_ylabel(f"predicted, {what}")
 
 
-def _name(axes: Axes, points: Sequence[Point]) -> None:
+def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
     """The claim and row of the points that are furthest off, beside them."""
     named: list[float] = []
     for point in sorted(points, key=lambda point: -abs(point.error)):
-        height = log10(_place(point)[1])
-        if abs(point.error) <= 0.25 or len(named) == NAMED or any(abs(height - n) < 0.05 for n in named):
+        height = log10(_position(point)[1])
+        if (
+            abs(point.error) <= 0.25
+            or len(named) == MAX_NAMED_POINTS
+            or any(abs(height - n) < 0.05 for n in named)
+        ):
             continue
         named.append(height)
         left = point.error > 0
         words = f"{point.claim}, {point.label.partition(':')[0]}"
         axes.annotate(
-            words if len(words) <= LONG else words.replace(", ", ",\n", 1),
-            _place(point),
+            words if len(words) <= MAX_LINE_CHARACTERS else words.replace(", ", ",\n", 1),
+            _position(point),
             xytext=(-5 if left else 5, 0),
             textcoords="offset points",
             fontsize=6.5,
@@ -169,15 +186,95 @@ def _name(axes: Axes, points: Sequence[Point]) -> None:
         )
 
 
-def _caption(found: Sequence[Point]) -> str:
+def _validation_caption(found: Sequence[Point]) -> str:
     parts = [
         f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
         f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
-        for family in families(found)
+        for family in family_statistics(found)
     ]
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
         "software and machine; upright lines are the 90 % intervals that unknown inputs leave. Bands: 10 and 25 %. "
         "Points that calibrate the time model are left out, and so are "
-        f"bounds and means. {counted(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
+        f"bounds and means. {count_bases(point.rests_on for point in found if not point.left_out)} {'; '.join(parts)}."
     )
+
+
+IMPLIED_ID, IMPLIED_TITLE = "implied", "What the sources imply: the value of an unknown that each row needs"
+IMPLIED_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated"
+MAX_IMPLIED_PANELS = 8
+MAX_LABELLED_ROWS = 24
+"""Rows of a panel that are named at its side; of more only those that contradict each other."""
+
+
+def draw_implied(found: Sequence[Implied]) -> Drawing:
+    """A panel an unknown: a line a row, over the values within its tolerance, and a dot where it is exact."""
+    shown = select_implied(found)
+    if not shown:
+        return Drawing(
+            IMPLIED_ID,
+            IMPLIED_TITLE,
+            "No predicted row of the store says what it needs.",
+            (),
+            IMPLIED_COMMAND,
+            evidence=SIMULATED,
+        )
+    heights = [0.55 + 0.15 * max(2, min(len(one.needs), MAX_LABELLED_ROWS)) for one in shown]
+    figure, grid = make_axes(sum(heights), len(shown), 1, squeeze=False, height_ratios=heights)
+    for axes, one in zip(grid[:, 0], shown, strict=True):
+        _draw_implied_panel(axes, one)
+    text = " ".join(f"{one.key} of {one.system}: {one.words}" for one in shown)
+    caption = (
+        "Predicted, all other unknowns at their best values. Grey: the range that the system's file gives, and the "
+        "value that is used. Lines: values that bring the prediction within the tolerance of the row; dots: where it "
+        f"is what was published; crosses at the right: rows that no value serves. {text}"
+    )
+    return Drawing(IMPLIED_ID, IMPLIED_TITLE, caption, (), "", figure, SIMULATED)
+
+
+def select_implied(found: Sequence[Implied]) -> list[Implied]:
+    """The unknowns that most rows contradict each other about, then those of most rows; one at least of each cluster.
+
+    Not how fast a device, or the slowest, is of its kind, which scales everything: what rows need of it is the
+    model's error.
+    """
+    telling = [one for one in found if one.key not in (PACE, SPREAD)]
+    ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))
+    first = list({one.system: one for one in reversed(ordered)}.values())
+    rest = [one for one in ordered if one not in first]
+    picked = [*first, *rest][:MAX_IMPLIED_PANELS]
+    return [one for one in ordered if one in picked]
+
+
+def _draw_implied_panel(axes: Axes, one: Implied) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.axvspan(one.low, one.high, color=GREY, alpha=0.3, lw=0)
+    axes.axvline(one.best, color=INK, lw=0.9)
+    against = {need.row for need in one.contradiction or ()}
+    right = one.searched[1]
+    for y, need in enumerate(one.needs):
+        colour = VERMILION if need.row in against else BLUE
+        if need.low is not None and need.high is not None:
+            axes.plot([need.low, need.high], [y, y], color=colour, lw=1.6, solid_capstyle="butt", alpha=0.6)
+        else:
+            axes.plot(right, y, "x", color=MUTED, ms=4, clip_on=False)
+        if need.value is not None:
+            axes.plot(need.value, y, "o", color=colour, ms=3.2)
+    few = len(one.needs) <= MAX_LABELLED_ROWS
+    named = [(y, _row_label(need)) for y, need in enumerate(one.needs) if few or need.row in against]
+    axes.set_yticks([y for y, _ in named], [words for _, words in named], fontsize=6)
+    axes.set_ylabel(count_nouns(len(one.needs), "row"))
+    logarithmic = one.searched[0] > 0
+    axes.set(xscale="log" if logarithmic else "linear", xlim=one.searched, ylim=(len(one.needs) - 0.4, -0.6))
+    axes.set_title(f"{one.key} of {one.system}")
+    if logarithmic:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    set_grid(axes, "x")
+
+
+def _row_label(need: Need) -> str:
+    claim, _, label = need.row.partition("/")
+    return f"{claim} {label}"

@@ -22,7 +22,7 @@ from repro.claims.verdicts import BAD, GOOD, POSSIBLE, ClaimResult, Finding, Row
 from repro.config.errors import ConfigError
 from repro.report.figures.style import Record
 from repro.results.schema import SIMULATED
-from repro.simulate.time.basis import of_record, weakest
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
 _CHOOSE = {"largest", "smallest"}
 
@@ -46,7 +46,7 @@ class Ours:
     possible: bool = False
     """Whether it misses, and unknown inputs decide."""
     rests_on: str = ""
-    """Of a predicted time or rate, one of `repro.simulate.time.basis.BASES`; else empty."""
+    """Of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,14 @@ class Value:
     remedy: tuple[str, ...]
     """Commands that would bring simulated records which it lacks."""
 
-    def of(self, kind: str) -> Ours | None:
+    def of_kind(self, kind: str) -> Ours | None:
         """What that kind of evidence says."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property
     def predicted(self) -> Ours | None:
         """Measured at the published scale, else simulated."""
-        return self.of("measured") or self.of(SIMULATED)
+        return self.of_kind("measured") or self.of_kind(SIMULATED)
 
 
 class View:
@@ -82,7 +82,7 @@ class View:
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
         self._oom = {r.at for r in simulated if r.outcome == "oom"}
-        self._bases = {r.at: of_record(r) for r in simulated}
+        self._bases = {r.at: basis_of_record(r) for r in simulated}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
@@ -178,7 +178,7 @@ class View:
 
     def _rests_on(self, expression: str, runs: Sequence[str]) -> str:
         timed = any(name in expression for name in TIMED)
-        return weakest(self._bases.get(run, "") for run in runs) if timed else ""
+        return weakest_basis(self._bases.get(run, "") for run in runs) if timed else ""
 
     def _fit(self, runs: Sequence[str]) -> bool:
         return not any(run in self._oom for run in runs)

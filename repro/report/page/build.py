@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +13,17 @@ from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
-from repro.report.page.context import context, render
+from repro.report.page.context import context, render_page
 from repro.results.select import Selection, select
 from repro.results.store import MOST_REMARKS
 from repro.util import extras
-from repro.util.files import replace as replace_file
+from repro.util.console import print_json
+from repro.util.files import replace_file
 
 if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
-MOST_LINKS = 100
+MAX_LINKS = 100
 """Records of a figure that the page lists and links to."""
 
 
@@ -49,22 +51,22 @@ class Report:
         return {**vars(self), "page": str(self.page), **paths}
 
 
-def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
+def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
 
     `own`: ledger files whose claims are among the others, on the page and not in the notebooks.
 
     Raises `ConfigError` if `out` is no folder, `ModuleNotFoundError` before anything is written, `CellFailed`.
     """
-    extras.require("report", *(["notebooks"] if notebooks else []))
+    extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
-    from repro.report.page.notebooks import write as write_notebooks
+    from repro.report.page.notebooks import write_notebooks as write_notebooks
 
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--out", str(out), f"a folder that can be written ({error.strerror})") from None
-    found = evidence.read(results, own)
+    found = evidence.read_store(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
     drawings = draw_all(
@@ -88,7 +90,7 @@ def build(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Pa
     report.notebooks = [notebook.page for notebook in rendered]
     values = context(found, chosen, figures, remarks, SuiteCatalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
-    replace_file(report.page, render(values).encode())
+    replace_file(report.page, render_page(values).encode())
     return report
 
 
@@ -101,10 +103,10 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         for ending in ("svg", "png"):
             (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
     else:
-        text = style.svg(drawing)
+        text = style.to_svg(drawing)
         for path, content in (
             (folder / f"{drawing.id}.svg", text.encode()),
-            (folder / f"{drawing.id}.png", style.png(drawing)),
+            (folder / f"{drawing.id}.png", style.to_png(drawing)),
         ):
             replace_file(path, content)
             report.figures.append(path)
@@ -112,10 +114,10 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MOST_LINKS]},
-        "more_records": max(0, len(drawing.records) - MOST_LINKS),
+        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
+        "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
-        "svg": style.on_page(text),
+        "svg": style.adapt_to_page(text),
     }
 
 
@@ -138,3 +140,29 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks
+
+
+def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
+    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed.
+
+    `own`: ledger files whose claims are among the others.
+    """
+    from repro.report.page.notebooks import CellFailed
+
+    try:
+        written = build_report(results, out, notebooks=notebooks, own=own)
+    except CellFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if json:
+        print_json(written.as_dict())
+        return 0
+    for remark in written.remarks:
+        print(f"note: {remark}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items())
+    seen = f"{written.experiments} experiments, {written.simulated} simulated"
+    print(f"{written.claims} claims ({counts}); {seen}, {len(written.figures) // 2} figures")
+    if written.notebooks:
+        print(f"{len(written.notebooks)} notebooks: {written.notebooks[0].parent}")
+    print(f"report: {written.page}")
+    return 0

@@ -1,7 +1,7 @@
 """The page: what it says of claims, figures, records and machines, and how much of a large store it lists.
 
 A page of ten thousand lines helps nobody: every record that a claim or a figure reads has its line, and beside
-them the newest `MOST` of each kind.  What is left out is counted on the page, and `repro export` has it.
+them the newest `MAX_RECORDS` of each kind.  What is left out is counted on the page, and `repro export` has it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.unknowns import SHOWN, ShoppingList, by_claim, known_as
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_by_claim, format_range
 from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
-from repro.config.words import counted
-from repro.measure.provenance import program
+from repro.config.words import count_noun
+from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
-from repro.report.origins import Machines
-from repro.report.page.record_tables import identity, measured_row, simulated_row
-from repro.simulate.time.basis import BASES, of_record
+from repro.report.records import Machines, measured_row, record_identity, simulated_row
+from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
-from repro.util.units import NOTHING, interval
+from repro.util.units import NO_VALUE, interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from repro.results.select import Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST = 200
+MAX_RECORDS = 200
 """Records of a kind that no claim and no figure reads, and comparisons, that the page lists."""
-MOST_PROVENANCES = 20
+MAX_PROVENANCES = 20
 """Machines whose full provenance is in the page."""
 
 
@@ -63,16 +62,16 @@ def context(
         _listed(chosen.measured, read, measured_row, machines),
         _listed(chosen.simulated, read, simulated_row, machines),
     ]
-    compared = [_comparison(record, machines) for record in comparisons[:MOST]]
+    compared = [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]]
     named = {row["machine"] for rows in lists for row in [*rows["read"], *rows["others"]]}
     named |= {row["machine"] for row in compared}
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "program": program(),
+        "program": program_version(),
         "results": str(found.results),
         "claims": claims,
         "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
-        "summary": verdicts.summary(claims),
+        "summary": verdicts.count_verdicts(claims),
         "totals": totals(summary(found.judged)),
         "about": verdicts.by_about(claims),
         "figures": figures,
@@ -82,27 +81,27 @@ def context(
         "simulated": lists[1],
         "bases": BASES,
         "comparisons": compared,
-        "more_comparisons": max(0, len(comparisons) - MOST),
+        "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
         "machines": [entry for entry in machines.entries if entry["number"] in named],
         "more_machines": len(machines.entries) - len(named),
-        "provenances": MOST_PROVENANCES,
+        "provenances": MAX_PROVENANCES,
         "older": chosen.older,
         "remarks": remarks,
     }
 
 
-def _unknowns(found: ShoppingList) -> dict[str, Any]:
+def _unknowns(found: RankedInputs) -> dict[str, Any]:
     """The shopping list as text."""
     lines = [
         {
             **one.as_dict(),
-            "value": known_as(one),
+            "value": format_range(one),
             "settles": len(one.settles),
             "moves": len(one.rows),
             "share": units.percent(one.share),
-            "possible": by_claim(one.possible),
+            "possible": count_by_claim(one.possible),
         }
-        for one in found.inputs[:SHOWN]
+        for one in found.inputs[:LISTED_INPUTS]
     ]
     return {"words": found.words, "lines": lines}
 
@@ -116,7 +115,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
             "note": answers[0].question.note,
             "published": answers[0].published,
             "answers": [
-                {"text": one.text or NOTHING, "word": one.word or one.lacks, "rests_on": one.rests_on}
+                {"text": one.text or NO_VALUE, "word": one.word or one.lacks, "rests_on": one.rests_on}
                 for one in answers
             ],
         }
@@ -130,7 +129,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def render(values: dict[str, Any]) -> str:
+def render_page(values: dict[str, Any]) -> str:
     """The page as text."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     return template("page.html").render(style=style, script=script, **values)
@@ -148,7 +147,7 @@ def template(name: str) -> Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["code"] = _code
-    environment.filters["counted"] = counted
+    environment.filters["counted"] = count_noun
     environment.filters["breaking"] = _breaking
     return environment.get_template(name)
 
@@ -180,7 +179,7 @@ def _listed(
     """Lines of the records that are read, then of the newest others, and how many are left to the export."""
     cited = [record for record in records if _anchor(record) in read]
     others = [record for record in records if _anchor(record) not in read]
-    newest = sorted(others, key=lambda record: record.order, reverse=True)[:MOST]
+    newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     shown = [
         [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
     ]
@@ -195,9 +194,9 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
     return {
         **entry,
         "outcome": record.outcome,
-        "rests_on": of_record(record),
+        "rests_on": basis_of_record(record),
         "machine": machines.number(record),
-        **identity(record),
+        **record_identity(record),
     }
 
 
@@ -210,5 +209,5 @@ def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
         "interval": interval(record.low, record.high),
         "rounds": record.rounds,
         "machine": machines.number(record),
-        **identity(record),
+        **record_identity(record),
     }

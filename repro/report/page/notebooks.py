@@ -16,13 +16,13 @@ from typing import Any
 
 from repro.claims.run_commands import ROOT
 from repro.config.errors import ConfigError
-from repro.report.evidence import VARIABLE
+from repro.report.evidence import STORE_VARIABLE
 from repro.report.page.context import TEMPLATES, template
 
-FOLDER = ROOT / "reports"
-CELL_S = 300
+NOTEBOOKS_FOLDER = ROOT / "reports"
+CELL_TIMEOUT_S = 300
 """A cell that takes longer is stopped, and so is a kernel that takes as long to start."""
-AT_ONCE = 2
+MAX_PARALLEL_NOTEBOOKS = 2
 """Kernels that run side by side."""
 
 
@@ -31,7 +31,7 @@ class CellFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedNotebook:
     """One notebook as it was written."""
 
     title: str
@@ -39,7 +39,7 @@ class Rendered:
     cells: int
 
 
-def sources(folder: Path = FOLDER) -> list[Path]:
+def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
     """The notebooks, in the order of their numbers.  Raises `ConfigError` where there is no checkout."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
     if not found:
@@ -47,9 +47,9 @@ def sources(folder: Path = FOLDER) -> list[Path]:
     return found
 
 
-def write(results: Path, out: Path, folder: Path = FOLDER) -> list[Rendered]:
+def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[RenderedNotebook]:
     """Execute every notebook on `results` and write `out`/NAME.html.  Raises `ConfigError`, `CellFailed`."""
-    paths = sources(folder)
+    paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings:
         # IPython reads no settings of the user, and works where the home folder cannot be written.
         os.environ["IPYTHONDIR"] = settings
@@ -58,7 +58,7 @@ def write(results: Path, out: Path, folder: Path = FOLDER) -> list[Rendered]:
         return [_save(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
 
 
-def read(path: Path) -> Any:
+def read_notebook(path: Path) -> Any:
     """The notebook in a percent file."""
     import jupytext
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Any:
 
 
 async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
-    turn = asyncio.Semaphore(AT_ONCE)
+    turn = asyncio.Semaphore(MAX_PARALLEL_NOTEBOOKS)
 
     async def one(path: Path) -> Any:
         async with turn:
@@ -86,17 +86,17 @@ async def execute(path: Path, results: Path) -> Any:
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-    notebook = read(path)
+    notebook = read_notebook(path)
     client = NotebookClient(
         notebook,
-        timeout=CELL_S,
-        startup_timeout=CELL_S,
-        iopub_timeout=CELL_S,
+        timeout=CELL_TIMEOUT_S,
+        startup_timeout=CELL_TIMEOUT_S,
+        iopub_timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     )
-    environment = {**os.environ, VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    environment = {**os.environ, STORE_VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     try:
         await client.async_execute(env=environment)
     except CellExecutionError as error:
@@ -118,7 +118,7 @@ def _place(notebook: Any) -> str:
     return f"code cell {number} ({code[number - 1].source.strip().splitlines()[0]})"
 
 
-def _save(path: Path, notebook: Any, out: Path) -> Rendered:
+def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
@@ -141,7 +141,9 @@ def _save(path: Path, notebook: Any, out: Path) -> Rendered:
     )
     target = out / f"{path.stem}.html"
     target.write_text(page, encoding="utf-8")
-    return Rendered(title=title, page=target, cells=sum(cell.cell_type == "code" for cell in notebook.cells))
+    return RenderedNotebook(
+        title=title, page=target, cells=sum(cell.cell_type == "code" for cell in notebook.cells)
+    )
 
 
 def title_of(notebook: Any, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`repro claims [ID] [--json]`: the ledger and its verdicts on a terminal."""
+"""Output of `repro claims`: the ledger and its verdicts, and predictions for another system with `--system`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from repro.claims.again.answers import PREDICTIONS, Answer, answers, how_to_simulate
+from repro.claims.again.questions import ASKED
+from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.reader import load
@@ -22,15 +25,20 @@ from repro.claims.verdicts import (
     Finding,
     RowResult,
 )
+from repro.config.errors import ConfigError
+from repro.measure.local_system import load_system
 from repro.results.store import read
-from repro.util import table as render
+from repro.simulate.time.calibration import BASIS_LABELS, count_bases
+from repro.util import console as render
 from repro.util import units
-from repro.util.console import WIDE, print_json, stdout
+from repro.util.console import WIDE_PAGE_COLUMNS, print_json, stdout
+from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
 
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
@@ -58,9 +66,9 @@ def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id:
-        print_claim(chosen[0], ledger, stdout(WIDE))
+        print_claim(chosen[0], ledger, stdout(WIDE_PAGE_COLUMNS))
     else:
-        print_all_claims(judged, ledger, stdout(WIDE))
+        print_all_claims(judged, ledger, stdout(WIDE_PAGE_COLUMNS))
     return 0
 
 
@@ -73,7 +81,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
     headings = ("claim", "published", *KINDS, "own source", "verdict, and what it rests on")
     texts = ("published", headings[-1])
     for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
-        grid = render.table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
+        grid = render.new_table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
         grid.show_header, grid.expand = not number, True
         for heading, column in zip(headings, grid.columns, strict=True):
             column.ratio = 3 if heading in texts else None
@@ -94,7 +102,7 @@ def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
 
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
-    facts = render.facts()
+    facts = render.new_facts_table()
     facts.add_row("published", claim.published)
     for source in claim.source:
         key, _, place = source.partition(" ")
@@ -120,8 +128,8 @@ def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
         facts.add_row("disagrees", Text(text, style="red"))
     console.print(facts)
     console.print()
-    console.print(_rows(result))
-    moves = _moves(result)
+    console.print(_evidence_table(result))
+    moves = _unknowns_table(result)
     if moves.row_count:
         console.print()
         console.print(moves)
@@ -134,11 +142,11 @@ def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
             console.print(Text(f"and {len(expressions) - 12} more expressions, in {claim.file}", style="dim"))
 
 
-def _rows(result: ClaimResult) -> Table:
+def _evidence_table(result: ClaimResult) -> Table:
     from rich.text import Text
 
     headings = ("row", "published", "evidence", "value", "verdict", "why")
-    grid = render.table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
+    grid = render.new_table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
     for row in result.rows:
         first = [Text(row.row.label), Text(_published(row))]
         findings = row.findings or (None,)
@@ -162,10 +170,10 @@ def _rows(result: ClaimResult) -> Table:
     return grid
 
 
-def _moves(result: ClaimResult) -> Table:
+def _unknowns_table(result: ClaimResult) -> Table:
     """Which unknown numbers move each predicted value most, each of them alone."""
     headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
-    grid = render.table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    grid = render.new_table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
@@ -236,11 +244,76 @@ def _print_counts(results: list[ClaimResult], console: Console) -> None:
         if found["rows_decided"]:
             console.print(
                 f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
-                f"{_possible(found['rows_possible'])} ({found['rows']} can be tested so; "
+                f"{_possible_text(found['rows_possible'])} ({found['rows']} can be tested so; "
                 f"{found['things']} independent things).",
             )
     console.print("`repro claims ID` shows one claim with its conditions, source and every value.")
 
 
-def _possible(count: int) -> str:
+def _possible_text(count: int) -> str:
     return f", {count} possible" if count else ""
+
+
+def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
+    """Print what the store `results` predicts of `system`; 0, or 1 where it has nothing of it, as JSON too.
+
+    Raises `ConfigError` for an unknown system, and for a claim that is unknown or not asked again.
+    """
+    ledger = load()
+    questions = load_questions(ledger)
+    if claim:
+        family = ledger.claim(claim).family
+        asked = tuple(question for question in questions.asked if question.claim == claim)
+        if not asked:
+            why = questions.left_out.get(claim, f"its family is {family}, not one of {', '.join(ASKED)}")
+            raise ConfigError("claim", claim, says=f"is not asked again: {why}")
+    else:
+        asked = questions.asked
+    target = load_system(system)
+    name, found = target.name, answers(asked, read(results), target)
+    nothing = all(answer.unrecorded for answer in found)
+    if json:
+        print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})
+        return int(nothing)
+    console = stdout(WIDE_PAGE_COLUMNS)
+    if nothing:
+        console.print(
+            f"Nothing is predicted of {name} in {results}; `{how_to_simulate(system)}` does it.",
+            markup=False,
+            soft_wrap=True,
+        )
+        return 1
+    print_answers(found, name, console)
+    if lacking := sum(answer.unrecorded for answer in found):
+        console.print(
+            f"{lacking} not simulated yet: `{how_to_simulate(system)}`.", markup=False, soft_wrap=True
+        )
+    return 0
+
+
+def print_answers(found: Sequence[Answer], system: str, console: Console) -> None:
+    """Print one line per answer, grouped by claim."""
+    from rich.text import Text
+
+    headings = ("asked again", "published", f"on {system}", "so", "rests on")
+    wrapped = set(headings) - {"rests on"}
+    grid = render.new_table(*headings, left=set(headings), wrap=wrapped)
+    before = ""
+    for answer in found:
+        if answer.question.claim != before:
+            before = answer.question.claim
+            grid.add_row(Text(before, style="cyan"), "", "", "", "")
+        question = answer.question
+        note = f" [{question.note}]" if question.note else ""
+        grid.add_row(
+            f"  {question.asks}{note}",
+            answer.published,
+            answer.text or NO_VALUE,
+            answer.word or answer.lacks,
+            BASIS_LABELS[answer.rests_on],
+        )
+    console.print(grid)
+    console.print()
+    console.print(PREDICTIONS)
+    if rests_on := count_bases(answer.rests_on for answer in found):
+        console.print(rests_on)

@@ -21,7 +21,7 @@ def print_scores(
         record, signal = evaluate(question, results)
     except ConfigError as error:
         known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
-        raise error.about(f"--{error.key.replace('_', '-')}") if known else error from None
+        raise error.for_key(f"--{error.key.replace('_', '-')}") if known else error from None
     if signal:
         return 128 + signal
     if json:
@@ -48,7 +48,7 @@ def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bo
     from repro.quality.weights.export import export as write
     from repro.quality.weights.opened import open_weights
 
-    source = open_weights(weights, models.load(model) if model else None)
+    source = open_weights(weights, models.load_model(model) if model else None)
     source.check()
     written = write(source, output, vocab)
     if json:

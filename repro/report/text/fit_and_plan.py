@@ -1,4 +1,4 @@
-"""What `repro fit` and `repro plan` print for people."""
+"""Output of `repro fit` and `repro plan`, and the map of `repro plan --map`: tp down, pp across."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro.config import words
-from repro.config.attention import unfused
-from repro.simulate.plan.terms import FRAGMENTATION, TERMS
-from repro.simulate.time.basis import BOUND, said
+from repro.config.engines import unfused_attention_note
+from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
+from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
+from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
-from repro.util.console import stdout
-from repro.util.table import MIN_TABLE_COLUMNS, bar, table
+from repro.util.console import MIN_TABLE_COLUMNS, bar, new_table, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
-    from repro.simulate.plan.candidates import Request
-    from repro.simulate.plan.fit import Question
-    from repro.simulate.plan.plan import Plan
+    from repro.simulate.plan.candidates import PlanRequest
+    from repro.simulate.plan.fit import FitQuestion
+    from repro.simulate.plan.plan import MapCell, Plan
     from repro.simulate.plan.rows import PlanRow
+
 
 TIME_LOSS_COLUMNS = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
 """Columns for parts of the step time, with the keys of these times."""
@@ -31,59 +33,61 @@ MIN_WIDE_TABLE_COLUMNS = 96
 
 def bound_marks(console: Console, basis: str) -> tuple[str, str]:
     """Return the marks of a time and of a rate that are bounds; empty marks for other bases."""
-    if basis != BOUND:
+    if basis != UPPER_BOUND:
         return "", ""
     return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
 
 
-def print_fit_table(question: Question, document: dict[str, Any]) -> None:
+def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
     """Print the largest that fits beside the first that does not."""
     console = stdout()
     sizes = document["sizes"]
     what = (
         "Largest model" if document["search"] == "layers" else f"Largest micro-batch of {question.model.name}"
     )
-    console.print(f"[bold]{what}[/] on {words.devices(document['gpus'], question.system)}")
+    console.print(f"[bold]{what}[/] on {words.describe_devices(document['gpus'], question.system)}")
     width = f"hidden {sizes['hidden']}, {sizes['heads']} heads, vocabulary {sizes['vocab']}, sequence {sizes['seq']}"
-    console.print(f"{width}; {words.layout(question.layout, batches=True)}")
+    console.print(f"{width}; {words.describe_layout(question.layout, batches=True)}")
     console.print(
         f"{units.size(document['limit_bytes'])} for torch, {units.size(document['context_bytes'])} of context "
         "beside it\n"
     )
-    if note := unfused(question.model, question.layout, question.system.device.compute_capability):
+    if note := unfused_attention_note(
+        question.model, question.layout, question.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
-    rows = table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
+    rows = new_table("", "layers", "micro-batch", "parameters", "needs GB", left=1)
     for name, key in (("fits", "largest"), ("does not", "first_failing")):
         row = document[key]
         if row is None:
             rows.add_row(name, "-", "-", "-", "-")
         else:
-            psi, needed = units.parameters(row["params"]), gb(row["needed_bytes"])
+            psi, needed = units.parameter_count(row["params"]), gb(row["needed_bytes"])
             rows.add_row(name, str(row["layers"]), str(row["micro_batch"]), psi, needed)
     console.print(rows)
     failing = document["first_failing"]
     if failing is not None:
         console.print(
-            f"\nWhat is too much: [bold]{document['binding']}[/]{_why(document['binding'], failing)}"
+            f"\nWhat is too much: [bold]{document['binding']}[/]{_explain_binding_term(document['binding'], failing)}"
         )
         if "memory" in failing:
-            _terms(console, document)
+            _print_terms(console, document)
         console.print(units.readable(failing["reason"]), style="dim", markup=False)
-    _tried(console, document)
+    _print_trials(console, document)
 
 
-def _why(term: str, failing: dict[str, Any]) -> str:
+def _explain_binding_term(term: str, failing: dict[str, Any]) -> str:
     if term == FRAGMENTATION:
         largest = f" ({failing['largest_term']} most of all)" if "largest_term" in failing else ""
         return f"; what is live{largest} would fit, but no free stretch is long enough"
     return ", the largest part of what is live" if term in TERMS.values() else ""
 
 
-def _terms(console: Console, document: dict[str, Any]) -> None:
+def _print_terms(console: Console, document: dict[str, Any]) -> None:
     """What is live at both peaks, by term."""
     largest, failing = document["largest"], document["first_failing"]
     whole = document["limit_bytes"]
-    rows = table("live at the peak", "", "does not GB", "fits GB", left=2)
+    rows = new_table("live at the peak", "", "does not GB", "fits GB", left=2)
     for category, term in TERMS.items():
         size = failing["memory"]["by_category"].get(category, 0)
         before = largest["memory"]["by_category"].get(category, 0) if largest else None
@@ -92,7 +96,7 @@ def _terms(console: Console, document: dict[str, Any]) -> None:
     console.print(rows)
 
 
-def _tried(console: Console, document: dict[str, Any]) -> None:
+def _print_trials(console: Console, document: dict[str, Any]) -> None:
     unit = "layers" if document["search"] == "layers" else "samples"
     tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
     if "trace_seconds" in document:
@@ -102,36 +106,39 @@ def _tried(console: Console, document: dict[str, Any]) -> None:
     console.print(f"\nTried {unit}: {tried}; {how}.")
 
 
-def print_layouts(request: Request, plan: Plan, top: int) -> None:
+def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     """Print the first `top` layouts, and what rules the others out."""
-    from repro.simulate.plan.plan import COMPARED
-    from repro.simulate.plan.rows import NO_TIMES, OK, RULE, unknown
+    from repro.simulate.plan.plan import COMPARED_ROWS
+    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, OK, TIME_ORDER_RULE, unknown_rates
 
     console = stdout()
     rows = plan.rows
     fits = [row for row in rows if row.outcome == OK]
     left = sum(row.open for row in fits)
-    slower = f"; {left} cannot be among the first {max(top, COMPARED)} and are left open" if left else ""
+    slower = f"; {left} cannot be among the first {max(top, COMPARED_ROWS)} and are left open" if left else ""
     console.print(
-        f"[bold]{request.model.name}[/] on {words.devices(request.gpus, request.system)}, global batch "
+        f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
     console.print(
         f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
     )
-    if note := unfused(request.model, rows[0].layout, request.system.device.compute_capability):
+    if note := unfused_attention_note(
+        request.model, rows[0].layout, request.system.device.compute_capability
+    ):
         console.print(f"{note}\n", style="yellow", markup=False)
     shown = fits[:top]
     if shown:
-        _layouts(console, request, shown, timed=not plan.no_time)
+        _print_layout_table(console, request, shown, timed=not plan.no_time)
         if not plan.no_time:
             _print_undecided(console, [row for row in fits if row.interval is not None], top)
-            _basis(console, request, shown[0])
-        text = f"s: {NO_TIMES if plan.no_time else RULE}.  *: the whole step was traced, GB are reserved; else live "
+            _print_basis(console, request, shown[0])
+        rule = IDEAL_ORDER_RULE if plan.no_time else TIME_ORDER_RULE
+        text = f"s: {rule}.  *: the whole step was traced, GB are reserved; else live "
         text += "bytes, traffic and time of a few layers, extended in straight lines."
         if plan.no_time:
             text += f"  No times: {plan.no_time}."
-            missing = unknown(request, rows[0].layout.precision)
+            missing = unknown_rates(request, rows[0].layout.precision)
             text += f"  Counted as no time: {', '.join(missing)}." if missing else ""
         console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
@@ -139,15 +146,17 @@ def print_layouts(request: Request, plan: Plan, top: int) -> None:
     _print_ruled_out(console, [row for row in rows if row.outcome != OK])
 
 
-def _basis(console: Console, request: Request, row: PlanRow) -> None:
+def _print_basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
     """What the times of every row rest on: their kernels and the system are the same."""
-    rests = said(row.layout.kernels, request.system)
-    style = "bold" if row.time["rests_on"] == BOUND else ""
+    rests = describe_basis(row.layout.kernels, request.system)
+    style = "bold" if row.time["rests_on"] == UPPER_BOUND else ""
     console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
 
 
-def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, timed: bool) -> None:
-    from repro.simulate.plan.rows import FULL, training
+def _print_layout_table(
+    console: Console, request: PlanRequest, rows: Sequence[PlanRow], *, timed: bool
+) -> None:
+    from repro.simulate.plan.rows import FULL, training_cost
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
@@ -168,7 +177,9 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)
     degrees = " x ".join(axes)
-    made = table(*[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1)
+    made = new_table(
+        *[" #"] * numbered, degrees, "ZeRO", "mb", "also", *columns, left=(degrees, "also"), gap=1
+    )
     for place, row in enumerate(rows, 1):
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
@@ -178,9 +189,9 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
         if timed:
             step, (least, most) = time["step_s"], bound_marks(console, time["rests_on"])
             cells += [least + units.number(step)]
-            cells += [_ends(time["interval"])] if ends else []
+            cells += [_interval_text(time["interval"])] if ends else []
             cells += [f"{most}{time['flops_per_device'] / units.TERA:.1f}"]
-            cells += [units.NOTHING if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
+            cells += [units.NO_VALUE if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
             cells += [] if trained else [most + units.number(time["samples_per_s"])]
             cells += [
                 f"{100 * time[key] / step:.1f}"
@@ -194,7 +205,7 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
             cells += [gb(sum(links.values()) - between), gb(between)]
             cells += [f"{100 * row.bubble:.0f}" if layout.pp > 1 else "-"]
         if trained:
-            whole = training(request, row) or {}
+            whole = training_cost(request, row) or {}
             cells += [f"{least}{whole['days']:,.1f}"]
             cells += [least + units.number(whole["cost"] / 1e6)] if "cost" in whole else []
         made.add_row(
@@ -218,9 +229,9 @@ def _layouts(console: Console, request: Request, rows: Sequence[PlanRow], *, tim
     console.print("\n" + textwrap.fill(note, console.width), style="dim", markup=False)
 
 
-def _ends(found: dict[str, Any] | None) -> str:
+def _interval_text(found: dict[str, Any] | None) -> str:
     return (
-        units.NOTHING
+        units.NO_VALUE
         if found is None
         else f"{units.number(found['low_s'])} to {units.number(found['high_s'])}"
     )
@@ -228,7 +239,7 @@ def _ends(found: dict[str, Any] | None) -> str:
 
 def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
     """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
-    from repro.simulate.plan.undecided import PART
+    from repro.simulate.plan.rows import MIN_TIE_SHARE
 
     if len(rows) < 2:
         return
@@ -241,14 +252,15 @@ def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> Non
             text += f"  {hidden} of those that may be are not shown: --top {max(faster)}."
     else:
         text = f"The first is faster than each of the {len(rows) - 1} after it in "
-        text += f"{100 * (1 - PART):.0f} % or more {draws}."
+        text += f"{100 * (1 - MIN_TIE_SHARE):.0f} % or more {draws}."
     told = [
         f"{place} than {one.than} ({units.percent(one.part)}, {' or '.join(one.by[:2])})"
         for place, one in pairs
         if place <= top and one.than in (1, place - 1)
     ]
     if told:
-        text += f"  A later row is faster than one before it in more than {100 * PART:.0f} % {draws}, with that part "
+        share = f"{100 * MIN_TIE_SHARE:.0f} %"
+        text += f"  A later row is faster than one before it in more than {share} {draws}, with that part "
         text += f"and what decides: {', '.join(told)}."
     console.print("\n" + textwrap.fill(text, console.width, break_on_hyphens=False), markup=False)
 
@@ -266,7 +278,7 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
     axes = words.axes(row.layout for row in rows)
     console.print(f"\n[bold]{len(rows)} layouts do not fit[/], by {', '.join(axes[:-1])} and ZeRO stage:")
     headings = (" x ".join(axes), "ZeRO", "layouts", "at least GB", "ruled out by", "known from")
-    made = table(*headings, left=(headings[0], *headings[4:]))
+    made = new_table(*headings, left=(headings[0], *headings[4:]))
     for (*_, zero), (count, row) in sorted(least.items()):
         made.add_row(
             words.degrees(row.layout, axes),
@@ -277,3 +289,75 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
             {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
         )
     console.print(made)
+
+
+FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
+
+
+def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
+    """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
+    console = stdout()
+    limits = sorted(limits)
+    there = [cell for cell in cells if cell.rows]
+    layout = there[0].rows[limits[0]].layout
+    strategy = words.describe_layout(layout, degrees=False, batches=True)
+    console.print(f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}")
+    console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
+    columns = sorted({cell.pp for cell in there})
+    rows = sorted({cell.tp for cell in there}, reverse=True)
+    drawn = new_table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
+    by_place = {(cell.tp, cell.pp): cell for cell in there}
+    for tp in rows:
+        answers = [_cell_text(by_place.get((tp, pp)), limits) for pp in columns]
+        drawn.add_row(f"tp {tp}", *answers)
+    console.print(drawn)
+    kinds = {row.evidence for cell in there for row in cell.rows.values()}
+    notes = ["-: no such layout (--json says why)"] if len(there) < len(rows) * len(columns) else []
+    notes += [">: the model states alone, in closed form"] if STATES in kinds else []
+    notes += ["*: reserved, from a full trace; else live, from shallow ones"] if FULL in kinds else []
+    notes += ["live bytes, from shallow traces"] if FULL not in kinds else []
+    notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
+    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
+    for limit in limits:
+        _print_limit(console, there, limit)
+
+
+def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
+    """`21.20*` over `fits 40 GB`: what the cell needs, and the least memory that is enough."""
+    from rich.text import Text
+
+    if cell is None:
+        return Text("-\n", style="dim")
+    row = most_informative_row(cell)
+    need = row.memory.get("reserved_bytes") if row.evidence == FULL and row.outcome == OK else None
+    mark = "*" if need else ""
+    more = ">" if row.evidence == STATES else ""
+    number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
+    enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
+    if enough:
+        style = FITS_ALL_STYLE if enough[0] == limits[0] else FITS_LARGER_STYLE
+        return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
+    return Text(f"{number}\ndoes not fit", style=FITS_NONE_STYLE)
+
+
+def most_informative_row(cell: MapCell) -> PlanRow:
+    """Return the row of a full trace that fits, else the row with the largest memory."""
+    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
+    full = [row for row in rows if row.evidence == FULL and row.outcome == OK]
+    return full[0] if full else rows[-1]
+
+
+def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:
+    """One line per term: the cells in which it is too much."""
+    by_term: dict[str, list[str]] = {}
+    for cell in cells:
+        row = cell.rows[limit]
+        if row.outcome == OOM:
+            by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
+    if not by_term:
+        console.print(f"\n[bold]{units.size(limit)}[/]: all fit")
+        return
+    console.print(f"\n[bold]{units.size(limit)}[/] is too little, tp x pp, for")
+    for term, places in by_term.items():
+        text = f"{term}: {', '.join(places)}"
+        console.print(textwrap.fill(text, 78, initial_indent="  ", subsequent_indent="    "), markup=False)

@@ -15,42 +15,48 @@ from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 from repro.measure.local_system import load_system
-from repro.simulate.plan.asked import SHOWN, Asked, complete, limit_of, memory_bytes
-from repro.util.console import print_json, waiting
+from repro.simulate.plan.candidates import (
+    DEFAULT_PLAN_ROWS,
+    LayoutQuery,
+    complete_layout,
+    device_memory_limit,
+    parse_memory_size,
+)
+from repro.util.console import print_json, show_progress
 
 
-def print_simulation(model: str, asked: Asked, timeline: Path | None, json: bool) -> int:
+def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool) -> int:
     """Trace one step of a model and print what it needs; 1 if it does not fit."""
-    on = _system(asked)
-    experiment = _experiment(model, on, asked)
-    limit = memory_bytes(asked.memory_limit)
+    on = _system(query)
+    experiment = _experiment(model, on, query)
+    limit = parse_memory_size(query.memory_limit)
     if limit is not None:
-        limit = limit_of(on, limit)
+        limit = device_memory_limit(on, limit)
     from repro.report.text.simulated_step import print_simulated_step
-    from repro.simulate.step import NO_STEP
+    from repro.simulate.step import NO_STEP_TIME
     from repro.simulate.step import simulate as run
 
-    with waiting(f"tracing one step of {experiment.model.name} on {asked.gpus:,} GPUs"):
+    with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
         found = run(
             experiment,
             on,
             memory_limit=limit,
-            expandable=asked.expandable,
+            expandable=query.expandable,
             time=True,
             record=timeline is not None,
             interval=True,
         )
     if timeline is not None:
-        from repro.simulate.time.perfetto import write
+        from repro.simulate.time.breakdown import write_chrome_trace
 
         if not found.fits:
-            print(f"note: {timeline} is not written: {NO_STEP}", file=sys.stderr)
+            print(f"note: {timeline} is not written: {NO_STEP_TIME}", file=sys.stderr)
         elif found.time is None:
             raise ConfigError(
                 "timeline", str(timeline), says=f"needs times, which cannot be predicted: {found.no_time}"
             )
         else:
-            write(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
+            write_chrome_trace(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
         print_json(found.as_dict())
     else:
@@ -58,27 +64,27 @@ def print_simulation(model: str, asked: Asked, timeline: Path | None, json: bool
     return 0 if found.fits else 1
 
 
-def _system(asked: Asked) -> System:
+def _system(query: LayoutQuery) -> System:
     """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
-    at_most("gpus", asked.gpus, RANKS)
-    on = load_system(asked.system)
+    at_most("gpus", query.gpus, RANKS)
+    on = load_system(query.system)
     nodes, devices = on.nodes.value, on.devices_per_node.value
     if (
         nodes
         and devices
         and on.provenance is None
         and "memory" not in on.links
-        and asked.gpus > nodes * devices
+        and query.gpus > nodes * devices
     ):
         most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
-        said = f"note: {asked.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
-        print(said, file=sys.stderr)
+        note = f"note: {query.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
+        print(note, file=sys.stderr)
     return on
 
 
-def _experiment(model: str, system: System, asked: Asked) -> Experiment:
-    sizes, layout = models.load(model), complete(asked.layout, asked.gpus, system)
-    training = _training(asked.seq)
+def _experiment(model: str, system: System, query: LayoutQuery) -> Experiment:
+    sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
+    training = _training(query.seq)
     return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
 
@@ -87,16 +93,16 @@ def _training(seq: int) -> Training:
     return Training(seq=seq)
 
 
-def print_fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
+def print_fit(query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
     """Find the largest model that fits and the first that does not; 1 if nothing fits."""
     from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
-    known = models.load(model) if model else None
-    question = fits.question_of(_system(asked), asked, known, sizes, search)
-    with waiting(f"searching the largest that fits, on {asked.gpus:,} GPUs"):
-        answer = fits.simulated(question)
-    document = fits.document(question, answer)
+    known = models.load_model(model) if model else None
+    question = fits.question_of(_system(query), query, known, sizes, search)
+    with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
+        answer = fits.fit_by_simulation(question)
+    document = fits.fit_document(question, answer)
     if json:
         print_json(document)
     else:
@@ -105,14 +111,20 @@ def print_fit(asked: Asked, model: str, sizes: dict[str, int], search: str, json
 
 
 def print_measured_fit(
-    asked: Asked, model: str, sizes: dict[str, int], search: str, as_rank: int | None, of: int, json: bool
+    query: LayoutQuery,
+    model: str,
+    sizes: dict[str, int],
+    search: str,
+    as_rank: int | None,
+    of: int,
+    json: bool,
 ) -> int:
     """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
     from repro.launch.fit import plan_trials
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
 
-    trials = plan_trials(asked, models.load(model) if model else None, sizes, search, as_rank, of)
+    trials = plan_trials(query, models.load_model(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)
@@ -129,7 +141,7 @@ def print_measured_fit(
 
 def print_plan(
     model: str,
-    asked: Asked,
+    query: LayoutQuery,
     json: bool,
     as_map: bool = False,
     tokens: float = 0.0,
@@ -139,8 +151,8 @@ def print_plan(
     """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
     from repro.simulate.plan import candidates
 
-    on, gpus, seq = _system(asked), asked.gpus, asked.seq
-    sizes = models.load(model)
+    on, gpus, seq = _system(query), query.gpus, query.seq
+    sizes = models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
@@ -156,42 +168,42 @@ def print_plan(
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
-    given = asked.memory_limit.split(",")
-    require(as_map or len(given) == 1, "memory_limit", asked.memory_limit, "one size; --map takes several")
-    limits = sorted({limit_of(on, memory_bytes(text)) for text in given})
-    request = candidates.Request(
-        sizes, on, gpus, limits[0], seq or sizes.seq, asked.layout, asked.expandable, tokens, price
+    given = query.memory_limit.split(",")
+    require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
+    limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
+    request = candidates.PlanRequest(
+        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price
     )
     if as_map:
         return _print_map(request, limits, json)
     count = len(candidates.candidates(request))
     from repro.util.workers import Workers
 
-    with waiting(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
+    with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
         from repro.report.text.fit_and_plan import print_layouts
-        from repro.simulate.plan.plan import plan as run
-        from repro.simulate.plan.rows import OK, document
+        from repro.simulate.plan.plan import search_layouts as run
+        from repro.simulate.plan.rows import OK, plan_entry
 
-        found = run(request, workers, top or SHOWN, whole=json and top is None)
+        found = run(request, workers, top or DEFAULT_PLAN_ROWS, whole=json and top is None)
     if json:
-        print_json([document(request, row) for row in found.rows[:top]])
+        print_json([plan_entry(request, row) for row in found.rows[:top]])
     else:
-        print_layouts(request, found, top or SHOWN)
+        print_layouts(request, found, top or DEFAULT_PLAN_ROWS)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
 
 
 def _print_map(request: Any, limits: list[int], json: bool) -> int:
     """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
-    from repro.report.text.plan_map import print_plan_map
-    from repro.simulate.plan.grid import axes, grid, map_document
+    from repro.report.text.fit_and_plan import print_plan_map
+    from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK
     from repro.util.workers import Workers
 
-    tensor, stages = axes(request)
+    tensor, stages = map_axes(request)
     what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
-    with waiting(what), Workers() as workers:
-        cells = grid(request, tensor, stages, limits, workers)
+    with show_progress(what), Workers() as workers:
+        cells = search_map(request, tensor, stages, limits, workers)
     if json:
         print_json(map_document(request, cells, limits))
     else:

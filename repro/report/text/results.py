@@ -1,9 +1,11 @@
-"""`repro results`: what a store knows of experiments, side by side; `repro run` ends with the same tables."""
+"""Output of `repro results` and `repro run`: stored experiments side by side, totals, and the dry run."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,15 +15,23 @@ from repro.config.errors import ConfigError
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
-from repro.results.store import read
-from repro.results.tables import ComparableResults, comparable_results, comparison_row, experiment_row
-from repro.simulate.time.basis import BOUND, SHORT, of_record
+from repro.results.store import Store, read
+from repro.results.tables import (
+    ComparableResults,
+    comparable_results,
+    comparison_row,
+    experiment_row,
+    results_of_run,
+)
+from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
 from repro.util import files, units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import MIN_TABLE_COLUMNS, sparkline, table
+from repro.util.console import MIN_TABLE_COLUMNS, WIDE_PAGE_COLUMNS, new_table, print_json, sparkline, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from repro.launch.run import ExperimentPreview
+
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
@@ -59,13 +69,13 @@ class Column(NamedTuple):
     @property
     def empty(self) -> bool:
         """Whether no row has anything here."""
-        return not any(cell not in ("", units.NOTHING) for cell in self.cells)
+        return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
     """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
     selection = select(read(results))
-    found = comparable_results(selection, _pattern(what))
+    found = comparable_results(selection, _suite_pattern(what))
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
@@ -75,7 +85,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
             "results", what, f"a suite, or a glob of experiments, with results in {results}: {here}"
         )
     if plot is not None:
-        _draw(found, plot)
+        _write_curves(found, plot)
     if json:
         print_json(_document(found))
     else:
@@ -83,35 +93,35 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
     return 0
 
 
-def _pattern(what: str) -> str:
+def _suite_pattern(what: str) -> str:
     """A suite's file stands for its name."""
     if not what.endswith(".toml"):
         return what
     from repro.config import suites
 
-    return suites.load(Path(what)).name
+    return suites.load_suite(Path(what)).name
 
 
 def print_result_tables(found: Iterable[ComparableResults]) -> None:
     """Print every group: its table, what failed, and its comparisons."""
-    console = stdout(least=WIDE)
+    console = stdout(least=WIDE_PAGE_COLUMNS)
     for group in found:
-        count = words.counted(len(group.records), "experiment")
+        count = words.count_noun(len(group.records), "experiment")
         console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
-        _experiments(console, group)
+        _print_experiments(console, group)
         for record in group.records:
             if record.outcome != "ok":
                 console.print(
                     f"{record.name}: {record.outcome}: {units.readable(record.reason)}", markup=False
                 )
-        _comparisons(console, group.comparisons)
+        _print_comparisons(console, group.comparisons)
         console.print()
 
 
-def _experiments(console: Console, group: ComparableResults) -> None:
+def _print_experiments(console: Console, group: ComparableResults) -> None:
     """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
     name, blocks = _columns(console, group)
-    gap = 2 if console.width >= WIDE else 1
+    gap = 2 if console.width >= WIDE_PAGE_COLUMNS else 1
     tables: list[list[Column]] = [[]]
     for block in blocks:
         columns = [column for column in block if not column.empty]
@@ -122,7 +132,7 @@ def _experiments(console: Console, group: ComparableResults) -> None:
     for columns in [columns for columns in tables if columns]:
         every = [name, *columns]
         left = {column.heading for column in every if column.left}
-        grid = table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
+        grid = new_table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
         for cells in zip(*(column.cells for column in every), strict=True):
             grid.add_row(*cells)
         console.print(grid)
@@ -135,9 +145,9 @@ def _experiments(console: Console, group: ComparableResults) -> None:
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
     """The experiment's name, and blocks of columns that stay together."""
     rows = [experiment_row(record) for record in group.records]
-    bases = [of_record(record) for record in group.records]
+    bases = [basis_of_record(record) for record in group.records]
     least, most = (
-        [mark if basis == BOUND else "" for basis in bases]
+        [mark if basis == UPPER_BOUND else "" for basis in bases]
         for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
     )
     many = {
@@ -157,8 +167,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
-    (gb, byte), (sent_in, sent_byte) = (units.common(v, "B") for v in (chain(*held.values()), sent))
-    (s, second), (flops, flop) = units.common(steps, "s"), units.common(rates, "FLOP/s")
+    (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (chain(*held.values()), sent))
+    (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
             Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
@@ -175,11 +185,11 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             ),
         ],
         [
-            Column(f"step\n{s}", _or_ending(rows, _numbers(steps, second, least))),
+            Column(f"step\n{s}", _time_or_outcome(rows, _numbers(steps, second, least))),
             Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
             Column(f"{flops}\na rank", _numbers(rates, flop, most)),
             Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
-            Column("speed\nrests on", [SHORT[basis] for basis in bases], left=True),
+            Column("speed\nrests on", [BASIS_LABELS[basis] for basis in bases], left=True),
         ],
         [
             *(Column(f"{word}\n{gb}", _numbers(values, byte)) for word, values in held.items()),
@@ -191,12 +201,12 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
 def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
     marks = marks or [""] * len(values)
     return [
-        units.NOTHING if value is None else mark + _number(value / unit)
+        units.NO_VALUE if value is None else mark + _number(value / unit)
         for value, mark in zip(values, marks, strict=True)
     ]
 
 
-def _or_ending(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
+def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
     """How it ended in the place of its step's time, where there is no step."""
     return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
@@ -206,13 +216,13 @@ def _number(value: float) -> str:
     return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
 
 
-def _comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
+def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
     if not compared:
         return
-    grid = table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
+    grid = new_table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
-        between = units.NOTHING
+        between = units.NO_VALUE
         if record.low is not None and record.high is not None:
             between = f"{record.low:.3f} to {record.high:.3f}"
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
@@ -227,7 +237,7 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
         "experiments": [
             {
                 **experiment_row(record),
-                "rests_on": of_record(record) or None,
+                "rests_on": basis_of_record(record) or None,
                 "loss": record.series.loss or [],
             }
             for group in found
@@ -241,16 +251,100 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
     }
 
 
-def _draw(found: Sequence[ComparableResults], path: Path) -> None:
+def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
     """Write the curves of losses as a picture."""
-    from repro.report.figures import curves, style
+    from repro.report.figures import loss_curves, style
 
     if path.suffix not in (".svg", ".png"):
         raise ConfigError("--plot", str(path), "a file that ends in .svg or .png")
-    with style.look():
-        drawing = curves.draw([record for group in found for record in group.records])
+    with style.figure_style():
+        drawing = loss_curves.draw_loss_curves([record for group in found for record in group.records])
     if drawing.figure is None:
         raise ConfigError(
             "--plot", str(path), says=f"needs results with a curve of losses: {drawing.caption}"
         )
-    files.write(path, style.png(drawing) if path.suffix == ".png" else style.svg(drawing))
+    files.write_file(path, style.to_png(drawing) if path.suffix == ".png" else style.to_svg(drawing))
+
+
+def print_run(
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Run what the store lacks of `suites`, one after the other, and print a summary of each (`json`: a list).
+
+    Returns 0 if every experiment that can be had here has the outcome that its suite expects, 1 if not, and 128
+    plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
+    """
+    from repro.launch.run import run_suites
+
+    found = []
+    for ended in run_suites(suites, only, results, rerun, evidence, system):
+        found.append(ended)
+        if not json:
+            print_run_summary(ended.summary)
+    if json:
+        summaries = [ended.summary for ended in found]
+        print_json(summaries if len(suites) > 1 else summaries[0])
+    return max(ended.code for ended in found)
+
+
+def print_run_summary(summary: dict[str, Any]) -> None:
+    """Print results first, then surprises, the totals last."""
+    rows = summary["experiments"]
+    names = [row["name"] for row in rows]
+    records, _ = Store(Path(summary["results"])).readable()  # the summary says what is not
+    print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
+    for remark in summary["skipped_lines"]:
+        print(f"note: {remark}", file=sys.stderr)
+    for row in rows:
+        if row["expected"] is None:
+            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
+        elif not row["expected"]:
+            logs = f"  logs: {row['logs']}" if row["logs"] else ""
+            print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
+    if summary["stopped"]:
+        print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
+    wrong = sum(row["expected"] is False for row in rows)
+    possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
+    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
+    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
+    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
+    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
+    print(f"records: {summary['results']}/records")
+
+
+def print_dry_run(
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+) -> int:
+    """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
+    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN, preview_run
+
+    found = preview_run(suites, only, results, rerun, evidence, system)
+    if json:
+        print_json([asdict(each) for each in found])
+        return 0
+    memory = ("memory of a device",) if any(each.memory for each in found) else ()
+    headings = ("experiment", "", "where", *memory, "steps", "took last time", "stopped after")
+    rows = new_table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
+    for each in found:
+        held = (each.memory,) if memory else ()
+        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_duration_cells(each))
+    console = stdout(WIDE_PAGE_COLUMNS)
+    console.print(rows)
+    todo = [each for each in found if each.state == TO_RUN]
+    known = sum(each.last_s for each in todo if each.last_s is not None)
+    counts = (f"{sum(each.state == state for each in found)} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
+    last = f"; those that ran before took {units.seconds(known)}" if known else ""
+    new = sum(each.last_s is None for each in todo)
+    no_estimate = f"; no estimate for {new} of them, which never ran here" if new else ""
+    console.print(f"{', '.join(counts)}{last}{no_estimate}", markup=False)
+    return 0
+
+
+def _duration_cells(each: ExperimentPreview) -> tuple[str, str, str]:
+    from repro.launch.run import ELSEWHERE
+
+    if each.state == ELSEWHERE:
+        return "", "", ""
+    took = "no estimate" if each.last_s is None else units.seconds(each.last_s)
+    return str(each.steps), took, units.seconds(each.limit_s) if each.limit_s else "never"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from repro.config.errors import require
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
-from repro.report.figures.schedule_drawing import busy_shares, paint
+from repro.report.figures.schedules import action_colours, busy_shares
 from repro.report.text.schedule_plan import (
     TimedSchedule,
     format_number,
@@ -22,8 +22,7 @@ from repro.report.text.schedule_plan import (
     schedule_facts,
 )
 from repro.util import files
-from repro.util.console import WIDE, stdout
-from repro.util.table import facts
+from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +51,7 @@ def print_schedule(
         if out is None:
             sys.stdout.write(_svg(plan))
         else:
-            files.write(out, _svg(plan))
+            files.write_file(out, _svg(plan))
             print(out)
     else:
         print_drawing(plan)
@@ -61,7 +60,7 @@ def print_schedule(
 
 def _svg(plan: TimedSchedule) -> str:
     """The picture as an SVG document."""
-    from repro.report.figures import schedule_drawing, style
+    from repro.report.figures import schedules, style
 
     caption = "No bubble"
     if plan.bubble:
@@ -69,14 +68,14 @@ def _svg(plan: TimedSchedule) -> str:
         caption = f"Bubble {format_share(plan.bubble)} of the ideal time {ideal}, {plan.formula}: {idle} idle"
     forward, backward = format_number(plan.forward), format_number(plan.backward)
     caption += f"; a micro-batch takes {forward} forward and {backward} backward on a stage"
-    with style.look():
-        figure = schedule_drawing.picture(plan.slots, plan.title, caption)
-        return style.svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
+    with style.figure_style():
+        figure = schedules.draw_picture(plan.slots, plan.title, caption)
+        return style.to_svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
 
 
 MAX_DRAWN_LINES = 60
 """A drawing is broken into several lines of time only up to this many lines."""
-IDLE, MIXED = "·", "▒"
+IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
 """One character and its rich style."""
 
@@ -85,14 +84,14 @@ def print_drawing(plan: TimedSchedule) -> None:
     """Print the drawing, its legend and the summary to the terminal, in its width."""
     from rich.text import Text
 
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     for line in draw_schedule(plan, console):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print()
-    said = facts()
+    rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
-        said.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
-    console.print(said)
+        rows.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
+    console.print(rows)
 
 
 def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:
@@ -170,7 +169,7 @@ def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
     """A stage's row with every action: its label, then its length, then a gap if all have room for it."""
-    row: list[Cell] = [(IDLE, "dim")] * columns
+    row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
         label = _label(action, colour)
@@ -189,9 +188,9 @@ def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list
     for forward, backward in shares:
         busy = forward + backward
         if busy < 0.5:
-            row.append((IDLE, "dim"))
+            row.append((IDLE_CELL, "dim"))
         elif min(forward, backward) > 0.1 * busy:
-            row.append((MIXED, _mixed_style() if colour else ""))
+            row.append((MIXED_CELL, _mixed_style() if colour else ""))
         else:
             kind = Action(FORWARD if forward > backward else BACKWARD, 0)
             row.append((" ", _style(kind, 1)) if colour else (kind.kind, ""))
@@ -199,12 +198,12 @@ def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list
 
 
 def _style(action: Action, chunks: int) -> str:
-    ink, fill = paint(action.kind, action.chunk, chunks)
+    ink, fill = action_colours(action.kind, action.chunk, chunks)
     return f"{ink} on {fill}"
 
 
 def _mixed_style() -> str:
-    return f"{paint(FORWARD)[1]} on {paint(BACKWARD)[1]}"
+    return f"{action_colours(FORWARD)[1]} on {action_colours(BACKWARD)[1]}"
 
 
 def _runs(row: list[Cell]) -> Iterator[Cell]:
@@ -245,9 +244,9 @@ def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
             line.append(f"{chunk:^3}" if chunks > 1 else "   ", _style(Action(kind, 0, chunk), chunks))
         line.append(f" {word}{' by chunk' * (chunks > 1)}  " if colour else f"{kind} {word}  ")
     if not per_action:
-        line.append(MIXED * 2, _mixed_style() if colour else "")
+        line.append(MIXED_CELL * 2, _mixed_style() if colour else "")
         line.append(" in turn  ")
-    line.append(f"{IDLE} idle")
+    line.append(f"{IDLE_CELL} idle")
     return line
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import ACTIONS, at_most
-from repro.parallel.pipeline.schedule import Schedule, TimedAction, build, in_flight, timeline
+from repro.parallel.pipeline.schedule import Schedule, TimedAction, build_schedule, in_flight, timeline
 from repro.util import units
 
 SCHEDULE_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B with flush", "interleaved": "Interleaved 1F1B"}
@@ -68,7 +68,7 @@ class TimedSchedule:
     @property
     def title(self) -> str:
         """Its name and sizes in words."""
-        parts = [words.counted(self.stages, "stage"), words.counted(self.micro_batches, "micro-batch")]
+        parts = [words.count_noun(self.stages, "stage"), words.count_noun(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
         return f"{SCHEDULE_TITLES[self.name]}: {', '.join(parts)}"
@@ -83,9 +83,9 @@ def make_schedule(
     actions = 2 * stages * micro_batches * chunks
     at_most("2 x pp x micro-batches x chunks", actions, ACTIONS)
     try:
-        schedule = build(name, stages, micro_batches, chunks)
+        schedule = build_schedule(name, stages, micro_batches, chunks)
     except ConfigError as error:
-        raise error.about(SCHEDULE_OPTIONS[error.key]) from None
+        raise error.for_key(SCHEDULE_OPTIONS[error.key]) from None
     return TimedSchedule(name, stages, micro_batches, chunks, *times, schedule, timeline(schedule, *times))
 
 
@@ -157,8 +157,8 @@ def _in_flight(plan: TimedSchedule) -> str:
     what = "micro-batch" if plan.chunks == 1 else "(micro-batch, chunk) pair"
     if len(set(live)) == 1:
         where = "on every stage" if plan.stages > 1 else "on the stage"
-        return f"{words.counted(live[0], what)} {where}"
-    return f"{words.counted(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
+        return f"{words.count_noun(live[0], what)} {where}"
+    return f"{words.count_noun(live[0], what)} on stage 0, falling to {live[-1]} on stage {plan.stages - 1}"
 
 
 def _activations(plan: TimedSchedule) -> str:
@@ -166,12 +166,12 @@ def _activations(plan: TimedSchedule) -> str:
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
-    through = words.counted(float(whole), "micro-batch")
-    said = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
+    through = words.count_noun(float(whole), "micro-batch")
+    volume = f"at most {most} x 1/{parts} of the layers = {through} through all layers"
     if plan.name == "gpipe":
-        return said
+        return volume
     other = Fraction(plan.micro_batches, plan.stages)
-    return f"{said}; GPipe: {format_number(other)}"
+    return f"{volume}; GPipe: {format_number(other)}"
 
 
 def _messages(plan: TimedSchedule) -> str:

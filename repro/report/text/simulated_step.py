@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from repro.config import words
-from repro.config.attention import unfused
+from repro.config.engines import unfused_attention_note
 from repro.config.system import System
-from repro.simulate.plan.terms import TERMS
-from repro.simulate.time.basis import BOUND, said
+from repro.simulate.plan.closed_form import TERMS
+from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
-from repro.util.console import stdout
-from repro.util.table import BAR, bar, table
+from repro.util.console import BAR_COLUMNS, bar, new_table, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
@@ -29,15 +28,15 @@ def print_simulated_step(simulation: Simulation, system: System) -> None:
     if simulation.limit_bytes is None:
         verdict = "[bold]no limit known[/]"
     e = simulation.experiment
-    console.print(f"{e.model.name} on {words.devices(e.layout.world, system)}: {verdict}")
+    console.print(f"{e.model.name} on {words.describe_devices(e.layout.world, system)}: {verdict}")
     if simulation.reason:
         console.print(units.readable(simulation.reason), style="red", markup=False)
     console.print(
-        f"{units.parameters(document['params'])} parameters, {e.seq} tokens a sample; "
-        f"{words.layout(e.layout, batches=True)}"
+        f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens a sample; "
+        f"{words.describe_layout(e.layout, batches=True)}"
     )
     if not e.training.attention_dropout and (
-        note := unfused(e.model, e.layout, system.device.compute_capability)
+        note := unfused_attention_note(e.model, e.layout, system.device.compute_capability)
     ):
         console.print(note, style="yellow", markup=False)
     _memory(console, simulation, document["memory"])
@@ -55,7 +54,7 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
         f"\n[bold]Memory of a GPU[/]: {room}, {units.size(memory['context_bytes'])} of context beside it"
     )
     rank = "all ranks" if len(simulation.roles) == 1 else "stages"
-    ranks = table(rank, "", "live GB", "reserved GB", "states GB", left=2)
+    ranks = new_table(rank, "", "live GB", "reserved GB", "states GB", left=2)
     for role in simulation.roles:
         name = "" if role.role.name == "all" else role.role.name.partition(" (")[0]
         name += f" ({role.role.stages})" if role.role.stages > 1 else ""
@@ -67,12 +66,12 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
         console.print(f"\nof the {simulation.fullest.role.name.partition(' (')[0]} stage, the fullest:")
     else:
         console.print()
-    parts = table("at the peak", "", "GB", "most ever GB", left=2)
+    parts = new_table("at the peak", "", "GB", "most ever GB", left=2)
     for category, term in TERMS.items():
         most = memory["most_by_category"][category]
         if most:
             size = memory["by_category"][category]
-            parts.add_row(term, bar(console, size, whole, room=False).ljust(BAR), gb(size), gb(most))
+            parts.add_row(term, bar(console, size, whole, room=False).ljust(BAR_COLUMNS), gb(size), gb(most))
     console.print(parts)
     if memory["host_bytes"]:
         console.print(
@@ -94,7 +93,7 @@ def _traffic(console: Console, comm: dict[str, Any]) -> None:
         return
     who = "each rank" if comm["role"] == "all" else f"a rank of the busiest stages ({comm['role']})"
     console.print(f"\n[bold]Sent in a step[/] by {who}: {units.size(comm['sent_bytes'])}")
-    rows = table("group", "operation", "for", "link", "ranks", "calls", "GB", left=4)
+    rows = new_table("group", "operation", "for", "link", "ranks", "calls", "GB", left=4)
     for row in sorted(comm["rows"], key=lambda row: -row["sent_bytes"]):
         if row["sent_bytes"] >= units.GB / 200:
             rows.add_row(
@@ -140,9 +139,9 @@ def print_step_time(
         console.print(f"\nNo time is predicted: {no_time}", markup=False)
         return
     step, basis = time["step_s"], time["rests_on"]
-    least, most = ("at least ", "at most ") if basis == BOUND else ("", "")
+    least, most = ("at least ", "at most ") if basis == UPPER_BOUND else ("", "")
     mfu = "" if time["mfu"] is None else f"; MFU {most}{units.percent(time['mfu'])}"
-    less = basis == BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
+    less = basis == UPPER_BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
     by = " by the best values of what is not known for certain" if less else ""
     console.print(
         f"\n[bold]A step takes {least}{units.seconds(step)}[/]{by}: {most}{units.number(time['samples_per_s'])} "
@@ -154,12 +153,12 @@ def print_step_time(
         console.print(
             "No interval: what was measured is taken as exact; repro validate --system shows how far off it is."
         )
-    rows = table(
+    rows = new_table(
         "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
     )
     for key, part in TIME_PARTS:
         if time[key] >= step / 2000:
-            filled = bar(console, time[key], step, room=False).ljust(BAR)
+            filled = bar(console, time[key], step, room=False).ljust(BAR_COLUMNS)
             rows.add_row(part, filled, f"{time[key]:,.3f}", f"{100 * time[key] / step:.1f}")
     console.print(rows)
     exposed = sorted(time["exposed_by_kind"].items(), key=lambda entry: -entry[1])
@@ -168,7 +167,7 @@ def print_step_time(
         console.print("Waited for: " + ", ".join(named))
     if time["hidden_s"] >= step / 1000:
         console.print(f"Hidden under computation: {units.seconds(time['hidden_s'])} of communication")
-    rests = said(simulation.experiment.layout.kernels, simulation.time.system)
+    rests = describe_basis(simulation.experiment.layout.kernels, simulation.time.system)
     console.print(f"It rests on: {rests}.", markup=False)
     if time["generation"]:
         console.print(_slower(simulation.time.kernels))
@@ -196,7 +195,7 @@ def _interval(console: Console, found: dict[str, Any], step: float, flops: float
         f"90 % interval: {units.seconds(low)} to {units.seconds(high)}, {' to '.join(rates)}, as far as numbers of the "
         "system are not known for certain (of what the model leaves out nothing is in it: repro validate); each alone:"
     )
-    made = table("unknown", "from", "to", "s, from", "s, to", left=1)
+    made = new_table("unknown", "from", "to", "s, from", "s, to", left=1)
     for move in found["moves"][:MAX_SHOWN_UNKNOWNS]:
         ends = (units.number(move[key]) for key in ("low", "high"))
         made.add_row(move["key"], *ends, *(units.number(move[key]) for key in ("low_s", "high_s")))

@@ -9,19 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.twins.derive import Choice, Twin, compute_s, derive, useful_rate
-from repro.accuracy.twins.matter import Ratio, ratio_of
-from repro.accuracy.twins.numbers import Number, numbers
-from repro.accuracy.twins.originals import named, of_claim
-from repro.accuracy.twins.suite import Named, text
+from repro.accuracy.twins.derive import Twin, TwinOptions, compute_s, derive, useful_rate
+from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
+from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load as ledger
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import WIDE, print_json, stdout
-from repro.util.table import table
+from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,8 +52,8 @@ def print_twin(
     require(steps >= 2, "--steps", steps, "2 or more: the first is not timed")
     for key, value in (("--width", width), ("--tp", tp)):
         require(value >= 0, key, value, "0 (chosen) or more")
-    choice = Choice(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
-    rates = [_rates("--within", within), _rates("--between", between)]
+    choice = TwinOptions(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
         right = f"a file of this machine: {CALIBRATE_COMMAND.format(ranks=choice.ranks)}"
@@ -65,21 +62,23 @@ def print_twin(
     found = []
     for inside, outside in itertools.product(*rates):
         chosen = replace(choice, within=inside, between=outside)
-        ending = _ending(inside, outside)
-        found += [Named(derive(members, system, chosen), ending) for members in compared]
+        ending = _variant_suffix(inside, outside)
+        found += [NamedTwin(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
-        asked = {"--width": width, "--tp": tp, "--within": within, "--between": between}
+        options = {"--width": width, "--tp": tp, "--within": within, "--between": between}
         arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
         arguments += ["--steps", steps]
-        arguments += [part for pair in asked.items() if pair[1] for part in pair]
+        arguments += [part for pair in options.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
-        files.replace(write, text(found, file=str(write), name=write.stem, arguments=made, claims=claims))
+        files.replace_file(
+            write, suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
+        )
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
-    console = stdout(WIDE)
+    console = stdout(WIDE_PAGE_COLUMNS)
     for each in found:
-        _show(console, each.twin)
+        _print_twin(console, each.twin)
     if write is not None:
         console.print(f"\n{write}: {sum(len(each.twin.members) for each in found)} experiments", markup=False)
     return 0
@@ -89,17 +88,17 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     """The comparisons that are asked for, and the claims that they belong to."""
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
-        return named(names, catalogue.suites), []
+        return named_comparisons(names, catalogue.suites), []
     claims = {claim.id: claim for claim in ledger().claims}
     found: list[list[Experiment]] = []
     for name in names:
         if name not in claims:
             raise ConfigError("CLAIM", name, "a claim of the ledger (repro claims), or SUITE/EXPERIMENT...")
-        found += of_claim(claims[name], catalogue.suites)
+        found += claim_comparisons(claims[name], catalogue.suites)
     return found, list(names)
 
 
-def _rates(option: str, given: str) -> list[float]:
+def _parse_rates(option: str, given: str) -> list[float]:
     """Bytes/s, each more than 0; `[0]` where nothing is asked for."""
     try:
         found = [float(part) for part in given.split(",")] if given else [0.0]
@@ -110,42 +109,42 @@ def _rates(option: str, given: str) -> list[float]:
     return found
 
 
-def _ending(within: float, between: float) -> str:
+def _variant_suffix(within: float, between: float) -> str:
     """`-between2.5` for 2.5 GB/s."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
 
-def _ratios(twin: Twin) -> list[Ratio]:
+def _ratios(twin: Twin) -> list[ScaledRatio]:
     return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
 
 
-def _show(console: Console, twin: Twin) -> None:
+def _print_twin(console: Console, twin: Twin) -> None:
     for member, scale in zip(twin.members, twin.scales, strict=True):
         original = member.original
         console.print(f"\n[bold]{original.name}[/] ({original.system}) and its twin")
-        console.print(_sides(member))
+        console.print(_comparison_table(member))
         console.print(
             f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}; "
             f"network: {member.network}",
             markup=False,
         )
-        rows = table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
-        for number in numbers(member, twin.members[0]):
-            kept = "kept" if number.kept else _change(number)
+        rows = new_table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
+        for number in similarity_numbers(member, twin.members[0]):
+            change = "kept" if number.kept else _change(number)
             rows.add_row(
-                number.name, units.number(number.original, 4), units.number(number.twin, 4), kept, number.by
+                number.name, units.number(number.original, 4), units.number(number.twin, 4), change, number.by
             )
         console.print(rows)
-    for said in twin.unlimited:
-        console.print(f"Not limited: {said}", markup=False)
+    for reason in twin.unlimited:
+        console.print(f"Not limited: {reason}", markup=False)
     for ratio in _ratios(twin):
         apart = units.percent(ratio.twin / ratio.original - 1, sign=True)
         console.print(
             f"\n[bold]{ratio.member} over {twin.members[0].original.name}[/], FLOP/s of a device, predicted: "
             f"original {ratio.original:.3f}, twin {ratio.twin:.3f} ({apart})"
         )
-        rows = table("the twin's, if", "ratio", "")
+        rows = new_table("the twin's, if", "ratio", "")
         for effect in ratio.effects:
             rows.add_row(
                 effect.difference,
@@ -158,17 +157,17 @@ def _show(console: Console, twin: Twin) -> None:
         console.print(rows)
 
 
-def _change(number: Number) -> str:
+def _change(number: SimilarityNumber) -> str:
     return "new" if not number.original else units.percent(number.change, sign=True)
 
 
-def _sides(member: Member) -> Any:
-    rows = table("", "original", "twin", left=1)
+def _comparison_table(member: Member) -> Any:
+    rows = new_table("", "original", "twin", left=1)
     before, after = member.original, member.twin
     for key in ("layers", "hidden", "heads", "vocab"):
         rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
     rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
-    rows.add_row("degrees", *(words.layout(e.layout).partition(",")[0] for e in (before, after)))
+    rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
     rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
     both = (member.before, member.after)
     rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))
@@ -197,7 +196,8 @@ def _document(twin: Twin, ending: str) -> dict[str, Any]:
                     "twin": useful_rate(member.after),
                 },
                 "numbers": [
-                    {**vars(number), "kept": number.kept} for number in numbers(member, twin.members[0])
+                    {**vars(number), "kept": number.kept}
+                    for number in similarity_numbers(member, twin.members[0])
                 ],
             }
             for member, scale in zip(twin.members, twin.scales, strict=True)

@@ -1,38 +1,39 @@
-"""PyTorch's CUDA caching allocator as a model: what a device must hold when tensors come and go in this order.
+"""Model of PyTorch's CUDA caching allocator, and the replay of a trace's allocations through it.
 
-What torch *allocates* are the blocks in which live tensors lie: their bytes rounded up to 512, and in the large
-pool up to 1 MiB more that was not worth splitting off.  What it *reserves* is more again: whole segments from
-the driver, kept when they fall empty, split among requests of many sizes, and lost to others while any part is
-in use.  The device is full when the next segment does not fit, whatever is free inside the segments: that is
-out of memory by fragmentation.
+Torch *allocates* the blocks in which live tensors lie. A block is a request rounded up to 512 bytes, and in the large
+pool up to 1 MiB more that was not worth splitting off. Torch *reserves* whole segments from the driver. It keeps empty
+segments and splits them among requests of many sizes. A device is out of memory by fragmentation when the next segment
+does not fit although enough bytes are free inside the segments.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp`.  Its sizes (`repro.simulate.memory.pools`) are the
-same from pull request 17120 (early 2019), so also in the torch 1.2 to 1.4 of the ZeRO and Turing-NLG work, to
-torch 2.13; before it, small requests shared 1 MiB and large ones were rounded to 128 KiB.  `max_split` came
-with pull request 44742 (2021) and `expandable` with 96995 (2023); neither is on by default.
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. The sizes (`repro.simulate.memory.pools`) hold from pull
+request 17120 (early 2019) to torch 2.13, which includes torch 1.2 to 1.4 of the ZeRO and Turing-NLG work. Earlier
+versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 44742 (2021) added
+`max_split`, and 96995 (2023) added `expandable`; neither is on by default.
 
-Not modelled: other streams (what a second stream uses is free only when that stream is done, later than here),
-pools of CUDA graphs, garbage collection, rounding to powers of two, and the driver's addresses, which decide
-between free blocks of equal size: here those of the older segment are lower.
-"""
+Not modelled: other streams (a block of a second stream is free only after that stream), pools of CUDA graphs, garbage
+collection, rounding to powers of two, and the driver's addresses, which decide between free blocks of equal size (here
+an older segment has lower addresses)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from repro.config.enums import Category
 from repro.config.errors import require
-from repro.simulate.memory.expandable import ExpandablePool
 from repro.simulate.memory.pools import (
-    LARGE_SEGMENT,
+    LARGE_BUFFER,
     LIVE,
-    SMALL,
+    SMALL_SIZE,
     UNLIMITED,
     UNMAPPED,
     DeviceMemory,
+    ExpandablePool,
     MemoryBlock,
     Pool,
     round_up,
 )
+from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 
 class OutOfMemory(Exception):
@@ -96,10 +97,10 @@ class CachingAllocator:
     ) -> None:
         require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
         require(
-            max_split is None or max_split >= LARGE_SEGMENT,
+            max_split is None or max_split >= LARGE_BUFFER,
             "max_split",
             max_split,
-            f"bytes, at least {LARGE_SEGMENT} (20 MiB), or nothing",
+            f"bytes, at least {LARGE_BUFFER} (20 MiB), or nothing",
         )
         self._device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
@@ -128,12 +129,12 @@ class CachingAllocator:
         if size == 0:
             self._live[id] = None
             return
-        size, asked = round_up(size), size
-        pool = self._small if size <= SMALL else self._large
+        size, requested = round_up(size), size
+        pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.find(size) or self._grow(pool, size)
         if block is None:
             raise OutOfMemory(
-                asked,
+                requested,
                 self.allocated,
                 self.reserved,
                 self.reserved - self.allocated,
@@ -189,3 +190,79 @@ class CachingAllocator:
             self.retries += 1
             block = pool.grow(size)
         return block
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a device held.  Bytes; a moment is the index of an event, -1 where there was none."""
+
+    peak_allocated: int
+    peak_reserved: int
+    retries: int
+    """How often a request was met only after every empty segment was given back."""
+    allocated_at: int
+    """The moment at which most was allocated, the first if there are several ..."""
+    reserved_at: int
+    """... and at which most was reserved, both before a failure."""
+    phase: str
+    """The phase in which the replay ran out of memory, else that in which most was reserved."""
+    out_of_memory: OutOfMemory | None
+    failed_at: int
+    """The moment that it could not get past."""
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the peak of reserved bytes that the peak of allocated bytes leaves over, 0 to 1."""
+        return 1 - self.peak_allocated / self.peak_reserved if self.peak_reserved else 0.0
+
+
+def replay(
+    events: Iterable[Event],
+    limit: int | None = None,
+    *,
+    expandable: bool = False,
+    max_split: int | None = None,
+) -> Replay:
+    """Replay the allocations of `events` on an empty device, to the end or to the first that does not fit.
+
+    `limit` is in bytes; the options are those of `CachingAllocator`.  What lies in host memory, and
+    events that are not about memory, pass by.
+    """
+    allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
+    malloc, free = allocator.malloc, allocator.free
+    host: set[int] = set()
+    now = phase = ""
+    allocated = reserved = 0
+    allocated_at = reserved_at = failed_at = -1
+    failure = None
+    for index, event in enumerate(events):
+        if isinstance(event, Alloc):
+            if event.category == Category.HOST:
+                host.add(event.id)
+                continue
+            try:
+                malloc(event.id, event.bytes)
+            except OutOfMemory as error:
+                failure, failed_at, phase = error, index, now
+                break
+            if allocator.allocated > allocated:
+                allocated, allocated_at = allocator.allocated, index
+            if allocator.reserved > reserved:
+                reserved, reserved_at, phase = allocator.reserved, index, now
+        elif isinstance(event, Free):
+            if event.id in host:
+                host.remove(event.id)
+            else:
+                free(event.id)
+        elif isinstance(event, PhaseStart):
+            now = event.name
+    return Replay(
+        peak_allocated=allocator.peak_allocated,
+        peak_reserved=allocator.peak_reserved,
+        retries=allocator.retries,
+        allocated_at=allocated_at,
+        reserved_at=reserved_at,
+        phase=phase,
+        out_of_memory=failure,
+        failed_at=failed_at,
+    )

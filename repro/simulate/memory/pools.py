@@ -1,8 +1,7 @@
-"""Blocks of device memory and the pools that keep the free ones: the books of `repro.simulate.memory.allocator`.
+"""Blocks of device memory and the pools of free blocks, for `repro.simulate.memory.allocator`.
 
-A segment is what the driver gave in one call.  It is a chain of blocks that tile it; a free block never has a
-free neighbour.  Sizes and addresses are bytes.
-"""
+The driver returns a segment for each call. A chain of blocks tiles the segment, and no two neighbours are free.
+Sizes and addresses are in bytes."""
 
 from __future__ import annotations
 
@@ -10,35 +9,35 @@ from bisect import bisect_left, insort
 
 MIB = 2**20
 
-ROUND = 512
+MIN_BLOCK_SIZE = 512
 """Every request is rounded up to a multiple of this (`kMinBlockSize`)."""
-SMALL = MIB
+SMALL_SIZE = MIB
 """The largest request that is served from the small pool (`kSmallSize`)."""
-SMALL_SEGMENT = 2 * MIB
+SMALL_BUFFER = 2 * MIB
 """What the small pool asks the driver for (`kSmallBuffer`)."""
-LARGE_SEGMENT = 20 * MIB
-"""What the large pool asks for when the request is below `OWN_SEGMENT` (`kLargeBuffer`)."""
-OWN_SEGMENT = 10 * MIB
+LARGE_BUFFER = 20 * MIB
+"""What the large pool asks for when the request is below `MIN_LARGE_ALLOC` (`kLargeBuffer`)."""
+MIN_LARGE_ALLOC = 10 * MIB
 """From this size on a request gets a segment of its own size (`kMinLargeAlloc`) ..."""
-ROUND_SEGMENT = 2 * MIB
+ROUND_LARGE = 2 * MIB
 """... rounded up to a multiple of this, the page of the device (`kRoundLarge`)."""
 UNLIMITED = 2**62
 
 LIVE, FREE, UNMAPPED = "live", "free", "unmapped"
 
 
-def round_up(size: int, unit: int = ROUND) -> int:
+def round_up(size: int, unit: int = MIN_BLOCK_SIZE) -> int:
     """The multiple of `unit` bytes that `size` occupies."""
     return -(-size // unit) * unit
 
 
 def segment_size(size: int) -> int:
     """Bytes that the driver is asked for when no free block fits a (rounded) request of `size`."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    if size < OWN_SEGMENT:
-        return LARGE_SEGMENT
-    return round_up(size, ROUND_SEGMENT)
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return round_up(size, ROUND_LARGE)
 
 
 class DeviceMemory:
@@ -103,7 +102,7 @@ class Pool:
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._max_split = max_split
-        self._least_rest = ROUND if small else SMALL + 1
+        self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
         self._cut_below = max_split
 
     def find(self, size: int) -> MemoryBlock | None:
@@ -114,10 +113,10 @@ class Pool:
             return None
         at = self._best(at)
         block = free[at][2]
-        # A block that may not be split is kept for requests that nearly fill it.
+        # A block that may not be split is retained for requests that nearly fill it.
         if size < self._max_split <= block.size:
             return None
-        if size >= self._max_split and block.size >= size + LARGE_SEGMENT:
+        if size >= self._max_split and block.size >= size + LARGE_BUFFER:
             return None
         del free[at]
         return block
@@ -151,14 +150,14 @@ class Pool:
 
     def release(self) -> None:
         """Give the driver every segment that holds no live block."""
-        kept = []
+        retained = []
         for entry in self._free:
             block = entry[2]
             if block.prev is None and block.next is None:
                 self._drop(block)
             else:
-                kept.append(entry)
-        self._free = kept
+                retained.append(entry)
+        self._free = retained
 
     def release_oversize(self, size: int) -> bool:
         """Give the driver unsplittable free segments, enough for a request of `size`; whether it was enough."""
@@ -195,3 +194,111 @@ class Pool:
         at = bisect_left(self._free, (block.size, block.address))
         assert self._free[at][2] is block
         del self._free[at]
+
+
+ADDRESS_SPACE = LARGE_BUFFER * 2**40
+
+
+class ExpandablePool(Pool):
+    """A `Pool` whose only segment is mapped granule by granule."""
+
+    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
+        super().__init__(device, small=small, max_split=max_split)
+        self._least_rest, self._cut_below = MIN_BLOCK_SIZE, UNLIMITED
+        self._granule = SMALL_BUFFER if small else LARGE_BUFFER
+        self._base = device.place(ADDRESS_SPACE)
+        everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
+        self.heads[self._base] = everything
+        self._unmapped = [(self._base, everything)]
+
+    def grow(self, size: int) -> MemoryBlock | None:
+        """A block of at least `size`, mapped where it is missing; None where the limit is in the way.
+
+        What was mapped before the limit was met stays mapped.
+        """
+        block = self._lowest(size)
+        if block.state is UNMAPPED and not self._map(block, min(size, block.size)):
+            return None
+        while block.size < size:
+            after = block.next
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+        self._remove(block)
+        return block
+
+    def release(self) -> None:
+        """Unmap every granule that lies inside a free block."""
+        for _, _, block in list(self._free):
+            self._unmap(block)
+
+    def release_oversize(self, size: int) -> bool:
+        """Nothing: no part of a segment that grows is a segment of its own."""
+        return False
+
+    def _best(self, at: int) -> int:
+        # The block before the unmapped end counts with all that it can grow by, so that it is taken last.
+        free = self._free
+        while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
+            at += 1
+        return at
+
+    def _lowest(self, size: int) -> MemoryBlock:
+        """The first of the lowest blocks, free or unmapped, that have room for `size` together."""
+        for _, block in self._unmapped:
+            before = block.prev
+            first = before if before is not None and before.state is FREE else block
+            room, last = 0, first
+            while room < size and last.state is not LIVE:
+                room += last.size
+                if last.next is None:
+                    break
+                last = last.next
+            if room >= size:
+                return first
+        raise AssertionError("the address space has no end")
+
+    def _map(self, block: MemoryBlock, size: int) -> bool:
+        """Back the first `size` bytes of an unmapped block, in whole granules, and add them to the free ones."""
+        span = round_up(size, self._granule)
+        if not self.device.take(span):
+            return False
+        at = bisect_left(self._unmapped, (block.address,))
+        del self._unmapped[at]
+        if span < block.size:
+            rest = block.split(span)
+            self._unmapped.insert(at, (rest.address, rest))
+        self.give(block)
+        return True
+
+    def _unmap(self, block: MemoryBlock) -> None:
+        stop = block.address + block.size
+        begin = self._base + round_up(block.address - self._base, self._granule)
+        end = stop - (stop - self._base) % self._granule
+        if begin >= end:
+            return
+        self._remove(block)
+        if begin > block.address:
+            inside = block.split(begin - block.address)
+            self._insert(block)
+            block = inside
+        if end < stop:
+            self._insert(block.split(end - begin))
+        self.device.give(block.size)
+        self._join_unmapped(block)
+
+    def _join_unmapped(self, block: MemoryBlock) -> None:
+        block.state = UNMAPPED
+        before, after = block.prev, block.next
+        if after is not None and after.state is UNMAPPED:
+            del self._unmapped[bisect_left(self._unmapped, (after.address,))]
+            block.absorb()
+        if before is not None and before.state is UNMAPPED:
+            before.absorb()
+        else:
+            insort(self._unmapped, (block.address, block))
+
+
+def _growable_bytes(block: MemoryBlock) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and after.state is UNMAPPED else 0)

@@ -1,16 +1,99 @@
-"""Every sensible layout of a model on a number of devices."""
+"""Candidates of a layout search, the defaults of a layout's keys, and the memory limit of a device."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.config import Layout, Model, spread
+from repro.config import Layout, Model, engines
+from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
-from repro.config.operator_set import OperatorSet
+from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
-from repro.simulate.plan.asked import replicas, with_defaults
+
+DEFAULT_PLAN_ROWS = 12
+"""Layouts of a plan that are printed where nobody says how many; `--json` has all."""
+
+
+@dataclass(frozen=True)
+class LayoutQuery:
+    """A question as it was typed.  What is wrong in it is a `ConfigError` about the key."""
+
+    system: str
+    gpus: int
+    layout: dict[str, Any]
+    """Keys of the layout that were given."""
+    seq: int = 0
+    """Tokens of a sample; 0: the model's longest."""
+    memory_limit: str = ""
+    expandable: bool = False
+
+
+_SIZE = re.compile(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*(?:([kmgt])(i?)b|b)?\s*", re.IGNORECASE)
+
+
+def parse_memory_size(text: str) -> int | None:
+    """Bytes in `32GB` (1e9), `32GiB` (2**30), `16e9`; None where nothing is given."""
+    if not text:
+        return None
+    found = _SIZE.fullmatch(text)
+    number = float(found[1]) if found else 0.0
+    if found is None or not 0 < number < 1e18:
+        what = "a size in bytes: 32GB (1e9 each), 32GiB (2**30 each) or 16e9"
+        raise ConfigError("memory_limit", text, what)
+    power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
+    return int(number * (1024 if found[3] else 1000) ** power)
+
+
+def device_memory_limit(system: System, given: int | None) -> int:
+    """Bytes of a device's memory: as `given`, or the system's.  `ConfigError` where neither is known."""
+    if given is None:
+        known = system.device.memory_bytes
+        if known.value is None:
+            what = f"is needed, since the memory of {system.name} is not known ({known.source})"
+            raise ConfigError("memory_limit", says=what)
+        given = int(known.value)
+    require(
+        given > system.context(),
+        "memory_limit",
+        given,
+        f"more than the {system.context()} bytes of {system.name} that no allocator can have (CUDA, NCCL)",
+    )
+    return given
+
+
+def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
+    """The data-parallel degree of `gpus` devices."""
+    for key, degree in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp)):
+        require(degree >= 1, key, degree, "a whole number of at least 1")
+        at_most(key, degree, RANKS)
+    one, times = tp * cp * pp, f"{tp} x {pp}" if cp == 1 else f"{tp} x {cp} x {pp}"
+    names = "tp x pp" if cp == 1 else "tp x cp x pp"
+    require(gpus % one == 0, "gpus", gpus, f"a multiple of {names} = {times} = {one}")
+    return gpus // one
+
+
+def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
+    """The layout that is meant: dp from the GPUs, precision from the device, schedule from the chunks.
+
+    Without a global batch it is the smallest that fills the pipeline: micro_batch x dp x pp.
+    """
+    keys = layout_defaults(given, system)
+    keys["dp"] = data_parallel_degree(gpus, keys.get("tp", 1), keys.get("pp", 1), keys.get("cp", 1))
+    if not keys.get("global_batch"):
+        keys["global_batch"] = keys.get("micro_batch", 1) * keys["dp"] * keys.get("pp", 1)
+    return Layout(**keys)
+
+
+def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
+    """`given` and what follows from it and from the device."""
+    keys = {"precision": system.best_precision, **given}
+    if keys.get("chunks", 1) > 1:
+        keys.setdefault("schedule", "interleaved")
+    return keys
+
 
 SAMPLES_PER_GPU = 2
 """Global batch of a plan that is given none, per GPU."""
@@ -20,7 +103,7 @@ TOKENS_PER_RANK = 8192
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is to be planned."""
 
     model: Model
@@ -49,7 +132,7 @@ class Request:
         return int(self.given.get("global_batch") or SAMPLES_PER_GPU * self.gpus)
 
 
-def candidates(request: Request) -> list[Layout]:
+def candidates(request: PlanRequest) -> list[Layout]:
     """All of them, but for P_a, which is tried where it is needed.
 
     tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples
@@ -57,20 +140,20 @@ def candidates(request: Request) -> list[Layout]:
     with and without recomputation and, with tp, sequence parallelism; micro-batches of powers of two that keep a
     pipeline full.  A key that is given is taken as it is.  Raises `ConfigError` if there is no layout at all.
     """
-    given = with_defaults(request.given, request.system)
+    given = layout_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
     grid = [
         (tp, cp, pp)
         for tp in tensor_degrees(request)
         for cp in context_degrees(request, tp)
-        for pp in stages(request, tp * cp)
+        for pp in pipeline_degrees(request, tp * cp)
     ]
     for tp, cp, pp in grid:
-        for keys in _of_grid(request, given, tp, cp, pp):
+        for keys in _layout_keys(request, given, tp, cp, pp):
             try:
                 layout = Layout(**keys)
-                spread.check(layout, request.model)
+                engines.check_layout_fits(layout, request.model)
                 found.append(layout)
             except ConfigError as error:  # what is fixed need not go with all that is varied
                 refused.append(error)
@@ -90,9 +173,9 @@ def candidates(request: Request) -> list[Layout]:
     return found
 
 
-def tensor_degrees(request: Request) -> list[int]:
+def tensor_degrees(request: PlanRequest) -> list[int]:
     """The tp of a plan: what is given, or powers of two that divide the model and stay inside a node."""
-    replicas(request.gpus, *(request.given.get(key, 1) for key in ("tp", "pp", "cp")))
+    data_parallel_degree(request.gpus, *(request.given.get(key, 1) for key in ("tp", "pp", "cp")))
     if "tp" in request.given:
         return [request.given["tp"]]
     per_node = request.system.devices_per_node.value
@@ -108,7 +191,7 @@ def tensor_degrees(request: Request) -> list[int]:
     return found
 
 
-def context_degrees(request: Request, tp: int) -> list[int]:
+def context_degrees(request: PlanRequest, tp: int) -> list[int]:
     """The cp of a plan beside `tp`: what is given, or powers of two that leave each rank `TOKENS_PER_RANK`."""
     given = request.given.get("cp")
     if given is not None:
@@ -124,7 +207,7 @@ def context_degrees(request: Request, tp: int) -> list[int]:
     return found
 
 
-def stages(request: Request, ranks: int) -> list[int]:
+def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
     """The pp of a plan beside tp x cp = `ranks`: what is given, or the divisors of the layers that divide the GPUs."""
     if "pp" in request.given:
         return [request.given["pp"]]
@@ -134,7 +217,9 @@ def stages(request: Request, ranks: int) -> list[int]:
     return [pp for pp in range(least, layers + 1) if layers % pp == 0 and request.gpus % (ranks * pp) == 0]
 
 
-def _of_grid(request: Request, given: dict[str, Any], tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
+def _layout_keys(
+    request: PlanRequest, given: dict[str, Any], tp: int, cp: int, pp: int
+) -> list[dict[str, Any]]:
     """The keys of all layouts of one tp, cp and pp."""
     if request.gpus % (tp * cp * pp):
         return []

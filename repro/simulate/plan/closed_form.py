@@ -1,18 +1,18 @@
-"""What is known of a layout before anything is traced: parameters and model states of each role, in closed form.
+"""Parameters and model states of each role in closed form, and the names of the terms of memory.
 
-The states are those of 1910.02054 sec. 3.1 and 5, per category; the parameters those of
-`repro.model.parameters` as 1909.08053 sec. 3 splits them over tp and a pipeline over its stages.
-Padding of shards is left out.
+The states are those of 1910.02054 sec. 3.1 and 5. The parameters are those of `repro.model.counts`, split over tp
+and a pipeline as in 1909.08053 sec. 3. Padding of shards is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from repro.config import Layout, Model
-from repro.model import parameters
-from repro.model.states import K
+from repro.model import counts
+from repro.model.counts import K
 
 STATES = ("parameters", "gradients", "optimizer")
 """The categories of model states, as `repro.parallel.storage` (which needs torch) calls them."""
@@ -33,24 +33,26 @@ def _layer(model: Model, tp: int) -> float:
 
     Keys and values of fewer heads than ranks are on all of them.
     """
-    parts = parameters.count(replace(model, layers=1))
-    whole = parameters.row_biases(model)
-    whole += parameters.keys_and_values(model) if tp > model.key_heads else 0
-    return (parts["attention"] + parts["mlp"] - whole) / tp + whole + parameters.layer_norms(model)
+    parts = counts.parameters_by_part(replace(model, layers=1))
+    whole = counts.count_row_biases(model)
+    whole += counts.count_keys_and_values(model) if tp > model.key_heads else 0
+    return (parts["attention"] + parts["mlp"] - whole) / tp + whole + counts.count_layer_norms(model)
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
     """Parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
-    tokens, norm = model.vocab * model.hidden / tp, parameters.norm(model)
+    tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)
-    first = tokens + parameters.count(model).get("position_embedding", 0) + model.embedding_norm * norm
+    first = (
+        tokens + counts.parameters_by_part(model).get("position_embedding", 0) + model.embedding_norm * norm
+    )
     if layout.pp == 1:
         return {ALL: layers + first + norm + (0 if model.tied else tokens)}
     return {FIRST: layers + first, LAST: layers + tokens + norm}
 
 
-def ruled_out(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:
+def exceeding_states(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:
     """The largest term and all states of the fullest role, if model states alone exceed `limit` bytes."""
     fullest = max(stage_parameters(model, layout).values())
     states = state_bytes(fullest, layout)
@@ -69,3 +71,22 @@ def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
     width = (64 * limit / per_parameter / 12) ** (1 / 3)
     step = 2048 if width >= 8192 else 1024 if width >= 3072 else 256 if width >= 512 else 64
     return max(64, round(width / step) * step)
+
+
+TERMS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "checkpoints": "activation checkpoints",
+    "communication": "communication buffers",
+    "other": "temporary tensors",
+}
+"""Category of `repro.parallel.storage`: term.  `temporary tensors` are what forward, backward and update
+use and drop: gradients of activations, activations that are recomputed, unscaled gradients."""
+FRAGMENTATION = "fragmentation"
+
+
+def largest_term(by_category: Mapping[str, int]) -> str:
+    """The largest term of what is live."""
+    return TERMS[max(TERMS, key=lambda category: by_category.get(category, 0))]

@@ -14,20 +14,24 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError, require
 from repro.config.system import System
-from repro.model.parameters import total
-from repro.simulate.plan.asked import Asked, complete, limit_of, memory_bytes
-from repro.simulate.plan.closed_form import suggested_width
-from repro.simulate.plan.terms import FRAGMENTATION, binding
+from repro.model.counts import total_parameters
+from repro.simulate.plan.candidates import (
+    LayoutQuery,
+    complete_layout,
+    device_memory_limit,
+    parse_memory_size,
+)
+from repro.simulate.plan.closed_form import FRAGMENTATION, largest_term, suggested_width
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """A trace of more takes minutes, and nobody trained such a model: it asks for a larger width."""
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 LAYERS, MICRO_BATCH = "layers", "micro-batch"
 SEARCHES = (LAYERS, MICRO_BATCH)
 
 
 @dataclass(frozen=True)
-class Question:
+class FitQuestion:
     """What is to be fitted: a model of given width under a layout, on devices of a system."""
 
     model: Model
@@ -53,10 +57,10 @@ class Question:
         layout = self.layout
         if self.search == LAYERS:
             step = layout.pp * layout.chunks
-            return range(step, max(MOST_LAYERS, step) + 1, step)
+            return range(step, max(MAX_LAYERS, step) + 1, step)
         if self.free_batch:
-            return range(1, MOST_SAMPLES + 1)
-        return [size for size in range(1, min(layout.replica_batch, MOST_SAMPLES) + 1) if self._divides(size)]
+            return range(1, MAX_SAMPLES + 1)
+        return [size for size in range(1, min(layout.replica_batch, MAX_SAMPLES) + 1) if self._divides(size)]
 
     def _divides(self, size: int) -> bool:
         layout = self.layout
@@ -76,7 +80,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Trial:
+class FitTrial:
     """One value that was tried."""
 
     value: int
@@ -96,24 +100,24 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitAnswer:
     """The largest value that fits (None: nothing does) and the first that does not (None: all do)."""
 
-    largest: Trial | None
-    first_failing: Trial | None
-    trials: list[Trial]
+    largest: FitTrial | None
+    first_failing: FitTrial | None
+    trials: list[FitTrial]
 
 
-def search(
-    values: Sequence[int], attempt: Callable[[int], Trial], limit: int, start: Sequence[int]
-) -> Answer:
+def search_largest(
+    values: Sequence[int], attempt: Callable[[int], FitTrial], limit: int, start: Sequence[int]
+) -> FitAnswer:
     """Try values until one that fits is beside the next one that does not.
 
     `values` ascend, and need more memory the larger they are.  `start` are tried first; then what the
     straight line through two of the trials makes of `limit` bytes, and between two known values that say
     nothing, their middle.
     """
-    found: dict[int, Trial] = {}
+    found: dict[int, FitTrial] = {}
     low, high = -1, len(values)
     queue = [value for value in start if value in values]
     halve = False
@@ -123,7 +127,7 @@ def search(
             if not low < index < high:
                 continue
         else:
-            index = (low + high) // 2 if halve else _next(values, found, limit, low, high)
+            index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
         if trial.outcome not in ("ok", "oom"):  # it says nothing about memory
@@ -137,10 +141,10 @@ def search(
         halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
-    return Answer(largest, failing, list(found.values()))
+    return FitAnswer(largest, failing, list(found.values()))
 
 
-def _next(values: Sequence[int], found: dict[int, Trial], limit: int, low: int, high: int) -> int:
+def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
     """The index to try next, strictly between `low` and `high`."""
     told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
     if high < len(values):  # between what fits and what does not, if both say what they need
@@ -155,23 +159,23 @@ def _next(values: Sequence[int], found: dict[int, Trial], limit: int, low: int, 
     return (low + high) // 2
 
 
-def simulated(question: Question) -> Answer:
+def fit_by_simulation(question: FitQuestion) -> FitAnswer:
     """By simulation: every trial is a full trace of its model."""
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
 
-    def attempt(value: int) -> Trial:
+    def attempt(value: int) -> FitTrial:
         if question.search == LAYERS and value == values[-1] and len(values) > 1:
             what = f"a larger width: about {value} layers of this one or more would fit"
             raise ConfigError("hidden", question.model.hidden, what)
-        return _simulate(question, value)
+        return _simulate_trial(question, value)
 
-    return search(values, attempt, question.allocatable, few)
+    return search_largest(values, attempt, question.allocatable, few)
 
 
-def _simulate(question: Question, value: int) -> Trial:
-    from repro.simulate.memory.replay import replay
+def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
+    from repro.simulate.memory.allocator import replay
     from repro.simulate.step import simulate
 
     found = simulate(
@@ -185,7 +189,7 @@ def _simulate(question: Question, value: int) -> Trial:
     needed = max(
         replay(traced.events, expandable=question.expandable).peak_reserved for traced in found.traces
     )
-    largest = binding(fullest.memory.by_category)
+    largest = largest_term(fullest.memory.by_category)
     term = ""
     if found.outcome != "ok":
         term = FRAGMENTATION if fullest.by_fragmentation else largest
@@ -195,12 +199,12 @@ def _simulate(question: Question, value: int) -> Trial:
         "reserved_bytes": fullest.replay.peak_reserved,
         "traces": len(found.traces),
     }
-    return Trial(value, found.outcome, needed, term, found.reason, detail)
+    return FitTrial(value, found.outcome, needed, term, found.reason, detail)
 
 
 def question_of(
-    system: System, asked: Asked, model: Model | None, sizes: dict[str, int], what: str
-) -> Question:
+    system: System, query: LayoutQuery, model: Model | None, sizes: dict[str, int], what: str
+) -> FitQuestion:
     """The question that the command line asks of `system`.  Raises `ConfigError`.
 
     `sizes`: hidden, heads and vocab as far as they are given, else 0; without, those of `model`; without one,
@@ -211,9 +215,9 @@ def question_of(
     require(
         what == LAYERS or model is not None, "model", "", says="is needed to search the micro-batch: whose?"
     )
-    layout = complete(asked.layout, asked.gpus, system)
-    whole = limit_of(system, memory_bytes(asked.memory_limit))
-    sizes = {key: value for key, value in {**sizes, "seq": asked.seq}.items() if value}
+    layout = complete_layout(query.layout, query.gpus, system)
+    whole = device_memory_limit(system, parse_memory_size(query.memory_limit))
+    sizes = {key: value for key, value in {**sizes, "seq": query.seq}.items() if value}
     for key, value in sizes.items():
         require(value >= 1, key, value, "a whole number of at least 1")
     keys: dict[str, Any]
@@ -232,8 +236,8 @@ def question_of(
         known, tokens = model, sizes.get("seq", 0)
         keys = {key: value for key, value in sizes.items() if key != "seq"}
         shape = replace(known, **keys)
-    free = not asked.layout.get("global_batch")
-    question = Question(shape, layout, system, whole, what, tokens, free, asked.expandable)
+    free = not query.layout.get("global_batch")
+    question = FitQuestion(shape, layout, system, whole, what, tokens, free, query.expandable)
     question.experiment(question.values()[0])
     return question
 
@@ -246,7 +250,7 @@ def _heads(hidden: int, tp: int) -> int:
     return tp
 
 
-def document(question: Question, answer: Answer) -> dict[str, Any]:
+def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
     """`repro fit --json`."""
     model, failing = question.model, answer.first_failing
     return {
@@ -257,8 +261,8 @@ def document(question: Question, answer: Answer) -> dict[str, Any]:
         "context_bytes": question.system.context(),
         "layout": vars(question.layout),
         "sizes": {key: getattr(model, key) for key in ("hidden", "heads", "vocab", "seq")},
-        "largest": _described(question, answer.largest),
-        "first_failing": _described(question, failing),
+        "largest": _trial_document(question, answer.largest),
+        "first_failing": _trial_document(question, failing),
         "binding": failing.binding if failing is not None else "",
         "trials": [{"value": t.value, "outcome": t.outcome, "needed_bytes": t.needed} for t in answer.trials],
         "traces": sum(t.detail.get("traces", 0) for t in answer.trials),
@@ -266,20 +270,20 @@ def document(question: Question, answer: Answer) -> dict[str, Any]:
     }
 
 
-_SHOWN = ("largest_term", "memory", "memory_of_process")
+_TRIAL_DETAILS = ("largest_term", "memory", "memory_of_process")
 
 
-def _described(question: Question, trial: Trial | None) -> dict[str, Any] | None:
+def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, Any] | None:
     if trial is None:
         return None
     experiment = question.experiment(trial.value)
     found = {
         "layers": experiment.model.layers,
         "micro_batch": experiment.layout.micro_batch,
-        "params": total(experiment.model),
+        "params": total_parameters(experiment.model),
         "outcome": trial.outcome,
         "reason": trial.reason,
         # What fits may be held in less than it would take if there were more.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
-    return found | {key: trial.detail[key] for key in _SHOWN if key in trial.detail}
+    return found | {key: trial.detail[key] for key in _TRIAL_DETAILS if key in trial.detail}

@@ -1,33 +1,37 @@
-"""Which layouts of a model fit a system, what they hold and send, and which come first.
+"""Layout search: which layouts of a model fit a system, in the order of their step times, and the map over tp and pp.
 
-Where the system lacks the numbers for times (`no_time`), the least time at peak rates comes first instead.  Rows that
-the allocator decides are traced in full (`repro.simulate.plan.planner`), and so are the first ones of the plan.
-
-A plan that shows a few rows decides no more than it takes to know them: a row is left open once so many others are
-faster than it can be at all (`repro.simulate.plan.least`), or, where the allocator would have to decide, than its
-shallow traces say.  The first rows are those of a plan that decides every layout.
-"""
+Where the system lacks numbers for times (`no_time`), the seconds at peak rates decide the order. Rows whose memory the
+allocator decides are traced in full (`repro.simulate.plan.planner`), and so are the first rows. A plan that shows few
+rows leaves a row open once enough other rows are faster than its lower bound, or than its shallow estimate. The first
+rows are those of a plan that decides every layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from repro.config import Layout
 from repro.config.errors import ConfigError
-from repro.simulate.plan.candidates import Request, candidates
+from repro.simulate.plan.candidates import (
+    PlanRequest,
+    candidates,
+    context_degrees,
+    pipeline_degrees,
+    tensor_degrees,
+)
 from repro.simulate.plan.planner import Planner
-from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, order
-from repro.util.garbage import uncollected
+from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, plan_entry, plan_order
+from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
-CONFIRMED = 3
+FULLY_TRACED_ROWS = 3
 """So many of the first rows are traced in full."""
-COMPARED = 12
+COMPARED_ROWS = 12
 """So many of the first rows are compared in all draws of what is not known, though fewer are shown: any of them may be
 the fastest."""
-AHEAD = 2
-"""Times as many rows as are asked for are decided at once, so that workers have enough to do."""
+ROWS_DECIDED_AHEAD = 2
+"""Times as many rows as are fixed for are decided at once, so that workers have enough to do."""
 
 
 @dataclass
@@ -41,42 +45,42 @@ class Plan:
     """Why rows have no times; empty if they do."""
 
 
-@uncollected()
-def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
+@pause_garbage_collection()
+def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
     """All sensible layouts, best first, the first that are `shown`, and `COMPARED` at least, with intervals.
 
     `whole`: the others are timed as well; else they stay open if they cannot be among the first.  `shown` = 0: no
     intervals.  Raises `ConfigError` if there are no layouts.
     """
-    compared = max(shown, COMPARED) if shown else 0
+    compared = max(shown, COMPARED_ROWS) if shown else 0
     layouts = candidates(request)
     if request.system.device.peak_flops:
         precision = layouts[0].precision
         try:
             request.system.peak(precision)
         except ConfigError as error:
-            raise error.about("precision") from None
+            raise error.for_key("precision") from None
     planner = Planner(request, workers)
     rows = planner.estimated(layouts)
-    rows += planner.estimated(_partitioned(request, rows))
+    rows += planner.estimated(_with_partitioned_activations(request, rows))
     planner.open(rows)
     while True:
         if planner.no_time:
             for row in rows:
                 row.time, row.least_s = {}, 0.0
             planner.send([row for row in rows if row.outcome == OK])
-        rows.sort(key=order)
-        if some := _undecided(rows, len(rows) if whole else compared):
+        rows.sort(key=plan_order)
+        if some := _rows_to_decide(rows, len(rows) if whole else compared):
             made = planner.decide(some)
         else:
-            first = [row for row in rows[:CONFIRMED] if row.outcome == OK and row.evidence != FULL]
+            first = [row for row in rows[:FULLY_TRACED_ROWS] if row.outcome == OK and row.evidence != FULL]
             if not first:
                 break
             made = planner.full(first)
         # What turns out to be slower, or not to fit, changes which come first.
         decided = {row.layout: row for row in made}
         rows = [decided.get(row.layout, row) for row in rows]
-        more = planner.estimated(_partitioned(request, made))
+        more = planner.estimated(_with_partitioned_activations(request, made))
         planner.open(more)
         rows += more
     planner.send(rows if whole else rows[:compared])
@@ -84,17 +88,17 @@ def plan(request: Request, workers: Workers, shown: int = 0, *, whole: bool = Tr
     return Plan(rows, planner.traces, planner.no_time)
 
 
-def _undecided(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
+def _rows_to_decide(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
     """Of `rows`, best first, those that are open and may be among the first that are `wanted`; the next few."""
     fits = [row for row in rows if row.outcome == OK]
     open_ones = [row for row in fits if row.open]
     known = [row.seconds for row in fits if not row.open]
     if len(known) >= wanted:
         open_ones = [row for row in open_ones if row.seconds <= known[wanted - 1]]
-    return open_ones[: AHEAD * wanted]
+    return open_ones[: ROWS_DECIDED_AHEAD * wanted]
 
 
-def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
+def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
     """With P_a, what does not fit without it for other reasons than its model states."""
     if "pa" in request.given:
         return []
@@ -107,3 +111,85 @@ def _partitioned(request: Request, rows: Iterable[PlanRow]) -> list[Layout]:
         and row.layout.tp > 1
         and not row.layout.sp
     ]
+
+
+@dataclass
+class MapCell:
+    """One tp and pp of the map."""
+
+    tp: int
+    pp: int
+    dp: int = 0
+    """0 where the GPUs do not divide."""
+    rows: dict[int, PlanRow] = field(default_factory=dict)
+    """The answer for each limit (bytes of a device's memory); empty where there is no such layout."""
+    reason: str = ""
+    """Why there is none."""
+
+
+def map_axes(request: PlanRequest) -> tuple[list[int], list[int]]:
+    """The tp and the pp that a plan of `request` would try, each as one axis of the map."""
+    tensor = tensor_degrees(request)
+    ranks = [tp * cp for tp in tensor for cp in context_degrees(request, tp)]
+    return tensor, sorted({pp for one in ranks for pp in pipeline_degrees(request, one)})
+
+
+def search_map(
+    request: PlanRequest,
+    tensor: Sequence[int],
+    stages: Sequence[int],
+    limits: Sequence[int],
+    workers: Workers,
+    confirmed: Iterable[tuple[int, int]] = (),
+) -> list[MapCell]:
+    """Every tp of `tensor` with every pp of `stages`, as the rest of the layout is given in `request`.
+
+    What is not given is as in the first candidate: no ZeRO, one sample a micro-batch, nothing recomputed.  Rows
+    are `full` where `confirmed` has their (tp, pp) or nothing less tells, else `states` or `shallow`.
+    Raises `ConfigError` if no (tp, pp) has a layout.
+    """
+    cells = []
+    layouts: dict[tuple[int, int], Layout] = {}
+    refused: list[ConfigError] = []
+    for tp in tensor:
+        for pp in stages:
+            cell = MapCell(tp, pp)
+            cells.append(cell)
+            fixed = replace(request, given={**request.given, "tp": tp, "pp": pp})
+            try:
+                layout = candidates(fixed)[0]
+            except ConfigError as error:
+                cell.reason = str(error)
+                refused.append(error)
+                continue
+            cell.dp = layout.dp
+            layouts[tp, pp] = layout
+    there = [cell for cell in cells if (cell.tp, cell.pp) in layouts]
+    if not there and refused:
+        raise refused[0]
+    wanted = set(confirmed)
+    planner = Planner(request, workers)
+    for limit in limits:
+        planner.request = replace(request, limit=limit)
+        for cell, row in zip(there, planner.rows([layouts[c.tp, c.pp] for c in there]), strict=True):
+            cell.rows[limit] = row
+        again = [c for c in there if c.rows[limit].evidence != FULL and (c.tp, c.pp) in wanted]
+        for cell, row in zip(again, planner.full([c.rows[limit] for c in again]), strict=True):
+            cell.rows[limit] = row
+    return cells
+
+
+def map_document(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> dict[str, Any]:
+    """`repro plan --map --json`: every cell with an entry of `repro plan --json` for each limit."""
+    found = []
+    for cell in cells:
+        answers = [plan_entry(replace(request, limit=limit), row) for limit, row in cell.rows.items()]
+        found.append({"tp": cell.tp, "pp": cell.pp, "dp": cell.dp, "reason": cell.reason, "answers": answers})
+    return {
+        "model": request.model.name,
+        "system": request.system.name,
+        "gpus": request.gpus,
+        "global_batch": request.global_batch,
+        "limits_bytes": list(limits),
+        "cells": found,
+    }

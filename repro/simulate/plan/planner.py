@@ -1,7 +1,7 @@
 """What is known of the layouts of one request, the cheapest way that tells, and each row says which it was:
 
     states     the model states alone, in closed form, are more than a device has: nothing is traced
-    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.estimate`, `steptime`)
+    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.extrapolation.linear`, `steptime`)
     full       the whole step was traced, its allocations replayed, its events scheduled (`repro.simulate.step`)
 
 Seconds are predicted for what fits, or may.  What the allocator reserves beyond live bytes decides where these are
@@ -16,36 +16,48 @@ from typing import Any
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.results.interval import StepInterval
-from repro.simulate.plan import estimate
-from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.closed_form import MIDDLE, ruled_out, stage_parameters, state_bytes
-from repro.simulate.plan.rates import Rates, kernels_of
-from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, ideal_s
-from repro.simulate.plan.shallow import BETWEEN, ENDS, LayoutFamily, family_of, trace_family
-from repro.simulate.plan.terms import FRAGMENTATION, TERMS, binding
-from repro.simulate.plan.undecided import undecided
+from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.closed_form import (
+    FRAGMENTATION,
+    MIDDLE,
+    TERMS,
+    exceeding_states,
+    largest_term,
+    stage_parameters,
+    state_bytes,
+)
+from repro.simulate.plan.extrapolation import linear
+from repro.simulate.plan.extrapolation.lower_bound import SystemRates, kernels_of
+from repro.simulate.plan.extrapolation.shallow_traces import (
+    END_ROLES,
+    MIDDLE_ROLES,
+    LayoutFamily,
+    family_of,
+    trace_family,
+)
+from repro.simulate.plan.rows import FULL, OK, OOM, SHALLOW, STATES, PlanRow, find_ties, ideal_s
 from repro.util import units
 from repro.util.workers import Workers
 
-MARGIN = 1.12
+MAX_RESERVED_OVER_LIVE = 1.12
 """Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
-SEGMENTS = 40 * 2**20
+UNUSED_SEGMENT_BYTES = 40 * 2**20
 """... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
-WHOLE = 0.97
+MIN_FULL_OVER_SHALLOW = 0.97
 """A whole step takes at least so much of what its shallow traces say (tests/simulate/test_steptime.py: within 1 %)."""
-SHARES = 2
+SHARES_PER_WORKER = 2
 """Shares of the families that a worker predicts, one after the other."""
 
 
 class Planner:
     """Answers for layouts of one request; keeps the shallow traces that they share."""
 
-    def __init__(self, request: Request, workers: Workers):
+    def __init__(self, request: PlanRequest, workers: Workers):
         self.request, self.workers = request, workers
         self.traces = 0
         self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
         """With the smallest and the largest micro-batch that they are good for."""
-        self._rates = Rates(request.system, lambda one: workers.map(kernels_of, [(one,)])[0])
+        self._rates = SystemRates(request.system, lambda one: workers.map(kernels_of, [(one,)])[0])
         self.no_time = ""
         """Why times cannot be predicted."""
 
@@ -69,7 +81,7 @@ class Planner:
         self._trace_middle(row.layout for row in unsaid)
         for row in unsaid:
             families = self._families[self._family(row.layout)][2]
-            sent = estimate.traffic(request.model, row.layout, families, request.system)
+            sent = linear.estimate_traffic(request.model, row.layout, families, request.system)
             busiest = max(sent, key=lambda role: sum(sent[role].by_group.values()))
             row.comm = {
                 "role": busiest,
@@ -85,7 +97,7 @@ class Planner:
             if row.evidence == SHALLOW and row.outcome == OK:
                 try:
                     families = self._families[self._family(row.layout)][2]
-                    row.least_s = self._rates.least(self.request.model, row.layout, families)
+                    row.least_s = linear.lower_bound(self.request.model, row.layout, families, self._rates)
                 except ConfigError as error:
                     self.no_time = str(error)
                 row.open = not self.no_time or self._is_close(row)
@@ -100,13 +112,16 @@ class Planner:
         for row in untimed:
             row.open = self._is_close(row)
             if row.time:
-                row.least_s = WHOLE * row.time["step_s"]
+                row.least_s = MIN_FULL_OVER_SHALLOW * row.time["step_s"]
         return [*untimed, *full()]
 
     def _is_close(self, row: PlanRow) -> bool:
         """Whether the allocator decides if it fits."""
         live = row.memory["peak_bytes"]
-        return row.evidence == SHALLOW and live <= self.request.allocatable < live * MARGIN + SEGMENTS
+        return (
+            row.evidence == SHALLOW
+            and live <= self.request.allocatable < live * MAX_RESERVED_OVER_LIVE + UNUSED_SEGMENT_BYTES
+        )
 
     def time(self, rows: Sequence[PlanRow]) -> None:
         """Predict the step of every row that may fit, from the traces that its layout shares."""
@@ -118,7 +133,7 @@ class Planner:
         request = self.request
         # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
         families = sorted(by_family.items(), key=lambda item: -len(item[1]))
-        count = min(SHARES * self.workers.count, len(families))
+        count = min(SHARES_PER_WORKER * self.workers.count, len(families))
         shares = [families[first::count] for first in range(count)]
         tasks = [
             (
@@ -129,7 +144,7 @@ class Planner:
             )
             for share in shares
         ]
-        made = self.workers.map(_times, tasks)
+        made = self.workers.map(_times_in_worker, tasks)
         for share, answers in zip(shares, made, strict=True):
             for (_, some), found in zip(share, answers, strict=True):
                 for row, answer in zip(some, found, strict=True):
@@ -155,14 +170,14 @@ class Planner:
             )
             for share in shares
         ]
-        for share, found in zip(shares, self.workers.map(_intervals, tasks), strict=True):
+        for share, found in zip(shares, self.workers.map(_intervals_in_worker, tasks), strict=True):
             for row, interval in zip(share, found, strict=True):
                 row.interval = interval
                 row.time["interval"] = None if interval is None else interval.summary(row.time["step_s"])
         for row in rows:
             row.undecided = []
         steps = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
-        for (row, _), found_of in zip(steps, undecided([step for _, step in steps]), strict=True):
+        for (row, _), found_of in zip(steps, find_ties([step for _, step in steps]), strict=True):
             row.undecided = found_of
 
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -174,7 +189,7 @@ class Planner:
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
-        made = self.workers.begin(_full, tasks)
+        made = self.workers.begin(_full_row, tasks)
 
         def found() -> list[PlanRow]:
             answers = made()
@@ -185,7 +200,7 @@ class Planner:
 
     def _without_trace(self, layout: Layout) -> PlanRow | None:
         request = self.request
-        out = ruled_out(request.model, layout, request.allocatable)
+        out = exceeding_states(request.model, layout, request.allocatable)
         if out is None:
             return None
         category, states = out
@@ -218,7 +233,7 @@ class Planner:
         # Those of stages and of gradients' hooks take longest and go first, so that no worker ends long after another.
         ordered = sorted(wanted.items(), key=lambda item: (item[0].pp > 1, item[0].zero >= 2), reverse=True)
         made = self.workers.map(
-            trace_family, [(request.model, request.seq, key, *span, ENDS) for key, span in ordered]
+            trace_family, [(request.model, request.seq, key, *span, END_ROLES) for key, span in ordered]
         )
         for (key, span), (families, traces) in zip(ordered, made, strict=True):
             self._families[key] = *span, families
@@ -229,7 +244,7 @@ class Planner:
         request = self.request
         keys = dict.fromkeys(self._family(layout) for layout in layouts if layout.pp > 2)
         tasks = [
-            (request.model, request.seq, key, *self._families[key][:2], BETWEEN)
+            (request.model, request.seq, key, *self._families[key][:2], MIDDLE_ROLES)
             for key in keys
             if MIDDLE not in self._families[key][2]
         ]
@@ -242,7 +257,7 @@ class Planner:
     def _shallow(self, layout: Layout) -> PlanRow:
         request = self.request
         families = self._families[self._family(layout)][2]
-        roles = estimate.memory(request.model, layout, families)
+        roles = linear.estimate_memory(request.model, layout, families)
         fullest = max(roles.values(), key=lambda role: role.peak_bytes)
         memory = {
             "peak_bytes": fullest.peak_bytes,
@@ -257,31 +272,31 @@ class Planner:
         row = PlanRow(layout, OK, SHALLOW, memory)
         if fullest.peak_bytes > request.allocatable:
             row.outcome = OOM
-            row.ruled_out_by = binding(fullest.by_category)
+            row.ruled_out_by = largest_term(fullest.by_category)
             row.reason = f"{units.size(fullest.peak_bytes)} are live in {fullest.phase}"
         return row
 
 
-def _times(*asked: Any) -> list[list[dict[str, Any] | str]]:
+def _times_in_worker(*arguments: Any) -> list[list[dict[str, Any] | str]]:
     """`times_of`, whose module needs torch; runs in a worker."""
-    from repro.simulate.plan.steptime import times_of
+    from repro.simulate.plan.extrapolation.step_time import times_of
 
-    return times_of(*asked)
+    return times_of(*arguments)
 
 
-def _intervals(*asked: Any) -> list[StepInterval | None]:
+def _intervals_in_worker(*arguments: Any) -> list[StepInterval | None]:
     """`intervals_of`, likewise."""
-    from repro.simulate.plan.steptime import intervals_of
+    from repro.simulate.plan.extrapolation.step_time import intervals_of
 
-    return intervals_of(*asked)
+    return intervals_of(*arguments)
 
 
-def _full(request: Request, layout: Layout, time: bool) -> tuple[PlanRow, str]:
+def _full_row(request: PlanRequest, layout: Layout, time: bool) -> tuple[PlanRow, str]:
     """A row from a full trace, and why it has no times; runs in a worker.  `time`: predict its seconds as well."""
     from repro.simulate.step import simulate
 
     found = simulate(
-        experiment(request, layout),
+        plan_experiment(request, layout),
         request.system,
         memory_limit=request.limit,
         expandable=request.expandable,
@@ -300,12 +315,14 @@ def _full(request: Request, layout: Layout, time: bool) -> tuple[PlanRow, str]:
     row.time = document["time"] or {} if found.outcome == OK else {}
     if found.outcome == OOM:
         fullest = found.fullest
-        row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else binding(fullest.memory.by_category)
+        row.ruled_out_by = (
+            FRAGMENTATION if fullest.by_fragmentation else largest_term(fullest.memory.by_category)
+        )
         row.reason = found.reason
     return row, found.no_time
 
 
-def experiment(request: Request, layout: Layout) -> Experiment:
+def plan_experiment(request: PlanRequest, layout: Layout) -> Experiment:
     """The experiment of one layout."""
     training = Training(seq=request.seq)
     return Experiment(

@@ -1,24 +1,97 @@
-"""Seconds of one operator on one device: what the device's arithmetic and memory allow, by shape.
+"""Seconds of an operator by its shapes (a roofline with tiles and waves), and the delay of the slowest device.
 
-A matrix product is cut in tiles, the tiles are handed to the multiprocessors in waves, and the last wave may
-be partly empty; a tile costs its K steps and a prologue.  Small tiles fill a device better and reach less of
-its peak, since they read more for the same arithmetic; a long K may be split.  The fastest choice counts.  Power
-bounds what all multiprocessors do together: where some are idle, the clock of the others does not fall.
-Everything else moves bytes.  Whatever a kernel does, it begins only after the one before it (t0 + n / r, Hockney).
-A calibrated system has rates by operator, which count instead.
+A matrix product is cut in tiles. Multiprocessors take the tiles in waves, and the last wave may be partly empty. A tile
+costs its K steps and a prologue. Small tiles fill a device better, but reach less of its peak because they read more
+for the same arithmetic; a long K may be split. The fastest choice counts. Power bounds all multiprocessors together:
+where some are idle, the clock of the others does not fall. All other operators move bytes. A kernel begins after the
+preceding one (t0 + n / r, Hockney). A calibrated system has measured rates by operator, which count instead.
+
+Devices of one kind differ in chips, heat, power and hosts. The model draws each device's kernel seconds independently
+from a normal distribution. A synchronous step runs at the pace of the slowest device, whose mean is that of the largest
+of N draws (H. A. David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5): 1 + spread * E[max]. Variation over time
+delays each collective: after s seconds of kernels its variance is `jitter_s` * s, and the last of n ranks comes
+sqrt(jitter_s * s) * E[max of n] after their mean.
+
+Seconds may be arrays with one entry for each case of the unknowns ("lanes"). A schedule compares seconds only by
+maximum and minimum, so one pass times the step in every case.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
-from math import prod
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache, reduce
+from math import ceil, erfc, expm1, log1p, prod, sqrt
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from repro.config.system import System
 from repro.config.timing import EXCHANGE, MESSAGE
-from repro.simulate.time.lanes import anywhere, earlier, later, whole
-from repro.simulate.time.stragglers import slowest
 from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
+
+Lanes: TypeAlias = npt.NDArray[Any]
+"""Seconds, [lanes]."""
+
+
+def maximum(first: float, other: float) -> float:
+    """The larger; of each lane."""
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.maximum(first, other))
+    return other if other > first else first
+
+
+def maximum_of(several: Iterable[float]) -> float:
+    """The largest; of each lane."""
+    return reduce(maximum, several)
+
+
+def minimum(first: float, other: float) -> float:
+    """The smaller; of each lane."""
+    if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
+        return cast(float, np.minimum(first, other))
+    return min(first, other)
+
+
+def ceiling(number: float) -> float:
+    """Rounded up; in each lane."""
+    return cast(float, np.ceil(number)) if isinstance(number, np.ndarray) else ceil(number)
+
+
+def in_any_lane(condition: Any) -> bool:
+    """Whether it holds; in any lane."""
+    return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
+
+
+INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
+"""Of the integral: standard deviations from the middle, and parts."""
+
+
+def slowest_device_factor(spread: float, devices: int) -> float:
+    """Seconds of the slowest of `devices` over their mean.  `spread`: standard deviation over the mean."""
+    return 1.0 + spread * expected_maximum(devices) if spread else 1.0
+
+
+def last_arrival_delay(jitter_s: float, seconds: float, members: int) -> float:
+    """Seconds by which the last of `members` is later than their mean, `seconds` after they were together."""
+    return (jitter_s * seconds) ** 0.5 * expected_maximum(members)
+
+
+@cache
+def expected_maximum(draws: int) -> float:
+    """The mean of the largest of `draws` of a standard normal distribution.
+
+    The integral of 1 - F(x)^n - F(-x)^n over x > 0, by the trapezoid rule, which is exact to rounding for such a curve.
+    """
+    step = INTEGRAL_REACH / INTEGRAL_STEPS
+    inner = sum(_integrand(i * step, draws) for i in range(1, INTEGRAL_STEPS))
+    return step * (_integrand(0.0, draws) / 2 + inner)
+
+
+def _integrand(x: float, draws: int) -> float:
+    above = erfc(x / sqrt(2)) / 2
+    return -expm1(draws * log1p(-above)) - (above**draws if draws > 1 else above)
+
 
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 ATTENTION = "aten._scaled_dot_product_"
@@ -56,7 +129,7 @@ ALIGNMENT = 8
 
 
 class Kernels(NamedTuple):
-    """How good a generation's kernels are; see `repro.simulate.time.calibration_points`."""
+    """How good a generation's kernels are; see `repro.simulate.time.calibration`."""
 
     products: float
     """Seconds of matrix products over the model's."""
@@ -78,17 +151,17 @@ class Kernels(NamedTuple):
         return cls(factor, factor)
 
 
-MODELLED = Kernels.alike(1.0)
+MODELLED_KERNELS = Kernels.alike(1.0)
 """As the model has them."""
 
 
 class DeviceCost:
     """What operators take on a device of `system` at one precision: on the slowest of those that wait for it.
 
-    Its numbers may be lanes (`repro.simulate.time.several`).
+    Its numbers may be lanes (`repro.simulate.time.network`).
     """
 
-    def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED, devices: int = 1):
+    def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):
         """Raises `ConfigError` where the device's peak or its bandwidth is not known.
 
         `kernels`: of the step's software.
@@ -96,7 +169,7 @@ class DeviceCost:
         """
         time = system.timing
         self.system, self.kernels, self.pace = system, kernels, time.pace
-        self.slowest = slowest(time.spread, devices)
+        self.slowest = slowest_device_factor(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s, self.operator_s = time.launch_s, kernels.operator_s or time.launch_s
         self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
@@ -131,14 +204,14 @@ class DeviceCost:
             if self._on_ordinary_cores(operator):
                 # Bound by arithmetic alone: what was measured holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
-            if operator.itemsize == 4 and anywhere(self.slow_peak):
+            if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
             else:
-                found = later(self._product(operator, self.unthrottled), operator.flops / self.peak)
+                found = maximum(self._product(operator, self.unthrottled), operator.flops / self.peak)
             factor = self.kernels.products
         elif name.startswith(ATTENTION):
             found = self._attention(operator)
-            factor = 1.0 if anywhere(self.kernels.attention) else factor
+            factor = 1.0 if in_any_lane(self.kernels.attention) else factor
         else:
             found = self._moved(operator) + self.fill_s * operator.calls
             factor = self.kernels.passes if name in STREAMED else factor
@@ -166,11 +239,11 @@ class DeviceCost:
         rate = self.rates.get(operator.name) or self.rates[kind]
         calls, work = operator.calls, float(operator.flops)
         if operator.name.startswith(ATTENTION):  # rates are of squares of scores, of which half is masked
-            work = 2 * work * needed(operator)
+            work = 2 * work * causal_share(operator)
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
     def _moved(self, operator: Operator) -> float:
-        if operator.name == HOST_COPY and anywhere(self.host_bandwidth):
+        if operator.name == HOST_COPY and in_any_lane(self.host_bandwidth):
             return operator.written / self.host_bandwidth
         return bytes_moved(operator) / self.bandwidth
 
@@ -178,31 +251,56 @@ class DeviceCost:
         """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
         mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
-        if anywhere(self.kernels.attention):
-            rate = self.kernels.attention / (1 + self.kernels.attention_start / keys(operator))
-        part = 1.0 if operator.name.startswith(BIASED_ATTENTION) else needed(operator)
-        return later(operator.flops * part / rate, self._moved(operator))
+        if in_any_lane(self.kernels.attention):
+            rate = self.kernels.attention / (1 + self.kernels.attention_start / attention_keys(operator))
+        part = 1.0 if operator.name.startswith(BIASED_ATTENTION) else causal_share(operator)
+        return maximum(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
         """Whether a product of half precision has sizes that this device's tensor cores do not take."""
         _, *sizes = product_sizes(operator)
-        return anywhere(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
+        return (
+            in_any_lane(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
+        )
 
     def _product(self, operator: Operator, peak: float) -> float:
         batch, m, n, k = product_sizes(operator)
-        best = reduce(earlier, (self._tiled(batch, m, n, k, tile, peak) for tile in TILES))
-        return later(best, self._moved(operator))
+        best = reduce(minimum, (self._tiled(batch, m, n, k, tile, peak) for tile in TILES))
+        return maximum(best, self._moved(operator))
 
     def _tiled(self, batch: int, m: int, n: int, k: int, tile: tuple[int, int], peak: float) -> float:
         rows, columns = tile
-        tiles = batch * whole(m / rows) * whole(n / columns)
-        step = 2 * rows * columns / (peak / self.units) * _reads(rows, columns) / _reads(*TILES[0])
+        tiles = batch * ceiling(m / rows) * ceiling(n / columns)
+        step = (
+            2
+            * rows
+            * columns
+            / (peak / self.units)
+            * _shared_memory_cost(rows, columns)
+            / _shared_memory_cost(*TILES[0])
+        )
         split = (
-            whole(tiles * parts / self.units) * (whole(k / parts) + PROLOGUE) * step
+            ceiling(tiles * parts / self.units) * (ceiling(k / parts) + PROLOGUE) * step
             + (parts > 1) * (parts + 1) * 4 * batch * m * n / self.bandwidth
             for parts in SPLITS
         )
-        return reduce(earlier, split)
+        return reduce(minimum, split)
+
+
+class SeveralDevices(DeviceCost):
+    """`DeviceCost` of several systems that are not calibrated: every operator's seconds in all lanes, [systems]."""
+
+    def __init__(self, systems: Sequence[System], precision: str, kernels: Sequence[Kernels], devices: int):
+        each = [
+            DeviceCost(system, precision, generation, devices)
+            for system, generation in zip(systems, kernels, strict=True)
+        ]
+        super().__init__(systems[0], precision, devices=devices)
+        assert not self.rates, "what was measured is not in doubt"
+        for name, number in vars(self).items():
+            if isinstance(number, (float, int)):
+                vars(self)[name] = np.array([getattr(one, name) for one in each])
+        self.kernels = Kernels(*(cast(float, np.array(of_lanes)) for of_lanes in zip(*kernels, strict=True)))
 
 
 def bytes_moved(operator: Operator) -> int:
@@ -210,18 +308,18 @@ def bytes_moved(operator: Operator) -> int:
     return 2 * operator.written if operator.name == "aten.embedding" else operator.read + operator.written
 
 
-def _reads(rows: int, columns: int) -> float:
+def _shared_memory_cost(rows: int, columns: int) -> float:
     return 1 + TILE_READS * (1 / rows + 1 / columns)
 
 
-def needed(operator: Operator) -> float:
+def causal_share(operator: Operator) -> float:
     """The part of the scores that causal attention needs: half where queries and keys are as many, more where the
     queries are the last ones, as a chunk's under context parallelism."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 
 
-def keys(operator: Operator) -> int:
+def attention_keys(operator: Operator) -> int:
     """Among how many the queries of attention are."""
     return max(_lengths(operator))
 

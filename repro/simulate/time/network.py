@@ -1,13 +1,11 @@
 """Seconds of a collective, and of a message between stages, on a system's links.
 
-A large message goes round a ring of all ranks, which enters and leaves each node once and is as fast as its
-slowest hop (the rings of NCCL, NVIDIA/nccl#412).  Between nodes a group drives the adapters near its own
-devices, at most `rings` of them, and shares each with the other groups of its axis that do the same at the
-same time.  A small all-reduce over several nodes takes a tree, whose latency grows with their logarithm, and so
-does what its nodes wait for whole chunks.  Both as NCCL estimates them itself, when it chooses (NVIDIA/nccl
-src/graph/tuning.cc, 2.5 on).
-
-Beyond the adapters the network narrows where its file says so (`repro.simulate.time.fabric`).
+A large message passes a ring of all ranks, which enters and leaves each node once and is as fast as its slowest hop
+(the rings of NCCL, NVIDIA/nccl#412). Between nodes a group drives the adapters near its own devices, at most `rings` of
+them, and shares each with the other groups of its axis. A small all-reduce over several nodes takes a tree, whose
+latency grows with the logarithm of the nodes and includes the wait of each node for whole chunks. Both formulas are
+those of NCCL (NVIDIA/nccl src/graph/tuning.cc, 2.5 on). `repro.simulate.time.interconnect` shares adapters and uplinks.
+Where `repro calibrate` measured a collective, the model interpolates its seconds between payloads and group sizes.
 
 Not modelled: groups of different axes at the same time, pairs of devices that have more or less NVLink than others
 (DGX-1), protocols for small messages, and trees over two nodes with few adapters, which reach up to twice the network's
@@ -16,8 +14,13 @@ bandwidth (NVIDIA/nccl#307).
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import accumulate
+from math import log2
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -26,9 +29,63 @@ from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND, messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
-from repro.simulate.time.fabric import Pods
-from repro.simulate.time.measured_collectives import GroupSpan, interpolate, seconds
-from repro.simulate.time.rings import Adapters, GroupsOnNodes, Numbers, Ring
+from repro.simulate.time.interconnect import Adapters, GroupsOnNodes, Numbers, Pods, Ring
+
+
+class GroupSpan(NamedTuple):
+    """How a group lies on the ranks."""
+
+    ranks: int
+    per_node: int
+    """Most members on one node."""
+    stride: int
+    """Ranks from one member to the next."""
+
+
+def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
+    """Of `payload` bytes in groups like `span`; `all_ranks`: how many the file was measured with."""
+    known = nearest_measurement(measured, all_ranks, span)
+    return scale_to_ranks(known, known.ranks or all_ranks, span.ranks, payload)
+
+
+def nearest_measurement(measured: Collective, all_ranks: int, span: GroupSpan) -> Collective:
+    """The measured groups that are most like `span`: by how many members they have and how many of these share
+    a node, then by how far apart they are."""
+
+    def distance(known: Collective) -> tuple[float, float]:
+        ranks = known.ranks or all_ranks
+        size, shared = log2(ranks / span.ranks), log2((known.per_node or ranks) / span.per_node)
+        return abs(size) + abs(shared), abs(log2(known.stride / span.stride))
+
+    return min((measured, *measured.groups), key=distance)
+
+
+def scale_to_ranks(measured: Collective, whole: int, ranks: int, payload: float) -> float:
+    """What was measured with `whole` ranks, for `ranks` of them.
+
+    A ring's step carries payload / ranks, and there are ranks - 1 of them (or twice as many).
+    """
+    if whole < 2 or ranks == whole:
+        return interpolate(measured, payload)
+    return interpolate(measured, payload * whole / ranks) * (ranks - 1) / (whole - 1)
+
+
+def interpolate(measured: Collective, payload: float) -> float:
+    """Seconds of `payload` bytes between measured points.
+
+    A point that took less than a smaller one is noise and counts as much as that.  Below the first point time
+    does not fall, above the last one bandwidth does not rise.
+    """
+    sizes = [size for size, _ in measured.points]
+    times = list(accumulate((seconds for _, seconds in measured.points), max))
+    if payload >= sizes[-1]:
+        return times[-1] * payload / sizes[-1]
+    at = bisect_left(sizes, payload)
+    if at == 0:
+        return times[0]
+    part = (payload - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+    return times[at - 1] + part * (times[at] - times[at - 1])
+
 
 PCIE = "pcie"
 
@@ -72,7 +129,7 @@ class Network:
         if (measured := self._measured(op, self.link(group))) is not None:
             assert self.system.provenance is not None
             count = self.system.provenance.ranks
-            found = (seconds(measured, count, span, payload) for span in self._spans(group))
+            found = (measured_seconds(measured, count, span, payload) for span in self._spans(group))
             return max(found, default=0.0)
         trees = "memory" not in self.system.links  # processor cores have gloo, and gloo has rings alone
         rings = (ring.seconds(op, payload, trees=trees, cores_s=self._cores_s) for ring in self._rings(group))
@@ -174,7 +231,7 @@ class Network:
             slowest = pods.rings(self.placement.nodes(on.members), slowest)
         kinds = np.stack([on.nodes, slowest, start, within, between, half, chunk], axis=1)
         size = on.members.shape[1]
-        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _different(kinds))
+        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _distinct_rows(kinds))
 
     def _rate_inside(self, link: str, groups: Numbers, ranks: Numbers) -> Numbers:
         """Bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
@@ -236,10 +293,51 @@ class Network:
         return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())
 
 
-def _different(rows: Numbers) -> list[list[float]]:
+def _distinct_rows(rows: Numbers) -> list[list[float]]:
     """The different ones of many rows that are of few kinds, in order."""
     found = []
     while len(rows):
         found.append(rows[0].tolist())
         rows = rows[(rows != rows[0]).any(axis=1)]
     return sorted(found)
+
+
+class SeveralNetworks:
+    """`Network` of several systems: every message's seconds in all lanes, [systems]."""
+
+    def __init__(self, systems: Sequence[System], layout: Layout):
+        placed: dict[object, Network] = {}
+
+        def network_of(system: System) -> Network:
+            """Where groups lie is found once for all systems whose nodes have as many devices."""
+            found = Network(system, layout, placed.get(system.devices_per_node))
+            placed.setdefault(system.devices_per_node, found)
+            return found
+
+        keys = [(id(system.links), system.devices_per_node) for system in systems]
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        networks = [network_of(systems[keys.index(key)]) for key in places]
+        of_lane = np.array([places[key] for key in keys])
+
+        def each(seconds: Callable[[Network], float]) -> float:
+            """`seconds` of every lane, [lanes]; asked once of those that are alike."""
+            return cast(float, np.array([seconds(network) for network in networks])[of_lane])
+
+        self.layout, self.system = layout, systems[0]
+        self.overlap_cost = each(lambda network: network.overlap_cost)
+        self.messages = networks[0].messages
+        """Of what was measured, which nothing is doubted of."""
+        self.lanes = np.zeros(len(systems)).__add__
+        """A number as lanes."""
+        self.seconds: Callable[[str, str, int], float] = cache(
+            lambda op, group, payload: each(lambda network: network.seconds(op, group, payload))
+        )
+        self._send = cache(
+            lambda payload, source, to: each(
+                lambda network: network.send_seconds(payload, from_stage=source, to_stage=to)
+            )
+        )
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """Of `payload` bytes from each rank of a stage to its peer."""
+        return self._send(payload, from_stage, to_stage)

@@ -1,30 +1,171 @@
-"""Predict the seconds of a step: its traces, scheduled on a system.
+"""Predicted step time: the kernels of a calibration point, the schedule of the traces, and the prediction interval.
 
-What a number needs that nobody knows is assumed, and said (`assumed`); nothing is fitted to what is
-predicted.  `software` names a generation of kernels, whose efficiency comes from one published point.
+The interval comes from one trace that is timed in every case: each unknown at both ends of its range with all others at
+their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from its published
+point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
 from typing import Any
 
-from repro.config import Experiment
+import numpy as np
+
+from repro.config import Experiment, models, systems
 from repro.config.system import System
-from repro.model import flops
+from repro.config.systems.unknowns import HIGH, JOINT, LOW, PACE, QuantileCase, Unknown, drawn, with_values
+from repro.model import counts
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
-from repro.results.interval import StepInterval
-from repro.simulate.time import efficiency
-from repro.simulate.time.account import StageTime
-from repro.simulate.time.basis import rests_on
-from repro.simulate.time.calibration_points import CalibrationPoint, calibration_point_of
-from repro.simulate.time.device import MODELLED, Kernels
-from repro.simulate.time.interval import interval as interval_of
+from repro.results.interval import Sensitivity, StepInterval
+from repro.simulate.time.breakdown import StageTime
+from repro.simulate.time.calibration import (
+    UNCALIBRATED_KERNELS,
+    CalibrationPoint,
+    calibration_point_of,
+    prediction_basis,
+    uncertain_numbers,
+)
+from repro.simulate.time.device import MODELLED_KERNELS, Kernels, Lanes
 from repro.simulate.time.program import OPTIMIZER
-from repro.simulate.time.schedule import Timeline
+from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
 from repro.simulate.time.stage import UPDATE
-from repro.simulate.time.timed import timed
 from repro.simulate.trace.roles import Trace, trace_roles
+
+SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
+"""Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
+
+
+def calibrated_kernels(generation: CalibrationPoint) -> Kernels:
+    """Those with which the published step takes as long as published.
+
+    All of what is left is taken for kernels: on a node, messages have to hide behind them
+    (tests/simulate/time/test_device.py).
+    """
+    return calibrated_kernels_in(generation, (QuantileCase(),))[0]
+
+
+@cache
+def calibrated_kernels_in(
+    generation: CalibrationPoint, cases: Sequence[QuantileCase], doubted: frozenset[str] = frozenset()
+) -> tuple[Kernels, ...]:
+    """Return `calibrated_kernels` in each of `cases`, [cases].
+
+    On a slower device than assumed the kernels are better, and where products
+    are as fast as alone the others have all that is left.
+
+    `doubted`: what is not known of the system that is timed.  Of the one that was measured nothing else is moved: what
+    is known of a device there is known of it here.
+    """
+    system = systems.load_system_file(generation.system)
+    whole, layout = models.load_model(generation.model), generation.layout
+    work = counts.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
+    itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
+
+    def value(of: Unknown | None) -> Lanes:
+        return np.array([of.value_at(case.quantile_of(of.key)) if of is not None else 0.0 for case in cases])
+
+    attention, start = value(generation.attention_rate), generation.attention_start
+    passes, host = value(generation.passes_time), value(generation.operator_time)
+    measured = list(zip(passes.tolist(), host.tolist(), attention.tolist(), strict=True))
+
+    def seconds(products: float, others: float) -> Lanes:
+        """Of the step on the device that was measured, [cases]."""
+        of_cases = [Kernels(products, others, passes, host, rate, start) for passes, host, rate in measured]
+        at_few, at_more = (
+            _seconds_of_layers(generation, layers, itself, of_cases)
+            for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
+        )
+        return at_few + (whole.layers - SHALLOW_LAYERS) * (at_more - at_few) / (DEEP_LAYERS - SHALLOW_LAYERS)
+
+    published, modelled = work / value(generation.rate), seconds(1.0, 1.0)
+    every = seconds(2.0, 2.0) - modelled
+    # Kernels that take less than the model says do so alike.
+    share = np.where(published > modelled, value(generation.products_share), 1.0)
+    other = seconds(1.0, 2.0) - modelled if (share != 1).any() else 0 * every
+    beyond = (published - modelled) / (share * (every - other) + other)
+    found = zip((share * beyond).tolist(), beyond.tolist(), measured, strict=True)
+    return tuple(
+        Kernels(1 + products, 1 + others, passes, host, rate, start)
+        for products, others, (passes, host, rate) in found
+    )
+
+
+def _seconds_of_layers(
+    generation: CalibrationPoint, layers: int, itself: Sequence[System], of_cases: Sequence[Kernels]
+) -> Lanes:
+    """Seconds of a step so deep, [cases]."""
+    experiment, traces = _traces_of_layers(generation, layers)
+    return scheduled_step_seconds(experiment, itself, traces, of_cases)
+
+
+@cache
+def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experiment, list[Trace]]:
+    experiment = generation.experiment(replace(models.load_model(generation.model), layers=layers))
+    return experiment, trace_roles(experiment)
+
+
+SIGNIFICANT_DIGITS = 7
+"""Significant digits of rounded seconds."""
+
+
+def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
+    """The interval of the seconds of a step that `traces` have all roles of; None where nothing is unknown."""
+    found = uncertain_numbers(system, calibration_point_of(experiment.layout.kernels, system))
+    if not found:
+        return None
+    return interval_of_seconds(found, seconds_in_cases(experiment, system, traces, all_cases(found)))
+
+
+def seconds_in_cases(
+    experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[QuantileCase]
+) -> Sequence[float]:
+    """The seconds of a step in each of `cases`, all in one pass."""
+    systems, kernels = systems_and_kernels(
+        system, calibration_point_of(experiment.layout.kernels, system), cases
+    )
+    return scheduled_step_seconds(experiment, systems, traces, kernels).tolist()
+
+
+def round_seconds(seconds: float) -> float:
+    """As a record has it."""
+    return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
+
+
+def all_cases(found: Sequence[Unknown]) -> tuple[QuantileCase, ...]:
+    """Both ends of each unknown, then the joint draws."""
+    return (*(QuantileCase(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
+
+
+def systems_and_kernels(
+    system: System, generation: CalibrationPoint | None, cases: Sequence[QuantileCase]
+) -> tuple[list[System], Sequence[Kernels]]:
+    """The system and its kernels in each of `cases`."""
+    systems = [drawn(system, case) for case in cases]
+    if generation is not None:
+        doubted = frozenset(one.key for one in uncertain_numbers(system, generation))
+        return systems, calibrated_kernels_in(generation, tuple(cases), doubted)
+    return systems, [
+        Kernels.alike(UNCALIBRATED_KERNELS.value_at(case.quantile_of(UNCALIBRATED_KERNELS.key)))
+        for case in cases
+    ]
+
+
+def interval_of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
+    """The interval from the seconds in `all_cases(found)`."""
+    rounded = iter(map(round_seconds, seconds))
+    moves = [
+        Sensitivity(
+            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)
+        )
+        for one in found
+    ]
+    moving = [move for move in moves if move.span > 0]
+    moving.sort(key=lambda move: -move.span)
+    return StepInterval(draws=list(islice(rounded, len(JOINT))), moves=moving)
 
 
 @dataclass
@@ -53,22 +194,22 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.flops.formula`, recomputation counted."""
+        """FLOP/s of one device under `repro.model.counts.flops_formula`, recomputation counted."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
+        work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
     @property
     def utilisation(self) -> float | None:
         """MFU, which counts no recomputation; None where the device's peak is not known."""
         e, layout = self.experiment, self.experiment.layout
-        work = flops.model_flops(e.model, e.seq, layout.global_batch)
-        return flops.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
+        work = counts.model_flops(e.model, e.seq, layout.global_batch)
+        return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
     def rests_on(self) -> str:
-        """One of `repro.simulate.time.basis.BASES`."""
-        return rests_on(self.experiment.layout.kernels, self.system)
+        """One of `repro.simulate.time.calibration.BASES`."""
+        return prediction_basis(self.experiment.layout.kernels, self.system)
 
     @property
     def slowest(self) -> StageTime:
@@ -90,7 +231,7 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
             "mfu": self.utilisation,
-            "formula": flops.formula(self.experiment.model),
+            "formula": counts.flops_formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
             "factor": self.kernels.others,
@@ -125,9 +266,38 @@ def predict(
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     if kernels is None:
-        kernels = efficiency.kernels(generation) if generation is not None else MODELLED
+        kernels = calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
     if traces is None:
         traces = trace_roles(experiment)
-    timeline = timed(experiment, system, traces, kernels, record=record)
-    found = interval_of(experiment, system, traces) if interval else None
+    timeline = schedule_traces(experiment, system, traces, kernels, record=record)
+    found = prediction_interval(experiment, system, traces) if interval else None
     return Prediction(experiment, system, timeline, traces, generation, kernels, found)
+
+
+MIN_CURVE_SPAN = 0.01
+"""Part of a step that an unknown moves at least whose curve is rounded."""
+
+
+def with_curves(prediction: Prediction) -> Prediction:
+    """With the curves of the unknowns that move the step by more than `MOVES`."""
+    interval = prediction.interval
+    if interval is None:
+        return prediction
+    moving = {
+        move.key for move in interval.moves if move.span > MIN_CURVE_SPAN * min(move.low_s, move.high_s)
+    }
+    around = [
+        (one.key, value, quantile)
+        for one in uncertain_numbers(prediction.system, prediction.generation)
+        if one.key in moving
+        for value, quantile in one.around.items()
+    ]
+    if not around:
+        return prediction
+    cases = [QuantileCase(key, quantile) for key, _, quantile in around]
+    taken = seconds_in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
+    curves: dict[str, list[list[float]]] = {key: [] for key in moving}
+    for (key, value, _), seconds in zip(around, taken, strict=True):
+        curves[key].append([round_seconds(value), round_seconds(seconds)])
+    moves = [replace(move, curve=curves.get(move.key, move.curve)) for move in interval.moves]
+    return replace(prediction, interval=replace(interval, moves=moves))

@@ -1,46 +1,32 @@
-"""A role's step as a short program: what a stage does for each action of the schedule, in seconds.
+"""A role's step as a program: the blocks, collectives and messages of each action of the pipeline schedule, in seconds.
 
-Operators that follow each other become one block; so do collectives that are waited for at once.  What is
-left are blocks, collectives under way beside them, and messages to other stages.  The trace has few
-micro-batches; the segment of an ordinary one stands for all that were not run.
-"""
+Consecutive operators form one block, together with collectives that a rank waits for at once. The trace has few
+micro-batches; the segment of an ordinary one stands for all that were not run. Items that nothing else can delay form a
+run, which the stages time once: layers and micro-batches are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action
-from repro.simulate.time.device import ATTENTION, MATMULS
-from repro.simulate.time.lanes import anywhere, later
-from repro.simulate.time.stragglers import last
+from repro.simulate.time.device import (
+    ATTENTION,
+    MATMULS,
+    DeviceCost,
+    in_any_lane,
+    last_arrival_delay,
+    maximum,
+)
 from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wait
-from repro.simulate.trace.roles import ORDINARY, Trace
+from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
 """What a device's busy seconds are spent on; `host`: waiting for the host to issue the next operator."""
-
-
-class OperatorCost(Protocol):
-    """What operators take: `repro.simulate.time.device.DeviceCost`, or several at once."""
-
-    launch_s: float
-    """Of the host, for one operator of no layer: of the update, or one of a list."""
-    operator_s: float
-    """The same of a layer, and of a collective in it."""
-    message_s: float
-    """Of the thread that computes, to begin and to end a message: on a device nothing, whose streams do it."""
-    exchange_s: float
-    """The same for one of the messages that a collective of gloo's is made of."""
-    jitter_s: float
-    """Variance over the mean of what operators take from one moment to another."""
-
-    @property
-    def seconds(self) -> Callable[[Operator], float]:
-        """Of an operator on the device."""
 
 
 class OperatorBlock(NamedTuple):
@@ -77,9 +63,9 @@ class Send(NamedTuple):
 
 
 Item = OperatorBlock | Issue | Await | Send
-Seconds = Callable[[Message], float]
+CollectiveSeconds = Callable[[Message], float]
 """Of a collective."""
-Messages = Callable[[str, str], int]
+MessageCount = Callable[[str, str], int]
 """Of which a collective, by operation and group, is made that a rank's own thread begins and waits for."""
 
 
@@ -96,7 +82,7 @@ class StageProgram:
     last: int = 0
     """The real step's last micro-batch."""
 
-    def of(self, action: Action) -> list[Item]:
+    def items_of(self, action: Action) -> list[Item]:
         """The items of an action of the real schedule."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch), action.chunk)]
 
@@ -106,7 +92,7 @@ class StageProgram:
             return micro_batch
         if micro_batch == 0:
             return 0
-        return self.micro_batches - 1 if micro_batch == self.last else ORDINARY
+        return self.micro_batches - 1 if micro_batch == self.last else TYPICAL_MICRO_BATCH
 
 
 def label_of(message: Message) -> str:
@@ -114,13 +100,13 @@ def label_of(message: Message) -> str:
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
-def program(
-    traced: Trace, whole: int, cost: OperatorCost, seconds: Seconds, messages: Messages
+def compile_program(
+    traced: Trace, whole: int, cost: DeviceCost, seconds: CollectiveSeconds, messages: MessageCount
 ) -> StageProgram:
     """The program of a trace.  `whole`: micro-batches of the real step."""
     micro_batches = traced.layout.accumulation
     found = StageProgram(micro_batches=micro_batches, last=whole - 1)
-    compiler = _Compiler(cost, seconds, traced.keys, traced.role.stage, messages)
+    compiler = _ProgramCompiler(cost, seconds, traced.keys, traced.role.stage, messages)
     shown = {found.shown(micro_batch) for micro_batch in range(whole)}
     for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
         if action.micro_batch in shown:
@@ -129,20 +115,20 @@ def program(
     return found
 
 
-class _Compiler:
+class _ProgramCompiler:
     """Turns events into items."""
 
     def __init__(
         self,
-        cost: OperatorCost,
-        seconds: Seconds,
+        cost: DeviceCost,
+        seconds: CollectiveSeconds,
         keys: dict[int, tuple[object, ...]],
         stage: int,
-        messages: Messages,
+        messages: MessageCount,
     ):
         self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
         self.messages = messages
-        self._jitter, self._own = anywhere(cost.jitter_s > 0), anywhere(cost.message_s > 0)
+        self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
 
     def items(self, events: Sequence[Timed], *, tail: bool = False) -> list[Item]:
         """The items of a piece; `tail`: its operators are the optimizer's."""
@@ -154,8 +140,8 @@ class _Compiler:
         def close() -> None:
             nonlocal host, device
             if parts:
-                late = later(0.0, host - device)
-                if anywhere(late > 0):
+                late = maximum(0.0, host - device)
+                if in_any_lane(late > 0):
                     parts[HOST] = parts.get(HOST, 0.0) + late
                 found.append(OperatorBlock(device + late, tuple(parts.items())))
                 parts.clear()
@@ -210,12 +196,12 @@ class _Compiler:
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)
-        exchanged = count > 1 and anywhere(self.cost.exchange_s > 0)
+        exchanged = count > 1 and in_any_lane(self.cost.exchange_s > 0)
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message, seconds: float) -> float:
         """Of the last of its group, `seconds` of operators after its ranks were together."""
-        return last(self.cost.jitter_s, seconds, message.size) if self._jitter else 0.0
+        return last_arrival_delay(self.cost.jitter_s, seconds, message.size) if self._jitter else 0.0
 
 
 def kind_of(operator: Operator) -> str:
@@ -223,3 +209,40 @@ def kind_of(operator: Operator) -> str:
     if operator.name in MATMULS:
         return MATMUL
     return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER
+
+
+INNER_GROUP = "tp"
+"""The group whose collectives begin and end within a layer."""
+
+
+def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
+    """Yield `items` in order, cut into undelayed runs (True) and other items (False)."""
+    matched = _matched_positions(items)
+    part: list[Item] = []
+    open_, whole = 0, 0
+    for at, item in enumerate(items):
+        if not isinstance(item, OperatorBlock) and at not in matched:
+            yield True, part[:whole]
+            yield False, [*part[whole:], item]
+            part, open_, whole = [], 0, 0
+            continue
+        part.append(item)
+        open_ += isinstance(item, Issue) - isinstance(item, Await)
+        if open_ == 0:
+            whole = len(part)
+    yield True, part[:whole]
+    yield False, part[whole:]
+
+
+def _matched_positions(items: Sequence[Item]) -> set[int]:
+    """Where collectives of the inner group begin that are waited for among `items`, and where they are."""
+    under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    leaving = Counter(item.key for item in items if isinstance(item, Issue) and item.group == INNER_GROUP)
+    leaving.subtract(item.key for item in items if isinstance(item, Await))
+    found: set[int] = set()
+    for at, item in enumerate(items):
+        if isinstance(item, Issue) and item.group == INNER_GROUP and not leaving[item.key]:
+            under_way[item.key].append(at)
+        elif isinstance(item, Await) and under_way[item.key]:
+            found |= {under_way[item.key].pop(0), at}
+    return found

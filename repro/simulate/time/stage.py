@@ -1,108 +1,57 @@
 """One pipeline stage's streams: it computes, starts collectives beside that, and waits for what it needs.
 
 Replicas and tp ranks do the same at the same time, so a stage stands for all of its ranks.  A collective begins
-when its stage has come to it and when the one before it on its group's stream is over; what concerns other
-stages is asked of `Peers`.
+when its stage has come to it and when the one before it on its group's stream is over; `CrossStageState`
+connects the stages.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
-from repro.config import Layout
 from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, batches, needs
-from repro.simulate.time.account import TRANSFER, StageTime
-from repro.simulate.time.cores import CoreWork
-from repro.simulate.time.lanes import anywhere, earlier, later, latest
-from repro.simulate.time.program import Await, Issue, Item, OperatorBlock, Send, StageProgram
-from repro.simulate.time.stretch import INSIDE, Stretch, parts
+from repro.parallel.pipeline.schedule import FORWARD, Action, batches, dependency_of
+from repro.simulate.time.breakdown import STAGE_SEND, Span
+from repro.simulate.time.cross_stage import (
+    GROUPS_ACROSS_STAGES,
+    CoreWork,
+    CrossStageCollective,
+    CrossStageState,
+    MessageKey,
+    StageItems,
+    UndelayedRun,
+)
+from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
+from repro.simulate.time.program import (
+    INNER_GROUP,
+    Await,
+    Issue,
+    Item,
+    OperatorBlock,
+    Send,
+    StageProgram,
+    split_into_runs,
+)
 
 UPDATE = "update"
 """What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
-SOME = 1e-9
+MIN_COMPUTE_SHARE = 1e-9
 """Of the processors are left to compute at least."""
-ACROSS = ("world", "pp", "embedding")
-"""Groups whose members are on different stages."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that a stream was busy with."""
-
-    stage: int
-    stream: str
-    """`compute`, or a group's name."""
-    name: str
-    start: float
-    seconds: float
-
-
-Key = tuple[int, int, int, int]
-"""Sender, receiver, channel, number of the message."""
-
-
-class Meeting:
-    """A collective of several stages: it begins when they have all come to it."""
-
-    def __init__(self) -> None:
-        self.ready: dict[int, float] = {}
-        self.end: float | None = None
-
-
-Steps = list[Item | Stretch]
-"""The items of an action, or of the optimizer, as a stage goes through them."""
-
-
-class Peers(Protocol):
-    """What a stage asks of all stages together."""
-
-    layout: Layout
-    overlap_cost: float
-    ranks_per_core: float
-    """Ranks for each core that stages share; 1: they share none."""
-    account: type[StageTime]
-    """What a stage tells where its seconds go."""
-    stretches: dict[int, Steps]
-    """By the identity of a list of items, which the stages of a role share."""
-
-    def actions(self, stage: int) -> Sequence[Action]:
-        """Of a step of `stage`, in order."""
-
-    def post(self, key: Key, now: float) -> None:
-        """A receive is posted."""
-
-    def seconds(self, key: Key, payload: int) -> float:
-        """Of a message of `payload` bytes a rank."""
-
-    def send(self, key: Key, seconds: float, now: float) -> None:
-        """A message is sent that takes `seconds`."""
-
-    def has_arrived(self, key: Key) -> bool:
-        """Whether it is known when a message arrives."""
-
-    def arrival(self, key: Key) -> tuple[float, float]:
-        """When it began to arrive, and when it was there; told to each of its two ends once."""
-
-    def meet(self, item: Issue, stage: int, ready: float) -> Meeting:
-        """`stage` has come to a collective of several stages."""
 
 
 class StageStreams:
     """One stage's streams."""
 
-    def __init__(self, peers: Peers, stage: int, program: StageProgram, *, record: bool):
+    def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
         """`record`: keep the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
         self.sources = [self._source_of(action) for action in self.actions]
         """The stage that sends the input of each."""
         self.exchanges = exchanges(peers.layout)
-        self.batches = _numbered(batches(self.actions, peers.layout.chunks))
+        self.batches = _positions(batches(self.actions, peers.layout.chunks))
         """The positions of actions after which messages are exchanged, without overlap."""
         self.outbox: list[Send] = []
         """What the next batch of messages sends."""
@@ -110,9 +59,11 @@ class StageStreams:
         """The positions of actions whose inputs it receives, once it is due."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
-        self.under_way: dict[tuple[object, ...], deque[tuple[float | Meeting, Issue]]] = defaultdict(deque)
-        self.sent: dict[tuple[int, int], deque[Key]] = defaultdict(deque)
-        self.posted: deque[Key] = deque()
+        self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
+            defaultdict(deque)
+        )
+        self.sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
+        self.posted: deque[MessageKey] = deque()
         self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
         self.time = self.all.account()
         self.recording = False
@@ -121,10 +72,10 @@ class StageStreams:
         self.spans: list[Span] = []
         self.unmatched = 0
         """Waits for what was never issued."""
-        self.taken: dict[Stretch, int] = defaultdict(int)
+        self.taken: dict[UndelayedRun, int] = defaultdict(int)
         """How often each was gone through in this step."""
         self.tail = self._prepared(program.tail)
-        self.pieces = [self._prepared(program.of(action)) for action in self.actions]
+        self.pieces = [self._prepared(program.items_of(action)) for action in self.actions]
 
     def run(self) -> Generator[object, None, None]:
         """A step after another one; yields what it waits for until that is known."""
@@ -155,20 +106,20 @@ class StageStreams:
                 yield from self._sent(under_way.popleft())
         yield from self._run(self.tail, "optimizer")
         self.time.phase(UPDATE, began, self.now)
-        for stretch, times in self.taken.items():
-            self.time.add(stretch.time, times)
+        for run, times in self.taken.items():
+            self.time.add(run.time, times)
 
-    def _prepared(self, items: Sequence[Item]) -> Steps:
-        """`items` with every stretch among them as one."""
-        if id(items) not in self.all.stretches:
-            found: Steps = []
-            for whole, part in parts(items):
+    def _prepared(self, items: Sequence[Item]) -> StageItems:
+        """`items` with every run among them as one."""
+        if id(items) not in self.all.prepared_items:
+            found: StageItems = []
+            for whole, part in split_into_runs(items):
                 alone = whole and len(part) > 1 and self.all.ranks_per_core == 1
-                found += [self._stretch(part)] if alone else part
-            self.all.stretches[id(items)] = found
-        return self.all.stretches[id(items)]
+                found += [self._undelayed_run(part)] if alone else part
+            self.all.prepared_items[id(items)] = found
+        return self.all.prepared_items[id(items)]
 
-    def _stretch(self, items: Sequence[Item]) -> Stretch:
+    def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
         """Go through `items` with nothing under way."""
         before = self.now, self.streams, self.under_way, self.time
         self.now, self.streams, self.under_way, self.time = (
@@ -178,24 +129,24 @@ class StageStreams:
             self.all.account(),
         )
         for waited in self._run(items, ""):
-            raise AssertionError(f"a stretch waits for {waited}")
+            raise AssertionError(f"a run waits for {waited}")
         keys = frozenset(item.key for item in items if isinstance(item, Issue))
-        found = Stretch(items, self.now, keys, self.time)
+        found = UndelayedRun(items, self.now, keys, self.time)
         self.now, self.streams, self.under_way, self.time = before
         return found
 
-    def _alone(self, stretch: Stretch) -> bool:
-        """Whether nothing that is under way delays `stretch`, and nobody asks for its spans."""
+    def _alone(self, run: UndelayedRun) -> bool:
+        """Whether nothing that is under way delays `run`, and nobody asks for its spans."""
         if self.recording:
             return False
-        busy = self.streams if anywhere(self.all.overlap_cost) else (INSIDE,)
-        return not any(anywhere(self.streams[group] > self.now) for group in busy) and not any(
-            self.under_way[key] for key in stretch.keys
+        busy = self.streams if in_any_lane(self.all.overlap_cost) else (INNER_GROUP,)
+        return not any(in_any_lane(self.streams[group] > self.now) for group in busy) and not any(
+            self.under_way[key] for key in run.keys
         )
 
     def _source_of(self, action: Action) -> int | None:
         layout = self.all.layout
-        needed = needs(action, self.stage, layout.pp, layout.chunks)
+        needed = dependency_of(action, self.stage, layout.pp, layout.chunks)
         return None if needed is None or needed[0] == self.stage else needed[0]
 
     def _post(self, position: int) -> None:
@@ -221,7 +172,7 @@ class StageStreams:
         self.time.received(start, end)
         self._transferred(start, end)
 
-    def _sent(self, key: Key) -> Generator[object, None, None]:
+    def _sent(self, key: MessageKey) -> Generator[object, None, None]:
         while not self.all.has_arrived(key):
             yield key
         self._transferred(*self.all.arrival(key))
@@ -231,11 +182,11 @@ class StageStreams:
         self.time.waited_for_message(self.now, start, end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
-        self.now = later(self.now, end)
+        self.now = maximum(self.now, end)
 
-    def _run(self, items: Sequence[Item | Stretch], name: str) -> Generator[object, None, None]:
+    def _run(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
         for item in items:
-            if isinstance(item, Stretch):
+            if isinstance(item, UndelayedRun):
                 if self._alone(item):
                     self.taken[item] += 1
                     self.now = self.now + item.seconds  # lanes are not changed in place: others hold them
@@ -260,10 +211,10 @@ class StageStreams:
     def _slowed(self, seconds: float) -> float:
         """Seconds of a block with communication that runs beside it, which takes some of the processors."""
         cost = self.all.overlap_cost
-        if not anywhere(cost) or not self.streams:
+        if not in_any_lane(cost) or not self.streams:
             return seconds
-        beside = later(0.0, latest(self.streams.values()) - self.now)
-        return seconds + cost * earlier(seconds / later(1 - cost, SOME), beside)
+        beside = maximum(0.0, maximum_of(self.streams.values()) - self.now)
+        return seconds + cost * minimum(seconds / maximum(1 - cost, MIN_COMPUTE_SHARE), beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
@@ -273,8 +224,8 @@ class StageStreams:
 
     def _issue(self, item: Issue) -> None:
         self.time.begun(item.label, item.seconds)
-        ready = later(self.now + item.late_s, self.streams[item.group])
-        if item.group in ACROSS and self.all.layout.pp > 1:
+        ready = maximum(self.now + item.late_s, self.streams[item.group])
+        if item.group in GROUPS_ACROSS_STAGES and self.all.layout.pp > 1:
             meeting = self.all.meet(item, self.stage, ready)
             self.under_way[item.key].append((meeting, item))
             return
@@ -289,13 +240,13 @@ class StageStreams:
             self.unmatched += 1
             return
         over, issue = under_way.popleft()
-        if isinstance(over, Meeting):
+        if isinstance(over, CrossStageCollective):
             while over.end is None:
                 yield over
             over = over.end
-            self.streams[issue.group] = later(self.streams[issue.group], over)
-        self.time.waited_for(issue, self.now, over, across=issue.group in ACROSS)
-        self.now = later(self.now, over)
+            self.streams[issue.group] = maximum(self.streams[issue.group], over)
+        self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
+        self.now = maximum(self.now, over)
 
     def _send(self, item: Send) -> Generator[object, None, None]:
         if self.exchanges:
@@ -331,14 +282,14 @@ class StageStreams:
         for position in following:
             yield from self._receive(position)
 
-    def _begin(self, key: Key, seconds: float) -> None:
-        self.time.begun(TRANSFER, seconds)
+    def _begin(self, key: MessageKey, seconds: float) -> None:
+        self.time.begun(STAGE_SEND, seconds)
         self.all.send(key, seconds, self.now)
 
     def _to(self, item: Send) -> int:
         return (self.stage + item.offset) % self.all.layout.pp
 
-    def _addressed(self, item: Send) -> Key:
+    def _addressed(self, item: Send) -> MessageKey:
         to = self._to(item)
         return (self.stage, to, item.channel, self._number("send", to, item.channel))
 
@@ -347,7 +298,7 @@ class StageStreams:
             self.spans.append(Span(self.stage, stream, name, start, seconds))
 
 
-def _numbered(groups: Sequence[Sequence[object]]) -> list[range]:
+def _positions(groups: Sequence[Sequence[object]]) -> list[range]:
     """The positions of what is in each."""
     ends = list(accumulate(map(len, groups), initial=0))
     return [range(begin, end) for begin, end in pairwise(ends)]

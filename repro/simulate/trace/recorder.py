@@ -1,14 +1,16 @@
-"""Follow a step on `meta` tensors: every operator, message, allocation and release, in order.
+"""Record a step on `meta` tensors: every operator, message, allocation and release, in order.
 
-A dispatch mode sees what operators return and notes each storage until it is freed; the ledger of the mesh
-tells of every message.  What the device would do is then known without the device.
-"""
+A dispatch mode sees the results of operators and follows each storage until it is freed. The ledger of the mesh reports
+every message. No device is needed."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from repro.config.enums import Category
-from repro.kernels.flops import FORMULAS, cost
-from repro.measure.uncompiled import UncompiledMode
+from repro.kernels.families import FORMULAS, cost
+from repro.measure.operators import UncompiledMode
 from repro.parallel import storage
-from repro.parallel.ledger import NOBODY, Address, CommLedger
+from repro.parallel.ledger import NO_PEER, Address, CommLedger
 from repro.simulate.trace.events import (
     HOST_COPY,
     HOST_VIEWS,
@@ -32,24 +34,47 @@ from repro.simulate.trace.events import (
     Operator,
     PhaseStart,
 )
-from repro.simulate.trace.lines import innermost
-from repro.simulate.trace.shapes import Call, Shapes, by_operator, call_of, written_to
+from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator, call_key, output_argument
 
-UNSEEN = torch._C._DisableTorchDispatch
+
+def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
+    """What says `repro/model/gpt.py:12`, the innermost line that runs in one of the packages; `?` if none does.
+
+    but: modules whose lines are passed over, since they only hand on what others ask for.
+    """
+
+    @cache
+    def file(module: str) -> str:
+        if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
+            return ""
+        found = module.replace("repro.kernels", "kernels")  # where a reader finds it
+        return f"{found.replace('.', '/')}.py"
+
+    def line() -> str:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if found := file(frame.f_globals.get("__name__", "")):
+                return f"{found}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "?"
+
+    return line
+
+
+UNTRACED = torch._C._DisableTorchDispatch
 """A context: what is made inside is not part of the step."""
-line_of_step = innermost(
+line_of_step = innermost_line(
     (
         "repro.parallel",
         "repro.model",
         "repro.engines.native.part",
-        "repro.engines.native.learning_rate",
         "repro.kernels",
     ),
     but=("repro.parallel.storage",),
 )
 
 
-def nothing() -> tuple[int, int]:
+def no_action() -> tuple[int, int]:
     """No action is under way."""
     return -1, -1
 
@@ -62,7 +87,7 @@ class RecordingLedger(CommLedger):
         self._events = events
 
     def count(
-        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NOBODY
+        self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
         """Count, and record, one message."""
         sent = super().count(op, group, size, payload_bytes, purpose, to)
@@ -79,7 +104,7 @@ class TraceRecorder(UncompiledMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = [PhaseStart("init", -1)]
-        self.under_way: Callable[[], tuple[int, int]] = nothing
+        self.under_way: Callable[[], tuple[int, int]] = no_action
         """The micro-batch of the action that is under way, and its position; the pipeline knows."""
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -122,7 +147,7 @@ class TraceRecorder(UncompiledMode):
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
         """A tensor whose storage is allocated now as another one was."""
-        with UNSEEN():
+        with UNTRACED():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made
@@ -145,7 +170,7 @@ class TraceRecorder(UncompiledMode):
         kind, name = _kind(func)
         if kind == _VIEW:
             return func(*args, **kwargs)
-        key = call_of(func, args, kwargs)
+        key = call_key(func, args, kwargs)
         out = _SHAPES.call(func, args, kwargs, key)
         results = _tensors(out)
         for result in results:
@@ -242,8 +267,8 @@ class TraceRecorder(UncompiledMode):
         self.events.append(Alloc(number, size, category, operator, line))
 
 
-_SHAPES = Shapes()
-_OPERATORS: dict[Call, Operator] = {}
+_SHAPES = ShapeCache()
+_OPERATORS: dict[CallKey, Operator] = {}
 """What operators cost, by their operands: layers and micro-batches are alike."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
@@ -251,14 +276,14 @@ OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 
 
-@by_operator
+@cached_by_operator
 def _changes_first(func: Any) -> bool:
     """Whether an operator writes to its first argument."""
     first = func._schema.arguments[0].alias_info
     return first is not None and first.is_write
 
 
-@by_operator
+@cached_by_operator
 def _kind(func: Any) -> tuple[int, str]:
     """How an operator is accounted, and its short name."""
     name = str(func.overloadpacket)
@@ -290,7 +315,7 @@ def _operator(
     # What changes lists of tensors returns none of them.
     written = sum(map(_bytes, results or _tensors(args[:1] if _changes_first(func) else ())))
     read = sum(map(_bytes, operands))
-    into = args[0] if name in OVERWRITE else written_to(func, kwargs)
+    into = args[0] if name in OVERWRITE else output_argument(func, kwargs)
     if into is not None and kwargs.get("beta", 0) == 0:
         read -= sum(map(_bytes, _tensors(into)))  # written, not read
     if kind != _FLOPS:

@@ -21,16 +21,24 @@ from torch import Tensor, nn
 
 from repro.config import Experiment
 from repro.engines.native.part import ModelPart
-from repro.model.gpt import Part, Place
+from repro.model.gpt import BatchPosition, Part
 from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.recorder import TraceRecorder
-from repro.simulate.trace.segments import Again, Call, Meta, Pass, Recording, Segment, segment_of
+from repro.simulate.trace.segments import (
+    GradientCall,
+    RecordedPass,
+    Recording,
+    RepeatedBlock,
+    Segment,
+    TensorMeta,
+    segment_of,
+)
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """Blocks of one kind repeat each other."""
 
     after: str
@@ -41,14 +49,14 @@ class Kind(NamedTuple):
     """Whether autograd notes its forward pass; without, it is that of a checkpoint."""
 
 
-class Repeats:
+class BlockRepeater:
     """The blocks of one rank, of which few run."""
 
     def __init__(
         self,
         recorder: TraceRecorder,
         pipeline: Pipeline,
-        recordings: dict[Kind, Recording],
+        recordings: dict[BlockKind, Recording],
         *,
         recomputed: bool,
     ):
@@ -57,7 +65,7 @@ class Repeats:
         self._pipeline = pipeline
         self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
         """The micro-batch of each chunk whose backward pass comes before all others."""
-        self.running: Pass | None = None
+        self.running: RecordedPass | None = None
         """What is being recorded."""
         self._blocks: list[nn.Module] = []
 
@@ -68,7 +76,7 @@ class Repeats:
             after, before = _neighbours(index, len(blocks), part.model.part)
             # Of those in the middle the last one's backward pass comes first.
             soonest = not 0 < index < len(blocks) - 2
-            alike = _Block(self, block, after, before, part.sharded.reducer, soonest)
+            alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
             self._blocks.append(block)
             for number, parameter in enumerate(block.parameters()):
@@ -96,33 +104,35 @@ class Repeats:
             hooks[key] = partial(self._accumulated, number, hook)
 
     def _sunk(self, number: int, sink: Callable[[Tensor, Tensor], None], rows: Tensor, x: Tensor) -> None:
-        self._called(partial(sink, rows, x), number, -1, (Meta.of(rows), Meta.of(x)))
+        self._called(
+            partial(sink, rows, x), number, -1, (TensorMeta.from_tensor(rows), TensorMeta.from_tensor(x))
+        )
 
     def _accumulated(self, number: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         gradient = parameter.grad
         if self.running is None or gradient is None:
             hook(parameter)
             return
-        storage, meta = self.recorder.number(gradient), Meta.of(gradient)
+        storage, meta = self.recorder.number(gradient), TensorMeta.from_tensor(gradient)
         del gradient
         self._called(partial(hook, parameter), number, storage, (meta,))
 
     def _called(
-        self, call: Callable[[], None], parameter: int, gradient: int, operands: tuple[Meta, ...]
+        self, call: Callable[[], None], parameter: int, gradient: int, operands: tuple[TensorMeta, ...]
     ) -> None:
         running, events = self.running, self.recorder.events
         first = len(events)
         call()
         if running is not None:
-            running.calls.append(Call(first, len(events), parameter, gradient, operands))
+            running.calls.append(GradientCall(first, len(events), parameter, gradient, operands))
 
 
-class _Block:
+class _RepeatableBlock:
     """One block's forward pass, run or repeated."""
 
     def __init__(
         self,
-        repeats: Repeats,
+        repeats: BlockRepeater,
         block: nn.Module,
         after: str,
         before: str,
@@ -134,19 +144,19 @@ class _Block:
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
-    def forward(self, x: Tensor, place: Place, masks: Masks = ()) -> Tensor:
+    def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
         """As `repro.model.layer.Block.forward`."""
-        kind = Kind(self.after, self.before, torch.is_grad_enabled())
+        kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]
         if self._runs(recording, kind.graph):
-            record = _Record(self.repeats, recording, inputs)
+            record = _BlockRecorder(self.repeats, recording, inputs)
             if not kind.graph:
                 return record.forward(self.run(x, place, masks))
-            y = self.run(_Passing.apply(x, record.leave), place, masks)
-            return _Passing.apply(record.forward(y), record.enter)
-        again = Again(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
-        return _Repeated.apply(x, again) if kind.graph else again.forward()
+            y = self.run(_ObservedGradient.apply(x, record.leave), place, masks)
+            return _ObservedGradient.apply(record.forward(y), record.enter)
+        again = RepeatedBlock(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
+        return _RepeatedFunction.apply(x, again) if kind.graph else again.forward()
 
     def _runs(self, recording: Recording, graph: bool) -> bool:
         if recording.forward is None:
@@ -156,14 +166,14 @@ class _Block:
         return self.repeats.recomputed or (self.soonest and self.repeats.first_backward())
 
 
-class _Record:
+class _BlockRecorder:
     """One block's forward and backward pass, which run and are recorded."""
 
-    def __init__(self, repeats: Repeats, recording: Recording, inputs: Sequence[Tensor]):
+    def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
         """By the number of a storage."""
-        self.running = Pass(len(self.recorder.events))
+        self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
 
     def forward(self, y: Tensor) -> Tensor:
@@ -174,7 +184,7 @@ class _Record:
     def enter(self, gradient: Tensor) -> None:
         """The backward pass begins with the gradient of what `forward` returned."""
         self.gradient = self.recorder.number(gradient)
-        self.repeats.running = self.running = Pass(len(self.recorder.events))
+        self.repeats.running = self.running = RecordedPass(len(self.recorder.events))
 
     def leave(self, gradient: Tensor) -> None:
         """It ends with the gradient of x."""
@@ -185,7 +195,7 @@ class _Record:
         return segment_of(self.recorder, self.running, self.places, result, self.gradient)
 
 
-class _Passing(torch.autograd.Function):
+class _ObservedGradient(torch.autograd.Function):
     """A tensor crosses the edge of a block that is recorded; `seen` is told when its gradient does."""
 
     @staticmethod
@@ -199,11 +209,11 @@ class _Passing(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Repeated(torch.autograd.Function):
+class _RepeatedFunction(torch.autograd.Function):
     """A block that repeats another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, again: Again) -> Tensor:
+    def forward(ctx: Any, x: Tensor, again: RepeatedBlock) -> Tensor:
         ctx.again = again
         return again.forward()
 
@@ -219,11 +229,11 @@ def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:
     return after, before
 
 
-KEPT = 64
+MAX_RECORDING_SETS = 64
 """Sets of recordings that a process keeps, a few hundred kilobytes each."""
 
 
-def recordings_of(experiment: Experiment, gloo: bool) -> dict[Kind, Recording]:
+def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
     """The recordings that traces of `experiment` share with all others whose blocks do the same."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
@@ -242,7 +252,7 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[Kind, Recording]:
     )
 
 
-@lru_cache(KEPT)
-def recordings(*key: tuple[object, ...]) -> dict[Kind, Recording]:
+@lru_cache(MAX_RECORDING_SETS)
+def recordings(*key: tuple[object, ...]) -> dict[BlockKind, Recording]:
     """Of the blocks that `key` describes; empty at first."""
     return {}

@@ -20,19 +20,19 @@ import torch
 from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import MicroBatch
-from repro.measure.uncompiled import uncompiled
-from repro.model.gpt import Place
+from repro.measure.operators import without_compiler
+from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import Action, build, in_flight
+from repro.parallel.pipeline.schedule import Action, build_schedule, in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
-from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, nothing
-from repro.simulate.trace.repeat import Repeats, recordings_of
-from repro.simulate.trace.transport import GlooShapes, NoData, Recorded
-from repro.util.garbage import uncollected
+from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
+from repro.simulate.trace.repeat import BlockRepeater, recordings_of
+from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
+from repro.util.processes import pause_garbage_collection
 
-ORDINARY = 1
+TYPICAL_MICRO_BATCH = 1
 """The micro-batch that stands for those that were not run."""
 
 
@@ -60,7 +60,7 @@ class Trace:
     step_stop: int
     """The first event after it: what it still has under way is then waited for."""
     copies: int
-    """How many more micro-batches like `ORDINARY` the real step has."""
+    """How many more micro-batches like `TYPICAL_MICRO_BATCH` the real step has."""
     parameters: int
     """Of this rank."""
     padding: int
@@ -76,7 +76,7 @@ class Trace:
     def actions(self) -> Sequence[Action]:
         """That were run, in order."""
         layout = self.layout
-        return build(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
+        return build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
@@ -118,7 +118,7 @@ class Trace:
         found, weight = [], 1
         for event in self.step:
             if isinstance(event, PhaseStart):
-                weight = 1 + self.copies * (event.micro_batch == ORDINARY)
+                weight = 1 + self.copies * (event.micro_batch == TYPICAL_MICRO_BATCH)
             found.append((weight, event))
         return found
 
@@ -163,7 +163,7 @@ def trace(
     `recorder`: a new one that keeps more than events, with `repeat` off.  `repeat`: see `.repeat`; the events are
     the same without.
     """
-    _settle()
+    _import_shape_functions()
     began = time.perf_counter()
     whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
@@ -173,17 +173,19 @@ def trace(
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks
-        return Recorded(GlooShapes(len(ranks), ranks.index(rank)) if real else NoData(), recorder)
+        return RecordedTransport(
+            GlooBufferTransport(len(ranks), ranks.index(rank)) if real else NoDataTransport(), recorder
+        )
 
-    mesh = meshes.build(layout, rank, transport_of, RecordingLedger(recorder.events))
+    mesh = meshes.build_mesh(layout, rank, transport_of, RecordingLedger(recorder.events))
     device = torch.device("meta")
-    with uncollected(), uncompiled(), recorder:
+    with pause_garbage_collection(), without_compiler(), recorder:
         engine = NativeEngine(short, mesh, device)
         pipeline = engine.pipeline
         recorder.under_way = lambda: (
-            (pipeline.current.micro_batch, pipeline.position) if pipeline.current else nothing()
+            (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
-        repeats = Repeats(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
+        repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
         for part in engine.parts if repeat else ():
             repeats.attach(part)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
@@ -191,11 +193,11 @@ def trace(
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
-        engine.step([MicroBatch(tokens, tokens, Place(0, 0))] * layout.accumulation, recorder.phase)
+        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
     # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
-    recorder.under_way = nothing
+    recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
         part.sharded.remove_hooks()
@@ -218,7 +220,7 @@ def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
 
 
 @cache
-def _settle() -> None:
+def _import_shape_functions() -> None:
     """Import now what torch's shape functions import when first called, which would keep tensors alive.
 
     What is imported by then is not looked through by the collections that every trace begins with.
@@ -235,7 +237,7 @@ def shortened(layout: Layout, stage: int) -> Layout:
     unit = layout.pp if layout.schedule == "interleaved" else 1
 
     def most(count: int) -> int:
-        return in_flight(build(layout.schedule, layout.pp, count, layout.chunks)[stage])
+        return in_flight(build_schedule(layout.schedule, layout.pp, count, layout.chunks)[stage])
 
     full = most(m)
     count = unit

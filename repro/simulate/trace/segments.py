@@ -12,31 +12,31 @@ from torch import Tensor, nn
 
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
-from repro.simulate.trace.recorder import UNSEEN, TraceRecorder
+from repro.simulate.trace.recorder import UNTRACED, TraceRecorder
 
 
-class NotAlike(Exception):
+class UnrepeatableBlock(Exception):
     """A block does something that another one could not do again."""
 
 
-class Meta(NamedTuple):
-    """What it takes to make a tensor like another."""
+class TensorMeta(NamedTuple):
+    """Shape, stride and dtype of a tensor, from which a tensor without data is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Meta:
-        """Of `tensor`."""
-        return Meta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    def from_tensor(tensor: Tensor) -> TensorMeta:
+        """Return the shape, stride and dtype of `tensor`."""
+        return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def make(self) -> Tensor:
-        """A tensor without data."""
+        """Return a tensor without data."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-class Call(NamedTuple):
+class GradientCall(NamedTuple):
     """What reaches beyond the block: a gradient leaves it."""
 
     first: int
@@ -47,11 +47,11 @@ class Call(NamedTuple):
     """Among those of the block."""
     gradient: int
     """The storage of the parameter's gradient; -1 if a product goes to its sink instead."""
-    operands: tuple[Meta, ...]
+    operands: tuple[TensorMeta, ...]
     """Of that product, rows [N, o] and x [N, i]."""
 
 
-class Do(IntEnum):
+class Instruction(IntEnum):
     """What a step of a segment is."""
 
     EVENTS = 0
@@ -73,7 +73,7 @@ class Do(IntEnum):
     """A parameter's gradient is complete, and its hooks take it."""
 
 
-Step = tuple[Do, Any, Any]
+Step = tuple[Instruction, Any, Any]
 
 
 @dataclass
@@ -101,15 +101,15 @@ class Recording:
 
 
 @dataclass
-class Pass:
+class RecordedPass:
     """A pass that is being recorded."""
 
     start: int
-    calls: list[Call] = field(default_factory=list)
+    calls: list[GradientCall] = field(default_factory=list)
 
 
 def segment_of(
-    recorder: TraceRecorder, running: Pass, places: dict[int, int], result: Tensor, gradient: int
+    recorder: TraceRecorder, running: RecordedPass, places: dict[int, int], result: Tensor, gradient: int
 ) -> Segment:
     """What `running` has done until now, as a segment; `places` of storages by their numbers, to which its own come.
 
@@ -118,20 +118,22 @@ def segment_of(
     returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
     if returned != gradient:
-        made[returned] = Meta.of(result)
-    steps = _Writer(recorder, places, made, gradient).steps(running)
+        made[returned] = TensorMeta.from_tensor(result)
+    steps = _SegmentWriter(recorder, places, made, gradient).steps(running)
     return Segment(steps, None if returned == gradient else places[returned])
 
 
-class _Writer:
+class _SegmentWriter:
     """Makes the steps of a segment from the events of a pass."""
 
-    def __init__(self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, Meta], gradient: int):
+    def __init__(
+        self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
+    ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
         self.found: list[Step] = []
         self.operators: list[Event] = []
 
-    def steps(self, running: Pass) -> list[Step]:
+    def steps(self, running: RecordedPass) -> list[Step]:
         """All of them."""
         events, at = self.recorder.events, running.start
         for call in running.calls:
@@ -144,24 +146,24 @@ class _Writer:
         self._close()
         return self.found
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: GradientCall) -> None:
         given = []
         for event in self.recorder.events[call.first : call.end]:
             if isinstance(event, Free) and event.id in self.places:
                 if event.id not in self.made and self.places[event.id] >= 0:
-                    raise NotAlike(f"storage {event.id} is freed elsewhere")
+                    raise UnrepeatableBlock(f"storage {event.id} is freed elsewhere")
                 given.append(self.places[event.id])
         self._close()
         if call.gradient >= 0:
-            self.found.append((Do.GIVE, call.parameter, (self.places[call.gradient], tuple(given))))
+            self.found.append((Instruction.GIVE, call.parameter, (self.places[call.gradient], tuple(given))))
         else:
-            with UNSEEN():
+            with UNTRACED():
                 operands = [meta.make() for meta in call.operands]
-            self.found.append((Do.SINK, call.parameter, operands))
+            self.found.append((Instruction.SINK, call.parameter, operands))
 
     def _close(self) -> None:
         if self.operators:
-            self.found.append((Do.EVENTS, tuple(self.operators), None))
+            self.found.append((Instruction.EVENTS, tuple(self.operators), None))
             self.operators = []
 
     def _write(self, event: Event) -> None:
@@ -171,34 +173,36 @@ class _Writer:
         self._close()
         if isinstance(event, Alloc):
             if event.id in self.places:
-                raise NotAlike(f"storage {event.id} comes back")
+                raise UnrepeatableBlock(f"storage {event.id} comes back")
             self.places[event.id] = max(-1, *self.places.values()) + 1
             if event.id in self.made:
                 unmarked = self.recorder.is_unmarked(event.id)
-                self.found.append((Do.MAKE, event, (self.made[event.id], unmarked)))
+                self.found.append((Instruction.MAKE, event, (self.made[event.id], unmarked)))
             else:
-                self.found.append((Do.ALLOC, event[1:], None))
+                self.found.append((Instruction.ALLOC, event[1:], None))
         elif isinstance(event, Free) and event.id == self.gradient:
-            self.found.append((Do.TAKEN, None, None))
+            self.found.append((Instruction.TAKEN, None, None))
         elif isinstance(event, Free):
             place = self._place(event)
-            self.found.append((Do.DROP if place < 0 or event.id in self.made else Do.FREE, place, None))
+            self.found.append(
+                (Instruction.DROP if place < 0 or event.id in self.made else Instruction.FREE, place, None)
+            )
         elif isinstance(event, Mark):
-            self.found.append((Do.MARK, self._place(event), event.category))
+            self.found.append((Instruction.MARK, self._place(event), event.category))
         elif isinstance(event, Message):
-            self.found.append((Do.MESSAGE, event.work, event))
+            self.found.append((Instruction.MESSAGE, event.work, event))
         elif isinstance(event, Wait):
-            self.found.append((Do.WAIT, event.work, None))
+            self.found.append((Instruction.WAIT, event.work, None))
         else:
-            raise NotAlike(f"{event} inside a block")
+            raise UnrepeatableBlock(f"{event} inside a block")
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
-            raise NotAlike(f"{event} of a storage that is not the block's")
+            raise UnrepeatableBlock(f"{event} of a storage that is not the block's")
         return self.places[event.id]
 
 
-class Again:
+class RepeatedBlock:
     """One block's forward and backward pass, repeated from a recording."""
 
     def __init__(
@@ -213,7 +217,7 @@ class Again:
         self.reducer = reducer
         self.numbers: list[int] = []
         """Of storages, by place."""
-        with UNSEEN():
+        with UNTRACED():
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """What others may hold too, by place."""
 
@@ -238,7 +242,7 @@ class Again:
         places |= {number(tensor): place for place, tensor in self.held.items()}
         start, came = len(self.recorder.events), number(gradient)
         result = self._backward(segment, gradient)
-        recording.adding = segment_of(self.recorder, Pass(start), places, result, came)
+        recording.adding = segment_of(self.recorder, RecordedPass(start), places, result, came)
         return result
 
     def _backward(self, segment: Segment, gradient: Tensor) -> Tensor:
@@ -251,31 +255,31 @@ class Again:
         recorder, numbers, held = self.recorder, self.numbers, self.held
         events, works = recorder.events, dict[int, int]()
         for do, what, how in steps:
-            if do is Do.EVENTS:
+            if do is Instruction.EVENTS:
                 events.extend(what)
-            elif do is Do.ALLOC:
+            elif do is Instruction.ALLOC:
                 number = recorder.reserve()
                 numbers.append(number)
                 events.append(Alloc(number, *what))
-            elif do is Do.FREE:
+            elif do is Instruction.FREE:
                 events.append(Free(numbers[what]))
-            elif do is Do.MESSAGE:
+            elif do is Instruction.MESSAGE:
                 recorder.works += 1
                 works[what] = recorder.works
                 events.append(how._replace(work=recorder.works))
-            elif do is Do.WAIT:
+            elif do is Instruction.WAIT:
                 events.append(Wait(works[what]))
-            elif do is Do.MAKE:
+            elif do is Instruction.MAKE:
                 meta, unmarked = how
                 held[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
                 numbers.append(recorder.number(held[len(numbers)]))
-            elif do is Do.DROP:
+            elif do is Instruction.DROP:
                 del held[what]
-            elif do is Do.SINK:
+            elif do is Instruction.SINK:
                 vars(self.parameters[what])["gradient_sink"](*how)
-            elif do is Do.GIVE:
+            elif do is Instruction.GIVE:
                 self._give(self.parameters[what], *how)
-            elif do is Do.MARK:
+            elif do is Instruction.MARK:
                 events.append(Mark(numbers[what], how))
             else:
                 assert gradient is not None

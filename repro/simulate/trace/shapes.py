@@ -10,71 +10,71 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-UNKNOWN = object()
+UNKNOWN_RESULT = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 """Operands that are what they say."""
-Call = tuple[object, ...]
+CallKey = tuple[object, ...]
 """An operator, and all of its operands that what it returns and costs can depend on."""
 
 
-def by_operator(said: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`functools.cache` for what is said of an operator: by its identity, since its hash is a function in Python."""
+def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Cache `describe` by the identity of an operator, whose hash would be a call of a Python function."""
     known: dict[int, T] = {}
 
     def found(func: Any) -> T:
         try:
             return known[id(func)]
         except KeyError:
-            return known.setdefault(id(func), said(func))
+            return known.setdefault(id(func), describe(func))
 
     return found
 
 
-class Shapes:
+class ShapeCache:
     """Calls operators, or makes what an earlier call with operands of the same shapes returned."""
 
     def __init__(self) -> None:
-        self._known: dict[Call, Any] = {}
+        self._known: dict[CallKey, Any] = {}
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Call | None) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
         """`func(*args, **kwargs)` of an operator that is no view.  `key`: `call_of` it."""
-        out = written_to(func, kwargs)
+        out = output_argument(func, kwargs)
         if out is not None:
             return out
         if _in_place(func):
             return args[0]
         if key is None:
             return func(*args, **kwargs)
-        known = self._known.get(key, UNKNOWN)
-        if known is not UNKNOWN:
+        known = self._known.get(key, UNKNOWN_RESULT)
+        if known is not UNKNOWN_RESULT:
             return _made(known)
         found = func(*args, **kwargs)
         self._known[key] = _shape(found)
-        if self._known[key] is UNKNOWN:
+        if self._known[key] is UNKNOWN_RESULT:
             del self._known[key]
         return found
 
 
-def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey | None:
     """What calls that are alike share; None if an operand is of a kind that is not known here."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
-    return None if UNKNOWN in operands else (id(func), len(args), tuple(kwargs), *operands)
+    return None if UNKNOWN_RESULT in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
-def written_to(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that the caller gives an operator to write its one result to, under whatever name; None without."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
-@by_operator
+@cached_by_operator
 def _out_argument(func: Any) -> str | None:
     """`out` of most operators, `grad_input` of some."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
-@by_operator
+@cached_by_operator
 def _in_place(func: Any) -> bool:
     """It writes its first argument, which is all that it returns, and leaves its size alone."""
     schema = func._schema
@@ -92,14 +92,14 @@ def _described(value: Any) -> Any:
     """All of an operand that the shape of a result can depend on."""
     if isinstance(value, Tensor):
         if not value.is_meta:
-            return UNKNOWN
+            return UNKNOWN_RESULT
         return (Tensor, value.shape, value.stride(), value.dtype)
     if type(value) in PLAIN:
         return (type(value), value)
     if isinstance(value, (list, tuple)):
         inside = tuple(_described(entry) for entry in value)
-        return UNKNOWN if UNKNOWN in inside else (type(value), inside)
-    return UNKNOWN
+        return UNKNOWN_RESULT if UNKNOWN_RESULT in inside else (type(value), inside)
+    return UNKNOWN_RESULT
 
 
 def _shape(value: Any) -> Any:
@@ -109,11 +109,11 @@ def _shape(value: Any) -> Any:
         whole = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)) + 1
         exact = value.numel() and value.untyped_storage().nbytes() == whole * value.element_size()
         plain = type(value) is Tensor and value.device.type == "meta"
-        return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN
+        return (value.shape, value.stride(), value.dtype) if exact and plain else UNKNOWN_RESULT
     if isinstance(value, tuple):
         inside = tuple(_shape(entry) for entry in value)
-        return UNKNOWN if UNKNOWN in inside else (tuple, inside)
-    return UNKNOWN
+        return UNKNOWN_RESULT if UNKNOWN_RESULT in inside else (tuple, inside)
+    return UNKNOWN_RESULT
 
 
 def _made(known: Any) -> Any:

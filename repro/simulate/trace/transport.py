@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from repro.simulate.trace.recorder import TraceRecorder
 
 
-class Recorded:
+class RecordedTransport:
     """Gives every message that the ledger has just recorded a number, and records when it is waited for.
 
     What `inner` does with tensors belongs to the message and is no operator of the step.
@@ -79,7 +79,7 @@ class Recorded:
         self.inner.barrier()
 
 
-class NoData(NoTransport):
+class NoDataTransport(NoTransport):
     """Moves nothing, not even a rank's own part: there is no data."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
@@ -89,7 +89,7 @@ class NoData(NoTransport):
         return Work()
 
 
-class GlooShapes(NoData):
+class GlooBufferTransport(NoDataTransport):
     """Like `repro.parallel.transports.GlooTransport`: a reduce-scatter receives every part in a buffer."""
 
     def __init__(self, size: int, rank: int):

@@ -71,7 +71,7 @@ def test_the_chosen_sizes_span_all() -> None:
 def test_what_is_planned_covers_every_strategy() -> None:
     """One process, an odd number, a power of two: each has what its devices allow, all with the same repeats."""
     for ranks in (1, 2, 3, 4, 8):
-        found = plan.experiments("local", ranks, "fp32", quick=False)
+        found = plan.step_experiments("local", ranks, "fp32", quick=False)
         assert {experiment.layout.world for experiment in found} == {ranks}
         assert {experiment.training.steps for experiment in found} == {plan.REPEATS}
         assert any(experiment.layout.zero == 3 for experiment in found)
@@ -80,7 +80,7 @@ def test_what_is_planned_covers_every_strategy() -> None:
 
 
 def test_tensor_parallelism_stays_on_a_node() -> None:
-    found = plan.experiments("local", 8, "fp32", quick=False, per_node=2)
+    found = plan.step_experiments("local", 8, "fp32", quick=False, per_node=2)
     assert {(e.layout.tp, e.layout.dp) for e in found if e.layout.tp > 1} == {(2, 4)}
     assert {e.layout.world for e in found} == {8}
 
@@ -89,7 +89,7 @@ def test_the_clock_sees_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> No
     """More work takes longer, and the quartiles are about the median: in seconds of this thread's processor, of which
     what else runs here takes none."""
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=time.thread_time))
-    clock = OperatorClock(CPU, meshes.single().world, repeats=3)
+    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
     assert clock.cache > 0
     small, large = (torch.ones(n, n) for n in (32, 512))
     short = clock.time(lambda: lambda: small @ small, 3 * small.nbytes)
@@ -102,7 +102,9 @@ def test_the_clock_sees_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_that_share_a_cache_flush_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine of two cores may be told of the 480 MB of its host: of sixteen ranks each flushes a part."""
     monkeypatch.setattr(clock_module, "cache_bytes", lambda device: 2**20)
-    alone, one_of_eight = (OperatorClock(CPU, meshes.single().world, repeats=1, neighbours=n) for n in (1, 8))
+    alone, one_of_eight = (
+        OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=1, neighbours=n) for n in (1, 8)
+    )
     assert (alone.cache, one_of_eight.cache) == (2**20, 2**17)
     assert alone._wipe.nbytes == 8 * one_of_eight._wipe.nbytes > 2**20
 
@@ -125,16 +127,16 @@ def test_a_call_finds_neither_its_operands_nor_the_memory_of_its_result_in_the_c
 
         return call
 
-    clock = OperatorClock(CPU, meshes.single().world, repeats=3)
+    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=3)
     clock.time(make, 2**18)
     for places in (read, written):
         assert all(len(set(places[i : i + 5])) == 5 for i in range(len(read) - 15, len(read) - 5))
 
 
 def test_a_core_s_products_are_measured_as_a_run_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one rank a core, as `of_a_rank` starts them: ranks that take turns on a core would say less of it."""
-    monkeypatch.setattr(target.products, "of_this_core", lambda: 5e9)
-    group = meshes.single().world
+    """By one rank a core, as `rank_flops_per_s` starts them: ranks that take turns on a core would say less of it."""
+    monkeypatch.setattr(target.compute_rate, "core_flops_per_s", lambda: 5e9)
+    group = meshes.single_rank_mesh().world
     found = [target.products_of_a_core(place, 2, group) for place in range(4)]
     assert found == [5e9, 5e9, None, None]
 
@@ -161,7 +163,7 @@ def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
 ) -> None:
     """Whether a rank had the core to itself all the while, its part of it, or hardly any."""
     monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
-    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=8)
+    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=8)
     busy = Busy(wall_s)
     monkeypatch.setattr(clock_module, "time", busy)
     assert clock.in_a_crowd(busy, alone=lambda: 0.0) == pytest.approx(4e-3)
@@ -170,7 +172,7 @@ def test_a_crowded_clock_says_what_an_equal_part_of_a_core_takes(
 
 def test_ranks_with_a_core_each_are_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "usable_cores", lambda: 2)
-    clock = OperatorClock(CPU, meshes.single().world, repeats=2, neighbours=2)
+    clock = OperatorClock(CPU, meshes.single_rank_mesh().world, repeats=2, neighbours=2)
     busy = Busy(3e-3)
     monkeypatch.setattr(clock_module, "time", busy)
     assert clock.time(lambda: busy, 8).median == pytest.approx(3e-3)

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.accuracy.calibrate import fit
-from repro.accuracy.calibrate.fit import Measurement
+from repro.accuracy.calibrate.fit import TimedCall
 from repro.config.timing import OperatorRate
 
 SIZES = [(2.0**k, 2.0**j) for k in range(10, 26, 3) for j in range(12, 34, 5)]
 TERM = st.floats(min_value=0.1, max_value=10.0)
 
 
-def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Measurement]:
+def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[TimedCall]:
     factors = noise or [1.0] * len(SIZES)
     return [
-        Measurement(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
+        TimedCall(nbytes, flops, rate.seconds(flops=flops, nbytes=nbytes) * factor)
         for (nbytes, flops), factor in zip(SIZES, factors, strict=True)
     ]
 
@@ -25,7 +25,7 @@ def points_of(rate: OperatorRate, noise: list[float] | None = None) -> list[Meas
 @given(TERM, TERM, TERM)
 def test_known_coefficients_are_recovered(fixed: float, per_byte: float, per_flop: float) -> None:
     rate = OperatorRate(fixed_s=fixed * 1e-5, per_byte_s=per_byte * 1e-10, per_flop_s=per_flop * 1e-11)
-    found = fit.fit(points_of(rate))
+    found = fit.fit_rate(points_of(rate))
     assert found.fixed_s == pytest.approx(rate.fixed_s, rel=1e-4)
     assert found.per_byte_s == pytest.approx(rate.per_byte_s, rel=1e-4)
     assert found.per_flop_s == pytest.approx(rate.per_flop_s, rel=1e-4)
@@ -34,13 +34,13 @@ def test_known_coefficients_are_recovered(fixed: float, per_byte: float, per_flo
 @given(st.lists(st.floats(min_value=0.9, max_value=1.1), min_size=len(SIZES), max_size=len(SIZES)))
 def test_noise_moves_the_rate_no_further_than_itself(noise: list[float]) -> None:
     rate = OperatorRate(fixed_s=1e-5, per_byte_s=1e-10, per_flop_s=1e-11)
-    found = fit.fit(points_of(rate, noise))
-    assert max(abs(error) for error in fit.errors(found, points_of(rate))) < 0.25
+    found = fit.fit_rate(points_of(rate, noise))
+    assert max(abs(error) for error in fit.relative_errors(found, points_of(rate))) < 0.25
 
 
 @given(st.lists(st.tuples(TERM, TERM, TERM), min_size=1, max_size=8))
 def test_nothing_is_negative(rows: list[tuple[float, float, float]]) -> None:
-    found = fit.fit([Measurement(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
+    found = fit.fit_rate([TimedCall(a * 1e6, b * 1e6, c * 1e-4) for a, b, c in rows])
     assert found.seconds(flops=0, nbytes=0) >= 0
     assert found.seconds(flops=1e9, nbytes=1e9) >= found.seconds(flops=1e8, nbytes=1e8)
 
@@ -49,14 +49,14 @@ def test_own_rates_only_where_they_differ() -> None:
     """Streams of one speed share `elementwise`; what is slower, and products, have their own."""
     sizes = [2.0**k for k in range(12, 26, 2)]
     streams = {
-        name: [Measurement(n, 0, 5e-6 + n * 1e-10) for n in sizes]
+        name: [TimedCall(n, 0, 5e-6 + n * 1e-10) for n in sizes]
         for name in ("aten.add", "aten.mul", "aten.sub")
     }
-    slow = [Measurement(n, n, 2e-4 + n * 1e-9) for n in sizes]
-    product = [Measurement(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
-    tiny = [Measurement(8, 0, 2e-5)]
-    function = [Measurement(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
-    found = fit.rates(
+    slow = [TimedCall(n, n, 2e-4 + n * 1e-9) for n in sizes]
+    product = [TimedCall(n, n**1.5, 1e-5 + n**1.5 * 1e-11) for n in sizes]
+    tiny = [TimedCall(8, 0, 2e-5)]
+    function = [TimedCall(2.0**22, 0, 5e-6 + 2.0**22 * 8e-10)]
+    found = fit.operator_rates(
         {
             **streams,
             "repro.slow": slow,
@@ -80,7 +80,7 @@ def test_own_rates_only_where_they_differ() -> None:
 def test_a_call_of_a_few_bytes_says_nothing_of_the_price_of_a_byte() -> None:
     """Of two calls, on a number and on a mask, the median would be the first's: thousands of times too much."""
     common = OperatorRate(fixed_s=1e-5, per_byte_s=4e-10)
-    number, mask = Measurement(8, 0, 3e-5), Measurement(120_000, 0, 3 * 4.8e-5 + 1e-5)
-    found = fit.scaled(common, [number, mask])
+    number, mask = TimedCall(8, 0, 3e-5), TimedCall(120_000, 0, 3 * 4.8e-5 + 1e-5)
+    found = fit.scale_rate(common, [number, mask])
     assert found.seconds(flops=0, nbytes=mask.nbytes) == pytest.approx(mask.seconds)
     assert found.seconds(flops=0, nbytes=number.nbytes) == pytest.approx(common.fixed_s, rel=1e-3)

@@ -13,11 +13,11 @@ from repro.accuracy.calibrate import clock as clock_module
 from repro.accuracy.calibrate import links as links_module
 from repro.accuracy.calibrate.clock import MOST_CALLS, OperatorClock
 from repro.accuracy.calibrate.links import MANY, LinkBench
-from repro.accuracy.calibrate.spans import Kind
+from repro.accuracy.calibrate.plan import GroupKind
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
 
-WORLD = meshes.single().world
+WORLD = meshes.single_rank_mesh().world
 
 
 @pytest.fixture
@@ -79,7 +79,9 @@ def test_a_message_there_and_back_is_two(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench, "_messages", counted("message"))
     monkeypatch.setattr(bench, "_seconds", lambda run, payload: 8.0)
     beats: list[int] = []
-    rows = bench.by_payload({Kind(1, 1, 1): WORLD}, {"memory": WORLD}, [1024, 2**21], lambda: beats.append(0))
+    rows = bench.by_payload(
+        {GroupKind(1, 1, 1): WORLD}, {"memory": WORLD}, [1024, 2**21], lambda: beats.append(0)
+    )
     assert runs == {
         ("collective", 1024): 4,
         ("collective", 2**21): 4,

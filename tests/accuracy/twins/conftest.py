@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from repro.accuracy.twins.derive import Choice, Twin, derive
-from repro.accuracy.twins.originals import named
+from repro.accuracy.twins.derive import Twin, TwinOptions, derive
+from repro.accuracy.twins.suite import named_comparisons
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config.system import System
-from repro.config.systems.load import parse
-from repro.simulate.time.emulated import CARRYING
+from repro.config.systems import parse_system
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT
 
 RANKS = 16
 LOWBW = ["deepspeed_lowbw/lowbw-megatron"]
@@ -35,7 +35,7 @@ def tables() -> dict[str, Any]:
             "ranks": RANKS,
             "repeats": 1,
             "cores": 1,
-            "facts": {CARRYING: 1},
+            "facts": {MESSAGE_CORES_FACT: 1},
         },
         "device": {
             "name": "a processor",
@@ -59,7 +59,7 @@ def tables() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def machine() -> System:
-    return parse(tables(), name="here", file="here.toml")
+    return parse_system(tables(), name="here", file="here.toml")
 
 
 @pytest.fixture(scope="session")
@@ -69,4 +69,4 @@ def catalogue() -> SuiteCatalogue:
 
 @pytest.fixture(scope="session")
 def lowbw(machine: System, catalogue: SuiteCatalogue) -> Twin:
-    return derive(named(LOWBW, catalogue.suites)[0], machine, Choice(width=400))
+    return derive(named_comparisons(LOWBW, catalogue.suites)[0], machine, TwinOptions(width=400))

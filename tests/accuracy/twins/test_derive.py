@@ -8,30 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from repro.accuracy.calibrate.toml import text as toml
-from repro.accuracy.twins.derive import Choice, Twin, derive, inside_rate, useful_rate
-from repro.accuracy.twins.matter import ratio_of
-from repro.accuracy.twins.numbers import Number, numbers
-from repro.accuracy.twins.originals import named, of_claim
-from repro.accuracy.twins.suite import Named, text
+from repro.accuracy.calibrate.document import toml_text as toml
+from repro.accuracy.twins.derive import Twin, TwinOptions, derive, inside_rate, useful_rate
+from repro.accuracy.twins.numbers import SimilarityNumber, ratio_of, similarity_numbers
+from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load as ledger
 from repro.claims.run_commands import SuiteCatalogue
 from repro.cli import main
 from repro.config import EmulatedNetwork, suites
 from repro.config.errors import ConfigError
+from repro.config.experiment import TWIN_RATIO
 from repro.config.system import System
-from repro.config.systems.load import parse
-from repro.config.twin import RATIO
-from repro.emulate.frames import payload_share
-from repro.simulate.time.basis import CALIBRATED, PUBLISHED
-from repro.simulate.time.emulated import emulated
+from repro.config.systems import parse_system
+from repro.emulate.network import payload_share
+from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT
+from repro.simulate.time.emulated import emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import LOWBW, tables
 
 TABLE = ["deepspeed_64gpu/64gpu-4b-megatron"]
 
 
-def by_name(found: list[Number]) -> dict[str, Number]:
+def by_name(found: list[SimilarityNumber]) -> dict[str, SimilarityNumber]:
     return {number.name.partition(",")[0]: number for number in found}
 
 
@@ -44,7 +42,9 @@ def test_one_network_for_the_3p75x_pair(lowbw: Twin) -> None:
 
 
 def test_members_of_one_model_have_one_model(machine: System, catalogue: SuiteCatalogue) -> None:
-    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(part=4))
+    twin = derive(
+        named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(part=4)
+    )
     assert len({member.twin.model for member in twin.members}) == 1
     assert twin.members[0].twin.model.heads == 16, "what tensor parallelism over all ranks divides"
 
@@ -53,13 +53,13 @@ def test_the_numbers_are_kept(lowbw: Twin) -> None:
     """By products and bytes, with what is left between the members' rates and their common one."""
     rates = [useful_rate(m.after) / useful_rate(m.before) / lowbw.scales[0].rate for m in lowbw.members]
     for member, apart in zip(lowbw.members, rates, strict=True):
-        found = by_name(numbers(member, lowbw.members[0]))
+        found = by_name(similarity_numbers(member, lowbw.members[0]))
         assert found["compute / data-parallel communication"].change == pytest.approx(1 / apart - 1, abs=2e-3)
         assert found["attention / other products"].kept
         assert found["vocabulary / layers"].kept
         assert found["bucket / gradients"].change == pytest.approx(0, abs=0.02)
         assert found["replica batch"].change == 0
-    found = by_name(numbers(lowbw.members[0], lowbw.members[0]))
+    found = by_name(similarity_numbers(lowbw.members[0], lowbw.members[0]))
     assert found["compute / tensor-parallel communication"].change == pytest.approx(
         1 / rates[0] - 1, abs=2e-3
     )
@@ -74,7 +74,9 @@ def test_the_ratio_differs_by_what_is_said(lowbw: Twin) -> None:
 
 def test_communication_beside_compute_is_no_compute(machine: System, catalogue: SuiteCatalogue) -> None:
     """Else links would be made for a rate that cores have while they carry messages as fast as they can."""
-    twin = derive(named(["slow_links/slow-zero1"], catalogue.suites)[0], machine, Choice(width=400))
+    twin = derive(
+        named_comparisons(["slow_links/slow-zero1"], catalogue.suites)[0], machine, TwinOptions(width=400)
+    )
     first = twin.members[0]
     assert first.after.slowest.busy["overlap"] > 0
     assert useful_rate(first.after) / useful_rate(first.before) == pytest.approx(
@@ -97,7 +99,9 @@ def test_a_rank_as_fast_as_ten_wants_links_ten_times_as_fast(
     link = machine.links["memory"]
     link = replace(link, bandwidth=replace(link.bandwidth, value=3e9))
     fast = replace(machine, device=replace(machine.device, operators=rates), links={"memory": link})
-    other = derive(named(LOWBW, catalogue.suites)[0], fast, Choice(width=400)).members[0].network
+    other = (
+        derive(named_comparisons(LOWBW, catalogue.suites)[0], fast, TwinOptions(width=400)).members[0].network
+    )
     slow = lowbw.members[0].network
     assert other.between == pytest.approx(10 * slow.between, rel=0.02)
     assert other.within == pytest.approx(10 * slow.within, rel=0.02)
@@ -107,10 +111,10 @@ def test_a_group_that_drives_one_adapter_of_many_has_a_network_of_its_own(
     machine: System, catalogue: SuiteCatalogue
 ) -> None:
     """4B on DGX-2: four groups of Megatron's use four adapters of a node, DeepSpeed's one group uses one."""
-    twin = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
+    twin = derive(named_comparisons(TABLE, catalogue.suites)[0], machine, TwinOptions(width=288))
     assert len(twin.together) == 1
     for member in twin.members:
-        found = by_name(numbers(member, twin.members[0]))
+        found = by_name(similarity_numbers(member, twin.members[0]))
         assert found["compute / data-parallel communication"].original > 0
         assert abs(found["dp hops"].change) < 0.25
     megatron, deepspeed = (member.network.between for member in twin.members)
@@ -124,23 +128,25 @@ def test_who_needs_the_baselines_network_takes_turns_with_it(
 ) -> None:
     """Sums of every layer over the slow link need what gradients do; messages between stages of one layer in place of
     twelve, faster links."""
-    twin = derive(named(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, Choice(width=400))
+    twin = derive(
+        named_comparisons(["slow_links/slow-tp4-dp4"], catalogue.suites)[0], machine, TwinOptions(width=400)
+    )
     together = [member.original.name for member in twin.together]
     assert together == ["slow-tp4-dp4", "slow-tp16", "slow-zero3-batch4"]
     stages = twin.members[1]
     assert stages.network.between == pytest.approx(12 * twin.members[0].network.between, rel=0.02)
-    share = by_name(numbers(stages, twin.members[0]))["pipeline communication / compute"]
+    share = by_name(similarity_numbers(stages, twin.members[0]))["pipeline communication / compute"]
     assert share.twin < 10 * share.original
 
 
 def test_links_of_the_original_may_be_asked_for(
     machine: System, catalogue: SuiteCatalogue, lowbw: Twin
 ) -> None:
-    original = named(LOWBW, catalogue.suites)[0]
-    half = derive(original, machine, Choice(width=400, between=2.4e9))
+    original = named_comparisons(LOWBW, catalogue.suites)[0]
+    half = derive(original, machine, TwinOptions(width=400, between=2.4e9))
     assert half.members[0].network.between == pytest.approx(lowbw.members[0].network.between / 2, rel=0.02)
     assert half.members[0].network.within == pytest.approx(lowbw.members[0].network.within, rel=0.02)
-    fast = derive(original, machine, Choice(width=400, between=19.2e9))
+    fast = derive(original, machine, TwinOptions(width=400, between=19.2e9))
     assert fast.together == fast.members, (
         "rings are held up inside the nodes, and their link is as fast for all"
     )
@@ -150,29 +156,31 @@ def test_links_of_the_original_may_be_asked_for(
 
 def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
     """Baselines bring their subjects, others are compared with each other, a claim names its own."""
-    both = named([*LOWBW, *TABLE], catalogue.suites)
+    both = named_comparisons([*LOWBW, *TABLE], catalogue.suites)
     assert [[e.name for e in members] for members in both] == [
         ["lowbw-megatron", "lowbw-deepspeed"],
         ["64gpu-4b-megatron", "64gpu-4b-deepspeed"],
     ]
-    two = named(["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites)
+    two = named_comparisons(
+        ["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites
+    )
     assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
     claims = {claim.id: claim for claim in ledger().claims}
-    assert of_claim(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
+    assert claim_comparisons(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
     with pytest.raises(ConfigError, match="comparison"):
-        of_claim(claims["zero-bw-cliff"], catalogue.suites)
+        claim_comparisons(claims["zero-bw-cliff"], catalogue.suites)
     with pytest.raises(ConfigError, match="published system"):
-        named(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
+        named_comparisons(["smoke/states-z0-dp2", "smoke/states-z1-dp2"], catalogue.suites)
 
 
 def test_a_file_of_other_ranks_is_refused(machine: System) -> None:
     with pytest.raises(ConfigError, match="--gpus 8"):
-        emulated(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
+        emulated_system(machine, EmulatedNetwork(nodes=2, ranks_per_node=4, between=1e7))
 
 
 def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lowbw: Twin) -> None:
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
-    system = emulated(machine, network)
+    system = emulated_system(machine, network)
     layouts = [member.twin.layout for member in lowbw.members]
     rates = [Network(system, layout).bus_bandwidth("dp") / payload_share(network) for layout in layouts]
     assert rates == [pytest.approx(2e6), pytest.approx(8e6)], "four groups share a node's link, or one has it"
@@ -182,12 +190,12 @@ def test_an_emulated_network_is_what_its_buckets_let_through(machine: System, lo
 def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Twin) -> None:
     """Sixteen messages share two cores; behind a slow link the second of two segments takes its half of that."""
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=20e6)
-    system, layout = emulated(machine, network), lowbw.members[0].twin.layout
+    system, layout = emulated_system(machine, network), lowbw.members[0].twin.layout
     over_nodes = Network(system, layout)
     small, large = (over_nodes.seconds("all_reduce", "dp", size) for size in (8, 40_000_000))
     assert small == pytest.approx(6 * 2e-3, rel=1e-2), "gloo has rings alone: six messages, no tree"
     assert large == pytest.approx(6 * (10e6 / (2e6 * payload_share(network)) + 2e-3 / 2), rel=1e-6)
-    fast = Network(emulated(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
+    fast = Network(emulated_system(machine, EmulatedNetwork(nodes=1, ranks_per_node=16)), layout)
     assert fast.seconds("all_reduce", "tp", 1_000_000) == pytest.approx(6 * 2.5e-3, rel=1e-2)
 
 
@@ -195,24 +203,32 @@ def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
     found = tables()
     del found["links"]["memory"]["collectives"]
     with pytest.raises(ConfigError, match="calibrate anew"):
-        emulated(parse(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16))
+        emulated_system(
+            parse_system(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
+        )
 
 
 def test_the_suite_is_the_twin(
     lowbw: Twin, machine: System, catalogue: SuiteCatalogue, tmp_path: Path
 ) -> None:
-    table = derive(named(TABLE, catalogue.suites)[0], machine, Choice(width=288))
+    table = derive(named_comparisons(TABLE, catalogue.suites)[0], machine, TwinOptions(width=288))
     file = tmp_path / "windtunnel_x.toml"
     file.write_text(
-        text([Named(lowbw), Named(table, "-x")], file=str(file), name="windtunnel_x", arguments="", claims=())
+        suite_text(
+            [NamedTwin(lowbw), NamedTwin(table, "-x")],
+            file=str(file),
+            name="windtunnel_x",
+            arguments="",
+            claims=(),
+        )
     )
-    suite = suites.load(file)
+    suite = suites.load_suite(file)
     members = [*lowbw.members, *table.members]
     for entry, member in zip(suite.entries, members, strict=True):
         e = entry.experiment
         assert replace(e, name=member.twin.name).key == member.twin.key
         baseline = (lowbw if member in lowbw.members else table).members[0]
-        said = {n.name: (n.original, n.twin) for n in numbers(member, baseline)}
+        said = {n.name: (n.original, n.twin) for n in similarity_numbers(member, baseline)}
         assert e.twin is not None
         assert e.twin.original == member.original.name
         assert e.twin.part == pytest.approx(member.twin.model.hidden / member.original.model.hidden, rel=1e-3)
@@ -221,8 +237,8 @@ def test_the_suite_is_the_twin(
     assert first is not None
     assert second is not None
     assert first.between == pytest.approx(0.96 * 5e9), "40 Gbit/s of Ethernet, less what its frames cost"
-    assert RATIO in second.numbers
-    assert RATIO not in first.numbers
+    assert TWIN_RATIO in second.numbers
+    assert TWIN_RATIO not in first.numbers
     assert [row.subjects for row in suite.comparisons] == [("lowbw-deepspeed",)]
 
 
@@ -235,9 +251,9 @@ def test_both_sides_say_what_they_rest_on(tmp_path: Path, capsys: pytest.Capture
     assert main(asked) == 0
     (line, *_) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("which rests on"))
     assert line.removeprefix("which rests on").split("  ")[-1].strip() == CALIBRATED
-    assert PUBLISHED in line
+    assert PUBLISHED_POINT in line
     assert main([*asked, "--json"]) == 0
     members = [member for each in json.loads(capsys.readouterr().out) for member in each["members"]]
     assert [member["rests_on"] for member in members] == [
-        {"original": PUBLISHED, "twin": CALIBRATED} for _ in members
+        {"original": PUBLISHED_POINT, "twin": CALIBRATED} for _ in members
     ]

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from repro.accuracy.calibrate import toml
+from repro.accuracy.calibrate import document
 from repro.accuracy.twins.derive import Twin
-from repro.accuracy.twins.suite import Named, text
-from repro.accuracy.validate.machine import compare
+from repro.accuracy.twins.suite import NamedTwin, suite_text
+from repro.accuracy.validate.machine import predict_measured_runs
 from repro.config import EmulatedNetwork, Layout, suites
 from repro.config.errors import ConfigError
 from repro.config.network import CORES_SHARE
 from repro.config.system import System
-from repro.config.systems.load import parse
-from repro.emulate.products import PRODUCTS
+from repro.config.systems import parse_system
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import NetworkReport, RankOnNetwork
 from repro.results.store import read
-from repro.simulate.time.emulated import CARRYING, emulated
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT, emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import tables
 from tests.records import latest, made_up
@@ -43,7 +43,7 @@ def test_a_rank_begins_as_many_messages_as_its_transport(
 ) -> None:
     between = 8e6 if nodes > 1 else 0.0
     network = EmulatedNetwork(nodes=nodes, ranks_per_node=16 // nodes, between=between, within=20e6)
-    assert Network(emulated(machine, network), layout).messages(op, "dp") == messages
+    assert Network(emulated_system(machine, network), layout).messages(op, "dp") == messages
 
 
 @pytest.mark.slow
@@ -51,11 +51,13 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     machine: System, lowbw: Twin, tmp_path: Path
 ) -> None:
     here, file = tmp_path / "here.toml", tmp_path / "windtunnel_x.toml"
-    here.write_text(toml.text(tables()))
-    file.write_text(text([Named(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=()))
-    suite = suites.load(file)
+    here.write_text(document.toml_text(tables()))
+    file.write_text(
+        suite_text([NamedTwin(lowbw)], file=str(file), name="windtunnel_x", arguments="", claims=())
+    )
+    suite = suites.load_suite(file)
     results = tmp_path / "results"
-    list(simulated.run([(suite, list(suite.entries))], results, str(here), rerun=False))
+    list(simulated.simulate_suites([(suite, list(suite.entries))], results, str(here), rerun=False))
     found = {
         line["name"]: line["metrics"]["step_seconds.median"] for line in latest(results, "simulated").values()
     }
@@ -69,37 +71,39 @@ def calibrated(**facts: float) -> System:
     """The machine with what its file says of itself."""
     found = tables()
     found["provenance"]["facts"] |= facts
-    return parse(found, name="here", file="here.toml")
+    return parse_system(found, name="here", file="here.toml")
 
 
 def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
     """A suite's rates hold for ranks of one rate of compute: a run scales them, and so does what is expected of it."""
-    here = calibrated(**{PRODUCTS: 10e9})
+    here = calibrated(**{COMPUTE_RATE_FACT: 10e9})
     written = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
     as_run = EmulatedNetwork(nodes=4, ranks_per_node=4, between=16e6, within=4e7)
-    assert emulated(here, written).links == emulated(here, as_run).links
+    assert emulated_system(here, written).links == emulated_system(here, as_run).links
 
 
 def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
-    with pytest.raises(ConfigError, match=f"{PRODUCTS}.*calibrate anew"):
-        emulated(calibrated(), network)
+    with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*calibrate anew"):
+        emulated_system(calibrated(), network)
 
 
 def test_a_rank_has_its_share_of_a_core() -> None:
-    found = emulated(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+    found = emulated_system(calibrated(), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
     for name, rate in calibrated().device.operators.items():
         assert found.device.operators[name] == rate.slowed(1 / CORES_SHARE)
 
 
 def test_a_file_of_ranks_on_all_cores_is_not_of_ranks_that_leave_half_of_them_to_messages() -> None:
     with pytest.raises(ConfigError, match="half of the cores: repro calibrate --suite"):
-        emulated(calibrated(**{CARRYING: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7))
+        emulated_system(
+            calibrated(**{MESSAGE_CORES_FACT: 0}), EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7)
+        )
 
 
 def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
     """They are made for the rate at which ranks compute just then, which is not that of the hour of the file."""
-    here = calibrated(**{PRODUCTS: 5e9})
+    here = calibrated(**{COMPUTE_RATE_FACT: 5e9})
     network = EmulatedNetwork(nodes=4, ranks_per_node=4, between=8e6, within=2e7, flops_per_s=5e9)
 
     def predicted(times: float, **changed: float) -> float:
@@ -119,7 +123,7 @@ def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
         experiment = tiny(Layout(dp=16))
         on = replace(experiment, network=replace(network, **changed))
         record = made_up("a", experiment=on.as_dict(), metrics={STEP_SECONDS: 1.0})
-        found = compare([replace(record, network=NetworkReport.of(ranks))], here)
+        found = predict_measured_runs([replace(record, network=NetworkReport.of(ranks))], here)
         assert not found.missing
         return found.pairs[0].predicted
 

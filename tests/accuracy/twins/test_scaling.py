@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from repro.accuracy.twins.scaling import Scale, model_of
+from repro.accuracy.twins.scaling import Scale, scaled_model
 from repro.config import ConfigError, Layout, Model
 from repro.config.layout import ELEMENT_BYTES
-from repro.model import flops
+from repro.model import counts
 from repro.parallel.ledger import RING_PASSES
 
 CASES = 50
@@ -67,11 +67,11 @@ def test_a_model_keeps_the_shares_of_attention_and_vocabulary(seed: int) -> None
         seq=1024 * pick.choice([1, 2]),
     )
     tp = pick.choice([1, 2, 4])
-    twin = model_of(original, original.seq, name="t", width=original.hidden // 4, layers=8, tp=tp)
+    twin = scaled_model(original, original.seq, name="t", width=original.hidden // 4, layers=8, tp=tp)
     assert twin.seq / twin.hidden == pytest.approx(original.seq / original.hidden, rel=0.01)
 
     def vocabulary(model: Model) -> float:
-        return flops.logits_forward(model, model.seq, 1) / flops.layers_forward(model, model.seq, 1)
+        return counts.logits_forward(model, model.seq, 1) / counts.layers_forward(model, model.seq, 1)
 
     assert vocabulary(twin) == pytest.approx(vocabulary(original), rel=0.02)
     assert twin.heads % tp == twin.vocab % tp == twin.seq % tp == 0
@@ -96,4 +96,4 @@ def test_stages_keep_compute_over_messages() -> None:
 def test_other_layers_have_other_ratios() -> None:
     model = Model(name="llama", layers=2, hidden=64, heads=8, vocab=64, seq=32, norm="rms", kv_heads=2)
     with pytest.raises(ConfigError, match=r"model = 'llama': must be of GPT-2's layer.* another norm"):
-        model_of(model, 32, name="twin", width=32, layers=2, tp=1)
+        scaled_model(model, 32, name="twin", width=32, layers=2, tp=1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.accuracy.validate.conformal import Residual, margin, margins, score
+from repro.accuracy.validate.published import Residual, conformal_margin, conformal_margins, conformity_score
 
 
 def residual(report: str, value: float, run: str = "", kind: str = "rate") -> Residual:
@@ -18,22 +18,22 @@ def residual(report: str, value: float, run: str = "", kind: str = "rate") -> Re
 
 
 def test_a_score_is_how_far_outside_and_negative_inside() -> None:
-    assert score(10, 20, 40) == pytest.approx(log(2))
-    assert score(10, 20, 5) == pytest.approx(log(2))
-    assert score(10, 20, 12) == pytest.approx(-log(1.2))
+    assert conformity_score(10, 20, 40) == pytest.approx(log(2))
+    assert conformity_score(10, 20, 5) == pytest.approx(log(2))
+    assert conformity_score(10, 20, 12) == pytest.approx(-log(1.2))
 
 
 def test_the_quantile_by_hand() -> None:
     """Of 9 scores the 9th, ceil(10 x 0.9); of 19 the 18th; of 8 none: the 9th would be one that is not there."""
-    assert margin([0.1 * n for n in range(1, 10)]) == pytest.approx(0.9)
-    assert margin([0.1 * n for n in range(19, 0, -1)]) == pytest.approx(1.8)
-    assert margin([0.1] * 8) is None
-    assert margin([]) is None
-    assert margin([-0.3] * 9) == 0.0, "an interval is not made narrower"
+    assert conformal_margin([0.1 * n for n in range(1, 10)]) == pytest.approx(0.9)
+    assert conformal_margin([0.1 * n for n in range(19, 0, -1)]) == pytest.approx(1.8)
+    assert conformal_margin([0.1] * 8) is None
+    assert conformal_margin([]) is None
+    assert conformal_margin([-0.3] * 9) == 0.0, "an interval is not made narrower"
 
 
 def test_without_other_reports_there_is_none() -> None:
-    assert margins([residual("A", 0.1) for _ in range(50)]) == [None] * 50
+    assert conformal_margins([residual("A", 0.1) for _ in range(50)]) == [None] * 50
 
 
 @settings(deadline=None, max_examples=50)
@@ -55,22 +55,25 @@ def test_a_rows_own_report_and_its_own_runs_never_enter(
         one if one.apart(own) else replace(one, score=far if number % 2 else -far)
         for number, one in enumerate(residuals)
     ]
-    assert margins(residuals)[0] == margins(changed)[0]
+    assert conformal_margins(residuals)[0] == conformal_margins(changed)[0]
     others = [replace(one, score=far) if one.apart(own) else one for one in residuals]
-    if (found := margins(others)[0]) is not None:
+    if (found := conformal_margins(others)[0]) is not None:
         assert found == far, "the others do"
 
 
 def test_a_row_that_cites_two_reports_keeps_both_out() -> None:
     others = [residual("C", 0.1) for _ in range(9)]
     both = Residual("rate", frozenset({"A", "B"}), frozenset(), 0.0)
-    assert margins([both, residual("B", 5.0), residual("A", 5.0), *others])[0] == pytest.approx(0.1)
+    assert conformal_margins([both, residual("B", 5.0), residual("A", 5.0), *others])[0] == pytest.approx(0.1)
 
 
 def test_rates_and_ratios_have_scores_of_their_own() -> None:
     rates = [residual("A", 0.1) for _ in range(9)]
     ratios = [residual("A", 0.7, kind="ratio") for _ in range(9)]
-    assert margins([residual("B", 0.0), residual("B", 0.0, kind="ratio"), *rates, *ratios])[:2] == [0.1, 0.7]
+    assert conformal_margins([residual("B", 0.0), residual("B", 0.0, kind="ratio"), *rates, *ratios])[:2] == [
+        0.1,
+        0.7,
+    ]
 
 
 def test_nine_of_ten_are_held_where_reports_are_alike() -> None:
@@ -79,8 +82,8 @@ def test_nine_of_ten_are_held_where_reports_are_alike() -> None:
     rows = []
     for number in range(2000):
         predicted = exp(random.gauss(0, 0.1))
-        rows.append((f"report {number % 20}", score(0.98 * predicted, 1.02 * predicted, 1.0)))
-    found = margins([residual(report, value) for report, value in rows])
+        rows.append((f"report {number % 20}", conformity_score(0.98 * predicted, 1.02 * predicted, 1.0)))
+    found = conformal_margins([residual(report, value) for report, value in rows])
     held = sum(value <= (width or 0.0) for (_, value), width in zip(rows, found, strict=True))
     assert sum(value <= 0 for _, value in rows) < 600
     assert held / len(rows) == pytest.approx(0.9, abs=0.01)

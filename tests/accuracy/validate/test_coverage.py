@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from repro import cli
-from repro.accuracy.validate.published import ALL_RATES, RATIOS, Family
+from repro.accuracy.validate.published import ALL_RATES, RATIOS, FamilyStatistics
 from repro.report.text import validate as view
 
 LEAST, MOST = 80.0, 97.0
 
 
-def family(name: str, held: int, wider: int = 100) -> Family:
+def family(name: str, held: int, wider: int = 100) -> FamilyStatistics:
     worst: Any = None
-    return Family(
+    return FamilyStatistics(
         name=name, points=wider, median=0.1, worst=worst, close=0, held=0, wider=wider, held_wider=held
     )
 
@@ -33,7 +33,7 @@ def test_both_have_to_be_between(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
-    monkeypatch.setattr(view, "families", lambda points: found)
+    monkeypatch.setattr(view, "family_statistics", lambda points: found)
     assert view.print_coverage(tmp_path, (LEAST, MOST)) == code
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith(f"{rates} of 100 rates and {ratios} of 100 ratios lie in their 90 % intervals")

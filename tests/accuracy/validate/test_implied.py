@@ -11,8 +11,8 @@ from repro.accuracy.validate.implied import Implied, implied
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config.systems.unknowns import PACE
-from repro.report.figures import implied as figure
-from repro.report.figures.style import look
+from repro.report.figures import validation as figure
+from repro.report.figures.style import figure_style
 from repro.results.interval import Other, Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from tests.accuracy.validate.steps import RINGS, judged, on
@@ -100,7 +100,7 @@ def test_the_figure_shows_what_most_rows_are_torn_about_and_never_the_pace(tmp_p
     agree = needed(tmp_path, {"a": "15.0"}, moving("a", INVERSE, key="links.nvlink.efficiency"))
     torn = needed(tmp_path, {"a": "15.0", "b": "60.0"}, moving("a", INVERSE), moving("b", INVERSE))
     pace = needed(tmp_path, {"a": "15.0"}, moving("a", INVERSE, key=PACE, system="selene"))
-    assert figure.chosen([*pace, *agree, *torn]) == [*torn, *agree]
+    assert figure.select_implied([*pace, *agree, *torn]) == [*torn, *agree]
 
 
 def test_between_the_points_of_a_curve() -> None:
@@ -116,13 +116,13 @@ def test_between_the_points_of_a_curve() -> None:
 def test_the_figure_has_a_panel_for_each_and_marks_who_contradicts(tmp_path: Path) -> None:
     records = moving("a", INVERSE), moving("b", INVERSE)
     found = needed(tmp_path, {"a": "15.0", "b": "60.0"}, *records)
-    with look():
-        drawing = figure.draw(found)
+    with figure_style():
+        drawing = figure.draw_implied(found)
     assert drawing.figure is not None
     (axes,) = drawing.figure.axes
     assert axes.get_title(loc="left") == f"{RINGS} of dgx2"
     dots = {line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"}
     assert sorted(dots) == pytest.approx([3, 12])
     assert axes.get_xscale() == "log"
-    with look():
-        assert figure.draw([]).missing
+    with figure_style():
+        assert figure.draw_implied([]).missing

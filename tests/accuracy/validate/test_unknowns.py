@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from repro.accuracy.calibrate import document
-from repro.accuracy.validate.measurable import measurement
-from repro.accuracy.validate.unknowns import ShoppingList, shopping_list
+from repro.accuracy.validate.unknowns import RankedInputs, measurement_advice, rank_inputs
 from repro.cli import main
 from repro.config import OperatorSet, systems
 from repro.config.systems.unknowns import PACE
@@ -20,16 +19,20 @@ from repro.measure.local_system import load_system
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
-from repro.simulate.time.calibration_points import calibration_point_of, calibration_points
-from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
+from repro.simulate.time.calibration import (
+    UNCALIBRATED_KERNELS,
+    calibration_point_of,
+    calibration_points,
+    uncertain_numbers,
+)
 from tests.accuracy.validate.steps import RINGS, judged, on
 from tests.claims.test_judge import HEAD
 from tests.claims.test_possible import rate
 from tests.records import changed
 
 
-def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> ShoppingList:
-    return shopping_list(judged(path, published, *records), records)
+def listed(path: Path, published: dict[str, str], *records: ExperimentRecord) -> RankedInputs:
+    return rank_inputs(judged(path, published, *records), records)
 
 
 def test_shares_rows_and_verdicts_by_hand(tmp_path: Path) -> None:
@@ -107,13 +110,13 @@ def rank(nvlink: bool) -> dict[str, Any]:
 
 def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
     seen = {}
-    for name in systems.names():
+    for name in systems.system_names():
         system = load_system(name)
         ranks = [rank("nvlink" in system.links)] * 4
-        written = document.tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
+        written = document.system_tables("local-gpu", "fp16", ranks, repeats=3, load=0.0, quick=False)
         for kernels in OperatorSet:
-            for one in uncertain(system, calibration_point_of(kernels, system)):
-                seen[one.key] = how = measurement(one.key, name)
+            for one in uncertain_numbers(system, calibration_point_of(kernels, system)):
+                seen[one.key] = how = measurement_advice(one.key, name)
                 assert how.how, one.key
                 assert bool(how.command) == bool(how.fact), one.key
                 at: Any = written
@@ -121,10 +124,10 @@ def test_every_unknown_has_what_measures_it_and_the_fact_is_written() -> None:
                     assert part in at, f"{one.key} of {name}: {how.fact} is not in the document"
                     at = at[part]
     rates = {point.rate.key for point in calibration_points()}
-    assert {RINGS, PACE, UNCALIBRATED.key} <= set(seen)
+    assert {RINGS, PACE, UNCALIBRATED_KERNELS.key} <= set(seen)
     runs_of_others = {"device.time.spread"} | rates & set(seen)
     assert {key for key, how in seen.items() if not how.command} == runs_of_others != {"device.time.spread"}
-    assert "--system dgx2 --profile" in measurement(RINGS, "dgx2").command
+    assert "--system dgx2 --profile" in measurement_advice(RINGS, "dgx2").command
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from repro.accuracy.validate.published import DIRECT, RATE, TIMED, V100_MEGATRON, families, points
+from repro.accuracy.validate.published import DIRECT, RATE, TIMED, V100_MEGATRON, family_statistics, points
 from repro.claims.judge import experiments_read, judge
 from repro.config import Experiment, systems
 from repro.simulate.record import simulated_record
@@ -21,9 +21,9 @@ FOLDER = Path(__file__).parents[3] / "suites"
 
 
 def on_v100_without_zero(experiment: Experiment) -> bool:
-    if experiment.system in systems.HERE or experiment.engine != "native" or experiment.layout.zero:
+    if experiment.system in systems.LOCAL_SYSTEMS or experiment.engine != "native" or experiment.layout.zero:
         return False
-    return systems.load(experiment.system).device.compute_capability == "7.0"
+    return systems.load_system_file(experiment.system).device.compute_capability == "7.0"
 
 
 @pytest.mark.slow
@@ -48,13 +48,13 @@ def test_half_are_within_a_fifth_and_half_are_held_by_what_inputs_leave_open() -
     for name in sorted(read):
         experiment = everything[name]
         if on_v100_without_zero(experiment):
-            system = systems.load(experiment.system)
+            system = systems.load_system_file(experiment.system)
             found = simulate(experiment, system, time=True, interval=True)
             records.append(
                 simulated_record(experiment, found, system, suite=name.partition("/")[0], wall_s=0.0)
             )
     seen = points(judge(ledger, records), records)
-    (family,) = (one for one in families(seen) if one.name == V100_MEGATRON)
+    (family,) = (one for one in family_statistics(seen) if one.name == V100_MEGATRON)
     rates = [point for point in seen if point.kind == RATE and not point.left_out]
     errors = {point.name: point.error for point in rates}
     elsewhere = {name: error for name, error in errors.items() if name.startswith(("oneflow", "bigscience"))}

@@ -30,7 +30,7 @@ recompute = true
 def layouts(folder: Path, text: str, head: str = TEXT) -> list[Layout]:
     (folder / "tiny.toml").write_text(MODEL)
     (folder / "s.toml").write_text(head + text)
-    return [entry.experiment.layout for entry in suites.load(folder / "s.toml").entries]
+    return [entry.experiment.layout for entry in suites.load_suite(folder / "s.toml").entries]
 
 
 def test_a_named_layout_wins_over_defaults_and_loses_to_own_keys(tmp_path: Path) -> None:

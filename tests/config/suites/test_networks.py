@@ -38,7 +38,7 @@ name = "none"
 def test_a_named_network_loses_to_own_keys_and_who_names_none_has_none(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(MODEL)
     (tmp_path / "s.toml").write_text(TEXT)
-    suite = suites.load(tmp_path / "s.toml")
+    suite = suites.load_suite(tmp_path / "s.toml")
     assert [entry.experiment.network for entry in suite.entries] == [
         EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6),
         EmulatedNetwork(nodes=2, ranks_per_node=2, between=16e6),
@@ -53,11 +53,11 @@ def test_a_model_of_the_suite_alone(tmp_path: Path) -> None:
     text = '[suite]\nname = "s"\n[models.own]\n{}[[experiment]]\nname = "one"\nmodel = "own"\n'
     sizes = "layers = 2\nhidden = 12\nheads = 3\nvocab = 30\nseq = 8\n"
     (tmp_path / "s.toml").write_text(text.format(sizes))
-    model = suites.load(tmp_path / "s.toml").entry("one").experiment.model
+    model = suites.load_suite(tmp_path / "s.toml").entry("one").experiment.model
     assert (model.name, model.hidden, model.seq) == ("own", 12, 8)
     (tmp_path / "s.toml").write_text(text.format(sizes.replace("12", "11")))
     with pytest.raises(ConfigError, match=r"heads = 3 in models\.own|models\.own.*heads"):
-        suites.load(tmp_path / "s.toml")
+        suites.load_suite(tmp_path / "s.toml")
     (tmp_path / "two.toml").write_text(f'[[model]]\nname = "a"\n{sizes}[[model]]\nname = "b"\n{sizes}')
     (tmp_path / "s.toml").write_text(text.format(sizes).replace('model = "own"', 'model = "two.toml:b"'))
-    assert suites.load(tmp_path / "s.toml").entry("one").experiment.model.name == "b"
+    assert suites.load_suite(tmp_path / "s.toml").entry("one").experiment.model.name == "b"

@@ -9,9 +9,9 @@ import pytest
 
 from repro.claims.reader import load as load_ledger
 from repro.config import systems
-from repro.model.parameters import total
-from repro.simulate.time.calibration_points import calibration_points
-from repro.simulate.time.device import MODELLED
+from repro.model.counts import total_parameters
+from repro.simulate.time.calibration import calibration_points
+from repro.simulate.time.device import MODELLED_KERNELS
 from repro.simulate.time.predict import predict
 from repro.simulate.trace.roles import trace_roles
 from tests import committed
@@ -49,7 +49,7 @@ def test_foundry_s_lines_are_the_suite_s(device: str) -> None:
         assert (layout.world, layout.dp, layout.zero) == (8, 8, 3)
         assert (layout.micro_batch, layout.global_batch) == (line["micro"], line["batch"])
         assert (model.layers, model.hidden) == (line["layers"], line["hidden"])
-        assert total(model) == PRINTED[model.name]
+        assert total_parameters(model) == PRINTED[model.name]
         assert experiment.seq == 2048
 
 
@@ -92,10 +92,10 @@ def test_what_is_held_back_is_near_and_was_far_without_a_generation() -> None:
                 continue
             experiment = EXPERIMENTS[f"{PREFIX[claim]}-{row.variables['at']}"]
             traces = trace_roles(experiment)
-            system = systems.load(experiment.system)
+            system = systems.load_system_file(experiment.system)
             found, bound = (
                 predict(experiment, system, traces),
-                predict(experiment, system, traces, kernels=MODELLED),
+                predict(experiment, system, traces, kernels=MODELLED_KERNELS),
             )
             errors[experiment.name] = found.flops_per_device / row.printed.value / 1e12 - 1
             bounds[experiment.name] = bound.flops_per_device / row.printed.value / 1e12 - 1

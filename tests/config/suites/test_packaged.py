@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.config import models, systems
-from repro.model import parameters
+from repro.model import counts
 from tests import committed
 
 FILES = sorted((Path(__file__).parents[3] / "suites").glob("*.toml"))
@@ -46,7 +46,7 @@ def test_every_engine_is_compared_with_ours_where_it_has_the_strategy() -> None:
 def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
     """The allocator's share of one in a DGX-2, and the parameters of the sizes that sources ran on it."""
     suite = committed.suite(next(path for path in FILES if path.stem == "smoke"))
-    v100 = systems.load("dgx2")
+    v100 = systems.load_system_file("dgx2")
     for name, published in (
         ("-z0-dp2-1.16b", "zero-1.16b"),
         ("-z0-dp2", "zero-1.5b"),
@@ -55,6 +55,6 @@ def test_the_limit_of_smoke_is_a_fortieth_of_a_v100() -> None:
         experiment = suite.entry(f"limit{name}").experiment
         whole = v100.device.memory_bytes.known("memory") - v100.context()
         assert experiment.limits.memory_bytes == int(whole / 40)
-        assert parameters.total(experiment.model) == pytest.approx(
-            parameters.total(models.load(published)) / 40, rel=1e-3
+        assert counts.total_parameters(experiment.model) == pytest.approx(
+            counts.total_parameters(models.load_model(published)) / 40, rel=1e-3
         )

@@ -9,7 +9,7 @@ import pytest
 
 from repro.claims.formulas import gpt_params
 from repro.config import Experiment
-from repro.launch.preview import preview_run
+from repro.launch.run import preview_run
 from repro.results.schema import MEASURED, SIMULATED
 from repro.results.store import Store
 from tests import committed

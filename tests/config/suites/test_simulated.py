@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from repro.config import Experiment
-from repro.launch.simulated import attempt, needs, system_of
+from repro.launch.simulated import missing_for_simulation, simulate_experiment, simulated_system
 from repro.simulate.placement import Placement
 from repro.simulate.trace.roles import roles, shortened
 from tests import committed
@@ -32,7 +32,7 @@ SMALL = (
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_one_of_every_kind_is_simulated(name: str) -> None:
     entry = EVERYTHING[name]
-    record = attempt(entry.experiment, system_of(entry.experiment), "any")
+    record = simulate_experiment(entry.experiment, simulated_system(entry.experiment), "any")
     assert record.outcome == entry.expect, record.reason
     assert record.metrics["memory.peak_bytes"] > record.metrics["memory.states_bytes"] > 0
     if entry.experiment.layout.world > 1:
@@ -42,7 +42,7 @@ def test_a_small_one_of_every_kind_is_simulated(name: str) -> None:
 def test_all_others_have_all_that_a_trace_needs() -> None:
     for name, entry in EVERYTHING.items():
         experiment = entry.experiment
-        if needs(experiment):
+        if missing_for_simulation(experiment):
             assert experiment.engine != "native", name
             continue
         found = roles(experiment)
@@ -50,11 +50,11 @@ def test_all_others_have_all_that_a_trace_needs() -> None:
         for role in found:
             short = shortened(experiment.layout, role.stage)
             assert short.accumulation <= experiment.layout.accumulation
-        placement = Placement(experiment.layout, system_of(experiment))
+        placement = Placement(experiment.layout, simulated_system(experiment))
         assert all(placement.links(0).values()), name
 
 
 def test_a_simulated_twin_needs_no_machine_in_particular() -> None:
     experiment: Experiment = EVERYTHING["zero_r/twin-c1"].experiment
-    system = system_of(experiment)
+    system = simulated_system(experiment)
     assert (system.device.memory_bytes.value, system.context(), system.link_inside()) == (None, 0, "memory")

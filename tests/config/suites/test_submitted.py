@@ -8,16 +8,16 @@ import pytest
 
 from repro.config import Experiment
 from repro.config.suites import Suite
-from repro.config.systems import load as load_system
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.site.profile import Profile
-from repro.launch.slurm.submission import dryrun
-from repro.launch.slurm.submission.intent import intend
+from repro.config.systems import load_system_file as load_system
+from repro.launch.slurm import profile
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.submission import submission_plan
+from repro.launch.slurm.submission.submission_plan import plan_submission
 from repro.results.store import Store
 from tests import committed
 
 ROOT = Path(__file__).parents[3]
-PROFILES = {path.stem: profile.load(path) for path in sorted((ROOT / "slurm").glob("*.toml"))}
+PROFILES = {path.stem: profile.load_profile(path) for path in sorted((ROOT / "slurm").glob("*.toml"))}
 SUITES = {
     path.stem: committed.suite(path)
     for path in sorted((ROOT / "suites").glob("*.toml"))
@@ -49,8 +49,8 @@ def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_pa
     planned: list[str] = []
     for system in {entry.experiment.system for entry in suite.entries}:
         site = ready(system)
-        intent = intend(Path(suite.file), site, Store(tmp_path), only=[])
-        document = dryrun.document(intent, tmp_path)
+        intent = plan_submission(Path(suite.file), site, Store(tmp_path), only=[])
+        document = submission_plan.dry_run_document(intent, tmp_path)
         planned += document["cases"]
         assert sorted([*document["cases"], *document["not_for_this_profile"]]) == sorted(names(suite))
         for array, row in zip(intent.arrays, document["arrays"], strict=True):
@@ -70,7 +70,7 @@ def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_pa
 
 @pytest.mark.parametrize("suite", REHEARSED, ids=lambda suite: suite.name)
 def test_the_lab_can_rehearse_it(suite: Suite, tmp_path: Path) -> None:
-    intent = intend(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
+    intent = plan_submission(Path(suite.file), PROFILES["lab"], Store(tmp_path), only=[])
     assert intent.cases
     assert max(experiment.layout.world for experiment in intent.cases) <= LAB_RANKS
     assert all(array.shape.nodes <= 4 for array in intent.arrays)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.config.suites import load
+from repro.config.suites import load_suite
 from tests.records import latest
 
 
@@ -18,7 +18,7 @@ def test_it_runs_as_it_is(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "first.toml"]) == 0
     assert "next: repro run first.toml --dry-run" in capsys.readouterr().out
-    suite = load(Path("first.toml"))
+    suite = load_suite(Path("first.toml"))
     assert suite.name == "first"
     assert cli.main(["run", "first.toml"]) == 0
     records = latest(tmp_path / "results")

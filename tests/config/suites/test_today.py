@@ -8,9 +8,9 @@ import pytest
 
 from repro.claims.reader import load as load_ledger
 from repro.config import Experiment
-from repro.model import flops
-from repro.model.parameters import total
-from repro.simulate.time.calibration_points import calibration_points
+from repro.model import counts
+from repro.model.counts import total_parameters
+from repro.simulate.time.calibration import calibration_points
 from tests import committed
 
 ENTRIES = committed.suite(Path(__file__).parents[3] / "suites/today.toml").entries
@@ -43,7 +43,7 @@ def of(prefix: str) -> list[Experiment]:
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_foundry_s_shapes_have_the_printed_parameters(name: str) -> None:
-    assert total(EXPERIMENTS[name].model) == PRINTED[name]
+    assert total_parameters(EXPERIMENTS[name].model) == PRINTED[name]
 
 
 def test_foundry_s_layouts_are_the_table_s() -> None:
@@ -88,5 +88,5 @@ def test_a_point_of_the_suite_is_the_run_that_it_calibrates_by() -> None:
         experiment = EXPERIMENTS[f"fms-7b-{row.variables['at']}"]
         assert point.experiment(experiment.model).key == experiment.key
         assert row.printed is not None
-        a_token = flops.model_flops(experiment.model, experiment.seq, 1) / experiment.seq
+        a_token = counts.model_flops(experiment.model, experiment.seq, 1) / experiment.seq
         assert row.printed.value * a_token == pytest.approx(point.flops_per_device, rel=1e-4)

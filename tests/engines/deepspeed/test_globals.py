@@ -27,7 +27,7 @@ PLAIN = Layout(dp=4, zero=3, micro_batch=2, global_batch=8, recompute=True)
 def by_turns(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
     """Losses of some experiments that take one step each, in turns."""
     experiments = [tiny(layout, smallest(layout), engine) for layout, engine in layouts]
-    grids = [meshes.distributed(layout, "cpu") for layout, _ in layouts]
+    grids = [meshes.distributed_mesh(layout, "cpu") for layout, _ in layouts]
     engines = [build_engine(e, m, torch.device("cpu")) for e, m in zip(experiments, grids, strict=True)]
     found: list[list[float]] = [[] for _ in layouts]
     for step in range(3):
@@ -67,7 +67,7 @@ def test_torch_is_as_it_was(two: RankPool) -> None:
 
 ALONE = """
 from repro import engines
-engines.load("deepspeed", "cpu")  # as before a limit of memory is set
+engines.import_libraries("deepspeed", "cpu")  # as before a limit of memory is set
 from repro.config import Layout
 from tests.training import tiny, train
 trained = train(tiny(Layout(zero=2, micro_batch=8, precision="bf16"), engine="deepspeed", steps=4))

@@ -10,7 +10,7 @@ import torch
 
 from repro.config import Layout
 from repro.config.errors import ConfigError
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
@@ -27,7 +27,9 @@ PERSISTED = TINY.layers * (3 + 1 + 4 + 1 + 4) * TINY.hidden + 2 * TINY.hidden
 
 def seen(layout: Layout) -> dict[str, Any]:
     experiment = tiny(layout, TINY, "deepspeed", steps=4, untimed_steps=3)
-    run = Run(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"), lambda step, phase: None)
+    run = ExperimentRun(
+        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
+    )
     run.prelude()
     return run.result().as_dict()
 

@@ -18,7 +18,7 @@ needs_megatron = needs("megatron")
 
 def build(experiment: Experiment) -> Any:
     """Its engine on this rank."""
-    return build_engine(experiment, meshes.distributed(experiment.layout, "cpu"), torch.device("cpu"))
+    return build_engine(experiment, meshes.distributed_mesh(experiment.layout, "cpu"), torch.device("cpu"))
 
 
 def take(engine: Any, experiment: Experiment, trained: Trained, step: int) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from repro.config import Layout
 from repro.config.enums import Phase
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
-from repro.parallel.pipeline.schedule import build as schedule
-from repro.parallel.pipeline.schedule import needs
+from repro.parallel.pipeline.schedule import build_schedule as schedule
+from repro.parallel.pipeline.schedule import dependency_of
 from tests.engines.megatron.both import build, needs_megatron
 from tests.engines.slowed import busy_and_idle, of_formula
 from tests.pool import RankPool
@@ -26,7 +26,9 @@ B = 8
 
 def seen(layout: Layout, layers: int, engine: str = "megatron") -> dict[str, Any]:
     experiment = tiny(layout, replace(TINY, layers=layers), engine, steps=4, untimed_steps=2)
-    run = Run(experiment, meshes.distributed(layout, "cpu"), torch.device("cpu"), lambda step, phase: None)
+    run = ExperimentRun(
+        experiment, meshes.distributed_mesh(layout, "cpu"), torch.device("cpu"), lambda step, phase: None
+    )
     run.prelude()
     run.steps(2)
     return run.result().as_dict()
@@ -131,7 +133,7 @@ def test_stages_run_the_schedules_of_ours(request: pytest.FixtureRequest, layout
         assert order == "".join(action.kind for action in ours[stage])
         received = [
             needed is not None and needed[0] != stage
-            for needed in (needs(action, stage, layout.pp, layout.chunks) for action in ours[stage])
+            for needed in (dependency_of(action, stage, layout.pp, layout.chunks) for action in ours[stage])
         ]
         # It waits for its sends too, and once more for the gradients of all micro-batches.
         assert all(waited for waited, needed in zip(_waited(phases), received, strict=False) if needed)

@@ -11,7 +11,7 @@ import torch
 
 from repro.config import Layout
 from repro.engines import build_engine
-from repro.measure.collectives import CollectiveWatch
+from repro.measure.operators import CollectiveCounter
 from repro.parallel import mesh as meshes
 from tests.engines.needs import needs
 from tests.pool import RankPool
@@ -24,12 +24,12 @@ Rows = dict[tuple[str, str], tuple[int, int]]
 def seen(layout: Layout, engine: str, layers: int) -> Rows:
     """Calls and bytes of the second step by group and operation."""
     experiment = tiny(layout, replace(TINY, name=f"tiny-{layers}", layers=layers), engine)
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     built = build_engine(experiment, mesh, torch.device("cpu"))
     batches = micro_batches(experiment, mesh.dp.rank, 0)
     built.step(batches, lambda phase: None)
     built.synchronize()
-    with CollectiveWatch(mesh) as watch:
+    with CollectiveCounter(mesh) as watch:
         built.step(batches, lambda phase: None)
         built.synchronize()
     found: Counter[Any] = Counter()

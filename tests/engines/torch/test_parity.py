@@ -136,12 +136,14 @@ def test_overflow_skips_the_step_on_all_ranks(request: pytest.FixtureRequest, la
 
 def start_of(model: Model) -> dict[str, torch.Tensor]:
     """Our first weights."""
-    return build_engine(tiny(Layout(), model), meshes.single(), torch.device("cpu")).full_parameters()
+    return build_engine(
+        tiny(Layout(), model), meshes.single_rank_mesh(), torch.device("cpu")
+    ).full_parameters()
 
 
 def starts(layout: Layout) -> dict[str, torch.Tensor]:
     experiment = tiny(layout, smallest(layout), "torch")
-    mesh = meshes.distributed(layout, "cpu")
+    mesh = meshes.distributed_mesh(layout, "cpu")
     return build_engine(experiment, mesh, torch.device("cpu")).full_parameters()
 
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from repro.launch.doctor import gpu, machine
-from repro.launch.doctor.gpu import devices, precisions, runs_on, unusable
+from repro.launch.doctor.gpu import (
+    check_gpus,
+    check_profile_binding,
+    check_task_binding,
+    has_kernels_for,
+    supported_precisions,
+    unusable_reason,
+)
 
 
 def fake_torch(
@@ -40,26 +47,26 @@ def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_v100_has_no_bf16_whatever_torch_says() -> None:
-    _, device = devices(fake_torch((7, 0), ["sm_70", "sm_80"]))
+    _, device = check_gpus(fake_torch((7, 0), ["sm_70", "sm_80"]))
     assert device.state == "yes"
     assert "no bf16" in device.enables
 
 
 def test_v100_with_a_torch_that_dropped_it() -> None:
-    _, device = devices(fake_torch((7, 0), ["sm_80", "sm_90"]))
+    _, device = check_gpus(fake_torch((7, 0), ["sm_80", "sm_90"]))
     assert device.state == "no"
     assert "no kernels for sm_70; builds for CUDA 12.6 still do" in device.enables
 
 
 def test_one_gpu_of_several_that_a_task_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
-    one = [check.name for check in devices(fake_torch((9, 0), ["sm_90"]))]
+    one = [check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"]))]
     assert one == ["CUDA", "GPU binding", "cuda:0"]
-    assert "GPU binding" not in {check.name for check in devices(fake_torch((9, 0), ["sm_90"], count=4))}
+    assert "GPU binding" not in {check.name for check in check_gpus(fake_torch((9, 0), ["sm_90"], count=4))}
 
 
 def test_several_gpus_and_nccl() -> None:
-    checks = devices(fake_torch((9, 0), ["sm_90"], count=4))
+    checks = check_gpus(fake_torch((9, 0), ["sm_90"], count=4))
     assert [check.name for check in checks] == ["CUDA", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert machine._nccl(fake_torch((9, 0), ["sm_90"])).found == "2.27.3"
 
@@ -78,13 +85,13 @@ def test_several_gpus_and_nccl() -> None:
     ],
 )
 def test_which_builds_run_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
-    assert runs_on(capability, architectures) is runs
+    assert has_kernels_for(capability, architectures) is runs
 
 
 def test_precisions_by_compute_capability() -> None:
-    assert "bf16 by tensor cores" in precisions((8, 0))
-    assert "no bf16" in precisions((7, 0))
-    assert "without tensor cores" in precisions((6, 1))
+    assert "bf16 by tensor cores" in supported_precisions((8, 0))
+    assert "no bf16" in supported_precisions((7, 0))
+    assert "without tensor cores" in supported_precisions((6, 1))
 
 
 @pytest.mark.parametrize(
@@ -111,9 +118,9 @@ def test_what_keeps_a_gpu_from_being_used_is_one_line(
     there: Any, in_machine: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
-    found = unusable(there)
+    found = unusable_reason(there)
     assert (found.startswith(says) and "\n" not in found) if says else not found
-    assert ("no" in {check.state for check in devices(there)}) is bool(says)
+    assert ("no" in {check.state for check in check_gpus(there)}) is bool(says)
 
 
 def test_the_line_and_the_exit_code() -> None:
@@ -124,3 +131,49 @@ def test_the_line_and_the_exit_code() -> None:
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1"}, "gpus-per-task = 1"),
+        ({"SLURM_GPUS_PER_TASK": "v100:1", "SLURM_GPUS_ON_NODE": "1"}, "gpus-per-task = v100:1"),
+        ({"SLURM_GPU_BIND": "single:1"}, "gpu-bind = single:1"),
+        ({"SLURM_NTASKS_PER_GPU": "1"}, "ntasks-per-gpu = 1"),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, "gpus-per-task = 1"),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "1,2"}, "gpus-per-task = 1"),
+        ({"SLURM_GPUS_ON_NODE": "8"}, "1 of the job's 8 GPUs on this node is visible"),
+    ],
+)
+def test_a_task_that_sees_one_gpu_of_several(environment: dict[str, str], found: str) -> None:
+    (check,) = check_task_binding(environment, visible=1)
+    assert (check.state, check.fatal) == ("limited", False)
+    assert check.found.startswith(found)
+    assert "gpu-bind=none" in check.enables
+    assert check_task_binding(environment, visible=8) == []
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_GPUS_ON_NODE": "1"},
+        {"SLURM_GPU_BIND": "none"},
+        {"SLURM_GPU_BIND": "verbose,none"},
+        {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
+        {"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "1(x4)"},
+    ],
+)
+def test_the_only_gpu_of_a_machine_or_job(environment: dict[str, str]) -> None:
+    assert check_task_binding(environment, visible=1) == []
+
+
+def test_what_a_profile_asks_for() -> None:
+    assert check_profile_binding({"reservation": "bench", "gpu-bind": "none"}, 8) == []
+    (check,) = check_profile_binding({"reservation": "bench", "gpu-bind": "map_gpu:0,1"}, 8)
+    assert check.found == "gpu-bind = map_gpu:0,1: a task may see only some of its node's GPUs"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_nothing_is_lost_of_a_node_with_one_gpu(gpus: int) -> None:
+    assert check_profile_binding({"gpus-per-task": "1"}, gpus) == []

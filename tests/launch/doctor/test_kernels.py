@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from repro.config import ConfigError
-from repro.kernels.cuda import cache, families
+from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.compile import Compiled, Target
+from repro.kernels.cuda.compile import CompiledProgram, CompileTarget
 from repro.kernels.cuda.program import Program, Unavailable
-from repro.launch.doctor.check import Check
-from repro.launch.doctor.kernels import kernels
+from repro.launch.doctor import Check
+from repro.launch.doctor.kernels import check_kernels
 from repro.util.extras import install_command
 
 LOG = """ptxas info    : Compiling entry function 'adamw' for 'sm_80'
@@ -34,15 +34,15 @@ def gpu(capability: tuple[int, int], *, present: bool = True) -> Any:
 
 @pytest.fixture(autouse=True)
 def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(program: Program, target: Target) -> Compiled:
+    def compile(program: Program, target: CompileTarget) -> CompiledProgram:
         if program.source == "norm":
             raise Unavailable("norm does not compile: line 7: nonsense")
-        return Compiled(b"code", LOG.format(registers=40, spilled=8 * (program.source == "gelu")))
+        return CompiledProgram(b"code", LOG.format(registers=40, spilled=8 * (program.source == "gelu")))
 
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile", compile)
-    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
-    monkeypatch.setattr(compiler, "architectures", lambda: (70, 80, 90))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 90))
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -50,7 +50,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
-    found = by_name(kernels(gpu((0, 0), present=False)))
+    found = by_name(check_kernels(gpu((0, 0), present=False)))
     assert found["kernels"].state == "yes"
     assert found["NVRTC"].found == "12.9, for sm_70 to sm_90"
     assert found["kernel cache"].found.endswith("cache: 0 programs, 0 B")
@@ -58,42 +58,42 @@ def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
 
 
 def test_on_a_gpu_every_family_has_its_state() -> None:
-    found = by_name(kernels(gpu((8, 0))))
+    found = by_name(check_kernels(gpu((8, 0))))
     assert {f"{name} (sm_80)" for name in families.FAMILIES} <= set(found)
     assert found["adamw (sm_80)"].found == "not compiled yet"
-    cache.compiled(families.FAMILIES["adamw"].examples()[0], Target("sm_80"))
-    found = by_name(kernels(gpu((8, 0))))
+    compiler.compile_cached(families.FAMILIES["adamw"].examples()[0], CompileTarget("sm_80"))
+    found = by_name(check_kernels(gpu((8, 0))))
     assert found["adamw (sm_80)"].found == "compiled, 1 of 2 usual programs, 40 registers, nothing spilled"
     assert "1 programs" in found["kernel cache"].found
 
 
 def test_families_are_compiled_where_that_is_asked_for() -> None:
-    found = by_name(kernels(gpu((0, 0), present=False), "7.0,sm_90"))
+    found = by_name(check_kernels(gpu((0, 0), present=False), "7.0,sm_90"))
     assert found["adamw (sm_70)"].state == found["adamw (sm_90)"].state == "yes"
     assert found["norm (sm_90)"].state == "no"
     assert found["norm (sm_90)"].found == "failed: norm does not compile: line 7: nonsense"
     assert found["bias and GELU (sm_70)"].state == "limited"
     assert "16 bytes spilled" in found["bias and GELU (sm_70)"].found
-    everywhere = by_name(kernels(gpu((0, 0), present=False), "all"))
+    everywhere = by_name(check_kernels(gpu((0, 0), present=False), "all"))
     assert {f"adamw (sm_{a})" for a in (70, 80, 90)} <= set(everywhere)
 
 
 def test_what_is_no_architecture() -> None:
     with pytest.raises(ConfigError, match="--kernels = 'volta': must be architectures such as sm_70"):
-        kernels(gpu((8, 0)), "volta")
+        check_kernels(gpu((8, 0)), "volta")
 
 
 def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "architectures", lambda: (75, 80))
-    found = by_name(kernels(gpu((7, 0))))
+    monkeypatch.setattr(compiler, "supported_architectures", lambda: (75, 80))
+    found = by_name(check_kernels(gpu((7, 0))))
     assert found["CUDA kernels"].state == "no"
     assert "does not compile for sm_70" in found["CUDA kernels"].found
 
     def version() -> tuple[int, int]:
         raise Unavailable("no NVRTC (not found)")
 
-    monkeypatch.setattr(compiler, "version", version)
-    found = by_name(kernels(gpu((8, 0))))
-    assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.PACKAGES)}")
+    monkeypatch.setattr(compiler, "nvrtc_version", version)
+    found = by_name(check_kernels(gpu((8, 0))))
+    assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.COMPILER_PACKAGES)}")
     assert "torch's operators run on a GPU" in found["CUDA kernels"].enables
-    assert by_name(kernels(gpu((8, 0), present=False)))["CUDA kernels"].state == "limited"
+    assert by_name(check_kernels(gpu((8, 0), present=False)))["CUDA kernels"].state == "limited"

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.doctor import machine
-from repro.launch.doctor.check import Check
-from repro.launch.doctor.machine import examine
-from repro.report.text.doctor import check_lines
+from repro.launch.doctor import Check, machine
+from repro.launch.doctor.machine import examine_machine
+from repro.report.text.machine import check_lines
 
 
 def by_name(results: Path) -> dict[str, Check]:
-    return {check.name: check for check in examine(results)}
+    return {check.name: check for check in examine_machine(results)}
 
 
 def test_this_machine_is_usable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -78,4 +77,4 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_lines_fit_the_terminal(tmp_path: Path) -> None:
     for width in (60, 100):
-        assert max(map(len, check_lines(examine(tmp_path), width))) <= width
+        assert max(map(len, check_lines(examine_machine(tmp_path), width))) <= width

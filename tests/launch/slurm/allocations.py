@@ -18,8 +18,8 @@ from submitit.core.utils import DelayedSubmission
 
 from repro.config import suites
 from repro.launch.plan import Task
-from repro.launch.slurm.allocation.entry import RunBundle
-from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
+from repro.launch.slurm.allocation.bundle import Bundle, SubmissionWork
+from repro.launch.slurm.allocation.controller import RunBundle
 from tests.launch.runs import FAKE, ROOT, wait_for
 from tests.launch.slurm import fake_srun
 from tests.records import lines
@@ -41,7 +41,7 @@ class Submission:
         self.submitit = self.folder / "submitit"
         self.submitit.mkdir(parents=True)
         (self.folder / "profile.toml").write_text(profile)
-        loaded = suites.load(suite)
+        loaded = suites.load_suite(suite)
         compared = {name for c in loaded.comparisons for name in (c.baseline, *c.subjects)}
         known = {entry.experiment.name: entry.experiment for entry in loaded.entries}
         tasks = [

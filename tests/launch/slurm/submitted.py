@@ -12,10 +12,10 @@ import pytest
 from repro import cli
 from repro.config import Experiment, suites
 from repro.launch import plan
-from repro.launch.slurm.allocation.work import SubmissionWork
-from repro.launch.slurm.following.registry import Registry, Submission, Submitted
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.submission.pack import arrays
+from repro.launch.slurm import profile
+from repro.launch.slurm.allocation.bundle import SubmissionWork
+from repro.launch.slurm.registry import Registry, Submission, SubmittedArray
+from repro.launch.slurm.submission.job_array import pack_arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store
 from repro.util.files import write_json
@@ -33,11 +33,11 @@ class ThreeCases:
 
     def __init__(self, folder: Path, site: Path, slurm: FakeSlurm):
         self.results, self.slurm = folder / "results", slurm
-        suite = suites.load(write_suite(folder, experiments("a", "b", "c")))
-        tasks = plan.tasks(suite, list(suite.entries), Store(self.results), rerun=False)
-        (array,) = arrays(tasks, profile.load(site))
+        suite = suites.load_suite(write_suite(folder, experiments("a", "b", "c")))
+        tasks = plan.plan_tasks(suite, list(suite.entries), Store(self.results), rerun=False)
+        (array,) = pack_arrays(tasks, profile.load_profile(site))
         self.registry = Registry(self.results)
-        row = Submitted(
+        row = SubmittedArray(
             bundles=[0, 1, 2],
             nodes=1,
             tasks_per_node=2,

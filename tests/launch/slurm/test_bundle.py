@@ -11,12 +11,11 @@ import pytest
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
 from repro.config.suites import Comparison
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
 from repro.launch.plan import Task
+from repro.launch.rank_process import Position
 from repro.launch.slurm.allocation import bundle
-from repro.launch.slurm.allocation.bundle import BundleFile, counts
-from repro.launch.slurm.allocation.work import Bundle
+from repro.launch.slurm.allocation.bundle import Bundle, BundleProgress, count_outcomes
 from tests.training import TINY
 
 
@@ -42,10 +41,10 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
         document = json.loads(path.read_text())
         return document[keys[0]] if len(keys) == 1 else tuple(document[key] for key in keys)
 
-    first = BundleFile(tmp_path, WHOLE, "12_3", 0)
+    first = BundleProgress(tmp_path, WHOLE, "12_3", 0)
     assert said("job", "restarts", "nodes", "phase", "ended") == ("12_3", 0, [], "starting", [])
     assert (first.open, first.remaining(TASKS)) == (3, list(TASKS))
-    first.on(["n1", "n2"])
+    first.set_nodes(["n1", "n2"])
     assert said("nodes", "phase", "current") == (["n1", "n2"], "running", None)
     first.launch(Job(experiments=[A]))
     start = {"names": ["a"], "case": "a", "compare": False, "step": 0, "steps": 12, "phase": "start"}
@@ -56,7 +55,7 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     assert (said("current")["step"], said("current")["phase"]) == (1, "forward")
     first.tick(at(0, 2))
     assert said("current")["step"] == 1, "not written again so soon"
-    monkeypatch.setattr(bundle, "WRITE_S", 0.0)
+    monkeypatch.setattr(bundle, "WRITE_INTERVAL_S", 0.0)
     first.tick(at(0, 3))
     assert said("current")["step"] == 3
     first.ended("a", "hang", "rank 1", 1.0, expected=False)
@@ -72,9 +71,9 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     first.end(signal="SIGUSR2", reason="preempted")
     assert said("phase", "current") == ("stopped", None)
     assert said("stopped") == {"signal": "SIGUSR2", "reason": "preempted"}
-    assert counts(path) == {"hang": 1, "interrupted": 1}
+    assert count_outcomes(path) == {"hang": 1, "interrupted": 1}
 
-    second = BundleFile(tmp_path, WHOLE, "12_3", 1)
+    second = BundleProgress(tmp_path, WHOLE, "12_3", 1)
     assert said("restarts", "stopped", "ended") == (
         1,
         None,
@@ -86,15 +85,15 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
         second.ended(name, "ok", "", 1.0, expected=True)
     second.end()
     assert (second.open, said("phase", "stopped")) == (0, ("ended", None))
-    assert counts(path) == {"hang": 1, "ok": 2}
-    assert counts(tmp_path / "none.json") == {}
+    assert count_outcomes(path) == {"hang": 1, "ok": 2}
+    assert count_outcomes(tmp_path / "none.json") == {}
 
 
 def test_what_ended_is_not_begun_again() -> None:
     compared = Task(experiments=(A, B, C), comparison=Comparison(baseline="a", subjects=("b", "c"), rounds=2))
 
     def left(ended: dict[str, str], task: Task = compared) -> list[tuple[str, bool]]:
-        rest = bundle._rest(task, ended)
+        rest = bundle._remaining_tasks(task, ended)
         return [("".join(e.name for e in t.experiments), t.comparison is not None) for t in rest]
 
     assert left({}) == [("abc", True)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.launch.slurm.following.collect import bad_nodes
-from repro.launch.slurm.following.states import CaseState
+from repro.launch.slurm.case_states import CaseState
+from repro.launch.slurm.commands import count_bad_nodes
 from tests.launch.slurm.submitted import ThreeCases
 from tests.records import latest, lines
 
@@ -65,7 +65,7 @@ def test_nodes_that_failures_name_are_counted() -> None:
         case("rank 0: n1 is bad"),
         case("lost node", nodes=""),
     ]
-    assert bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
+    assert count_bad_nodes(cases) == {"n2": 3, "n3": 2, "n1": 1}
 
 
 def test_collect_brings_records_to_another_folder_once(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from repro.launch.slurm.allocation.connection import ENDED, Connection, Listener, Message
+from repro.launch.slurm.allocation.connection import TASK_ENDED, Connection, Listener, Message
 from tests.launch.runs import wait_for
 
 
@@ -48,18 +48,18 @@ def test_a_task_is_heard_until_it_ends(listener: Listener) -> None:
     task.send({"say": "ended"})
     assert heard(listener, count=2) == [(3, {"say": "position", "at": [1, 2]}), (3, {"say": "ended"})]
     assert (task.address, task.open) == ("127.0.0.1", True)
-    assert (listener.here(3), listener.here(0), listener.ended) == (True, False, {})
+    assert (listener.has_connected(3), listener.has_connected(0), listener.ended) == (True, False, {})
     task.wait(0.01)
     assert task.open, "time has passed, and no more"
     assert task._socket.gettimeout() is None
     task._socket.close()
     assert heard(listener, lambda: bool(listener.ended)) == []
-    assert (listener.here(3), listener.ended) == (True, {3: ENDED})
+    assert (listener.has_connected(3), listener.ended) == (True, {3: TASK_ENDED})
 
 
 def test_the_controllers_last_word_is_that_it_closes(listener: Listener) -> None:
     task = connected(listener)
-    heard(listener, lambda: listener.here(3))
+    heard(listener, lambda: listener.has_connected(3))
     listener.close()
     task.wait(10)
     assert not task.open
@@ -75,7 +75,7 @@ def test_the_controllers_last_word_is_that_it_closes(listener: Listener) -> None
 def test_the_kernel_is_asked_to_notice_who_is_silent(listener: Listener) -> None:
     """After five seconds it looks twice, five seconds apart: fifteen in all, as for what it has sent."""
     task = connected(listener)
-    heard(listener, lambda: listener.here(3))
+    heard(listener, lambda: listener.has_connected(3))
     (other,) = listener._rank_of
     for sock in (task._socket, other):
         options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
@@ -95,7 +95,7 @@ def test_lines_may_come_in_pieces_and_together(listener: Listener) -> None:
         raw.sendall(b'y": "' + b"x" * (1 << 17) + b'"}\nno json\n')
         assert heard(listener, count=1) == [(1, {"say": "x" * (1 << 17)})], "ours may say much"
     assert heard(listener, lambda: bool(listener.ended)) == []
-    assert listener.ended == {1: ENDED}
+    assert listener.ended == {1: TASK_ENDED}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_stranger_is_cut_off(listener: Listener, words: bytes) -> None:
 
         wait_for(dropped, 10)
     assert gone == [True]
-    assert (listener.ended, listener.here(0), dict(listener._unfinished)) == ({}, False, {})
+    assert (listener.ended, listener.has_connected(0), dict(listener._unfinished)) == ({}, False, {})
 
 
 @pytest.mark.parametrize(

@@ -15,26 +15,26 @@ from repro.config import ConfigError, Experiment, Layout
 from repro.config.suites import Entry, Suite
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import controller
+from repro.launch.slurm.allocation.bundle import Bundle, SubmissionWork
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.srun_step import Allocation
-from repro.launch.slurm.allocation.stop import Stop
-from repro.launch.slurm.allocation.work import Bundle, SubmissionWork
-from repro.launch.slurm.site.profile import parse
+from repro.launch.slurm.allocation.stop import AllocationStop
+from repro.launch.slurm.profile import parse_profile
 from tests.clock import Clock
 from tests.records import lines
 from tests.training import TINY
 
 EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
 REPORTS = [NodeReport(node=f"n{task}", node_index=task, local=0, task=task, tasks=2) for task in range(2)]
-SITE = parse({}, file="site.toml")
+SITE = parse_profile({}, file="site.toml")
 
 
 def test_a_job_is_called_as_slurm_does() -> None:
     one = {"SLURM_JOB_ID": "15"}
-    assert controller.job_of({**one, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
-    assert controller.job_of({**one, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
-    assert controller.job_of({**one, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
-    assert controller.job_of({}) == "0"
+    assert controller.slurm_job_id({**one, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}) == "12_3"
+    assert controller.slurm_job_id({**one, "SLURM_ARRAY_JOB_ID": "12"}) == "15"
+    assert controller.slurm_job_id({**one, "SLURM_ARRAY_TASK_ID": "3"}) == "15"
+    assert controller.slurm_job_id({}) == "0"
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_what_slurm_gave_is_taken_from_its_environment_and_the_profile(
     (tmp_path / "profile.toml").write_text(
         f'[environment]\ninterface = "lo"\n[storage]\nprivate = {private}\n'
     )
-    given = controller.allocated(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
+    given = controller.read_allocation(tmp_path, {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS_PER_NODE": "4"})
     assert (given.nodes, given.per_node, given.tasks, given.address) == (3, 4, 12, "127.0.0.1")
     assert (given.umask, masks) == (umask, [umask])
     assert set_to == ([] if wanted is None else [wanted])
-    alone = controller.allocated(tmp_path, {})
+    alone = controller.read_allocation(tmp_path, {})
     assert (alone.nodes, alone.per_node) == (1, 1)
 
 
@@ -91,7 +91,7 @@ class Looks:
         assert seconds == 0.0
         self.ends += 1
 
-    def said(self) -> str:
+    def last_error_line(self) -> str:
         return "" if self.polls > 100 else "srun: error: n1 is down"
 
 
@@ -104,20 +104,28 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     folder.mkdir()
     (folder / "report-0.json").touch()
     whole: Any = Looks(REPORTS, polls=3)
-    assert controller.survey(whole, folder, Stop("7")) == (REPORTS, "")
+    assert controller.survey_nodes(whole, folder, AllocationStop("7")) == (REPORTS, "")
     assert whole.asked == [2, "repro.launch.slurm.allocation.nodes", folder]
-    assert (whole.ends, folder.exists(), clock.now) == (1, False, pytest.approx(100 + 3 * controller.LOOK_S))
+    assert (whole.ends, folder.exists(), clock.now) == (
+        1,
+        False,
+        pytest.approx(100 + 3 * controller.POLL_INTERVAL_S),
+    )
     half: Any = Looks(REPORTS[:1], polls=0)
     lost = "lost node n1: 1 of 2 tasks started: srun: error: n1 is down"
-    assert controller.survey(half, folder, Stop("7")) == (REPORTS[:1], lost)
+    assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
     clock.now = 100.0
     never: Any = Looks([], polls=10**6)
     lost = "lost node n0, n1: 0 of 2 tasks started: no word for 300 s"
-    assert controller.survey(never, folder, Stop("7")) == ([], lost)
-    assert controller.BOOT_S <= clock.now - 100 < controller.BOOT_S + 2 * controller.LOOK_S
-    stopped, clock.now = Stop("7"), 100.0
+    assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
+    assert (
+        controller.BOOT_TIMEOUT_S
+        <= clock.now - 100
+        < controller.BOOT_TIMEOUT_S + 2 * controller.POLL_INTERVAL_S
+    )
+    stopped, clock.now = AllocationStop("7"), 100.0
     stopped.give_up("enough")
-    assert controller.survey(Looks(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
+    assert controller.survey_nodes(Looks(REPORTS, polls=10**6), folder, stopped)[1] == ""  # type: ignore[arg-type]
     assert clock.now == 100.0
     monkeypatch.setattr("submitit.slurm.slurm.SlurmJobEnvironment.hostnames", ["n0"])
     assert controller._missing(REPORTS[:1], 2, "x") == "lost node of the allocation: 1 of 2 tasks started: x"
@@ -155,7 +163,9 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
     allocation = Allocation(nodes=2, per_node=1, site=SITE, address="127.0.0.1", umask=0)
 
     class Runs:
-        def __init__(self, recorder: Any, progress: Any, interrupt: Stop, launcher: Any, *, rerun: bool):
+        def __init__(
+            self, recorder: Any, progress: Any, interrupt: AllocationStop, launcher: Any, *, rerun: bool
+        ):
             ran.append((launcher.logs, launcher._nodes, launcher._allocation, rerun, interrupt))
             self.state = progress
 
@@ -164,7 +174,7 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
             for name in ran[-1]:
                 self.state.ended(name, "ok", "", 1.0, expected=True)
 
-    def survey(given: Allocation, folder: Path, stop: Stop) -> tuple[list[NodeReport], str]:
+    def survey(given: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
         assert (given, folder, stop.delay_s) == (
             allocation,
             submission / "nodes-7-2",
@@ -172,15 +182,15 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
         )
         return (REPORTS[:1], missing) if missing else (REPORTS, "")
 
-    monkeypatch.setattr(controller, "allocated", lambda folder, environment: allocation)
-    monkeypatch.setattr(controller, "survey", survey)
-    monkeypatch.setattr(controller, "wrong_hardware", lambda reports, site: wrong)
+    monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: allocation)
+    monkeypatch.setattr(controller, "survey_nodes", survey)
+    monkeypatch.setattr(controller, "describe_wrong_hardware", lambda reports, site: wrong)
     monkeypatch.setattr(controller, "Runner", Runs)
-    stop = Stop("7")
+    stop = AllocationStop("7")
     stop.delay_s = 1.0
     if stopped:
         stop.give_up("enough")
-    state = controller.control(submission, 1, stop, ENVIRONMENT)
+    state = controller.run_bundle(submission, 1, stop, ENVIRONMENT)
     said = json.loads(state.path.read_text())
     assert (state.path.name, said["bundle"], said["job"], said["restarts"]) == ("bundle-1.json", 1, "7", 2)
     records = lines(submission.parents[1])
@@ -201,10 +211,10 @@ def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: 
     def broken(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(controller, "allocated", lambda folder, environment: SimpleNamespace(site=SITE))
-    monkeypatch.setattr(controller, "survey", broken)
+    monkeypatch.setattr(controller, "read_allocation", lambda folder, environment: SimpleNamespace(site=SITE))
+    monkeypatch.setattr(controller, "survey_nodes", broken)
     with pytest.raises(KeyError):
-        controller.control(submission, 0, Stop("7"), {})
+        controller.run_bundle(submission, 0, AllocationStop("7"), {})
     said = json.loads((submission / "bundle-0.json").read_text())
     assert (said["phase"], said["stopped"]["reason"], said["job"], said["restarts"]) == (
         "stopped",
@@ -216,21 +226,21 @@ def test_what_breaks_is_said_in_the_bundles_file(submission: Path, monkeypatch: 
 
 def test_hardware_is_looked_at_where_the_profile_names_some(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(controller.nodes, "mismatch", lambda *given: asked.append(given) or "wrong")
-    assert controller.wrong_hardware(REPORTS, SITE) == ""
-    dgx2 = parse({"system": "dgx2", "slurm": {"gpus_per_node": 4}}, file="f")
-    assert controller.wrong_hardware(REPORTS, dgx2) == "wrong"
+    monkeypatch.setattr(controller.nodes, "hardware_mismatch", lambda *given: asked.append(given) or "wrong")
+    assert controller.describe_wrong_hardware(REPORTS, SITE) == ""
+    dgx2 = parse_profile({"system": "dgx2", "slurm": {"gpus_per_node": 4}}, file="f")
+    assert controller.describe_wrong_hardware(REPORTS, dgx2) == "wrong"
     ((reports, system, gpus),) = asked
     assert (reports, system.name, gpus) == (REPORTS, "dgx2", 4)
 
 
 def test_the_address_is_the_interfaces_or_is_asked_for() -> None:
-    assert controller.address_of("lo", {}, "site.toml") == "127.0.0.1"
-    assert controller.address_of("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
+    assert controller.node_address("lo", {}, "site.toml") == "127.0.0.1"
+    assert controller.node_address("", {"SLURM_JOB_NUM_NODES": "1"}, "site.toml") == "127.0.0.1"
     with pytest.raises(
         ConfigError, match=r"site.toml: environment.interface = 'ib7': must be an interface of"
     ):
-        controller.address_of("ib7", {}, "site.toml")
+        controller.node_address("ib7", {}, "site.toml")
 
 
 def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +253,9 @@ def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: 
     monkeypatch.setattr("psutil.net_if_addrs", lambda: entries)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: names[name])
     two = {"SLURM_JOB_NUM_NODES": "2"}
-    assert controller.address_of("", two | {"SLURMD_NODENAME": "n1"}, "site.toml") == "10.0.0.5"
+    assert controller.node_address("", two | {"SLURMD_NODENAME": "n1"}, "site.toml") == "10.0.0.5"
     assert (
-        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
+        controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
     )
     with pytest.raises(ConfigError, match=r"the interface that reaches the other nodes; .* has lo, eth0"):
-        controller.address_of("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")
+        controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")

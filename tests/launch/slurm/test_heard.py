@@ -13,13 +13,13 @@ import pytest
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
 from repro.launch import rank_process
-from repro.launch.heartbeat import Position
 from repro.launch.job import Job
-from repro.launch.slurm.allocation import launch, rank_child
-from repro.launch.slurm.allocation.connection import ENDED, Message
+from repro.launch.rank_process import Position
+from repro.launch.slurm.allocation import launch, task
+from repro.launch.slurm.allocation.connection import TASK_ENDED, Message
 from repro.launch.slurm.allocation.launch import ClusterLaunch
-from repro.launch.slurm.allocation.stop import Stop
-from repro.launch.slurm.site.profile import parse
+from repro.launch.slurm.allocation.stop import AllocationStop
+from repro.launch.slurm.profile import parse_profile
 from tests.clock import Clock
 from tests.training import TINY
 
@@ -35,7 +35,7 @@ class Step:
         self.ends: list[float] = []
         self.signals: list[int] = []
 
-    def said(self) -> str:
+    def last_error_line(self) -> str:
         return "Node n2 is not available"
 
     def signal(self, number: int) -> None:
@@ -60,7 +60,7 @@ class Listener:
         found, self.said = self.said, []
         return found
 
-    def here(self, rank: int) -> bool:
+    def has_connected(self, rank: int) -> bool:
         return rank in self.come
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Started(ClusterLaunch):
 
     def __init__(self, folder: Path):
         nobody: Any = None
-        self.stop, self.begun = Stop("7"), 0
+        self.stop, self.begun = AllocationStop("7"), 0
         super().__init__(JOB, folder / "logs", nobody, ["n1", "n1", "n2"], target="x:y", stop=self.stop)
         self.logs.mkdir()
         self._begin()
@@ -88,7 +88,7 @@ class Started(ClusterLaunch):
     def _begin(self) -> None:
         self.begun += 1
         self._ports += 1
-        self._ranks = [launch._Seen() for _ in range(self.world)]
+        self._ranks = [launch._RankStatus() for _ in range(self.world)]
         self.step, self.listener = Step(), Listener()
         self._step, self._listener = self.step, self.listener  # type: ignore[assignment]
 
@@ -109,9 +109,11 @@ def test_all_that_tasks_are_told(tmp_path: Path) -> None:
         per_node=2,
         umask=0o077,
         step=lambda *given: given,
-        site=parse({"environment": environment}, file="f"),
+        site=parse_profile({"environment": environment}, file="f"),
     )
-    made = ClusterLaunch(JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=Stop("7"))
+    made = ClusterLaunch(
+        JOB, tmp_path / "logs", allocation, ["n1", "n1", "n2"], target="x:y", stop=AllocationStop("7")
+    )
     made.start()
     told = launch.task.TaskLaunch.load(made.logs)
     assert made._listener is not None
@@ -127,7 +129,7 @@ def test_all_that_tasks_are_told(tmp_path: Path) -> None:
     assert 0 < told.rendezvous != told.port
     assert len(told.token) == 32
     assert (made._ports, made._step) == (1, (3, launch.task.__name__, made.logs))
-    assert Job.load(made.logs / rank_child.JOB) == JOB
+    assert Job.load(made.logs / task.JOB_FILE) == JOB
     made._listener.close()
 
 
@@ -186,17 +188,17 @@ def test_results_signals_and_ends_are_kept(started: Started) -> None:
 
 
 def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, clock: Clock) -> None:
-    started.listener.ended = {2: "no answer from it for 15 s", 1: ENDED}
+    started.listener.ended = {2: "no answer from it for 15 s", 1: TASK_ENDED}
     assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
-    clock.now += launch.PATIENCE_S - 0.125
+    clock.now += launch.LOST_TASK_GRACE_S - 0.125
     assert started.poll(1) is None
     clock.now += 0.125
     assert [started.poll(rank) for rank in range(3)] == [None, 1, 1]
-    assert started.report(1) == {"rank": 1, "outcome": "error", "reason": f"lost node n1: {ENDED}"}
+    assert started.report(1) == {"rank": 1, "outcome": "error", "reason": f"lost node n1: {TASK_ENDED}"}
     started.kill()
-    assert (started.step.ends, started.listener.open) == ([launch.REAP_LOST_S], False)
+    assert (started.step.ends, started.listener.open) == ([launch.LOST_NODE_REAP_TIMEOUT_S], False)
     started.close(keep_logs=None)
-    assert started.stop._why == f"lost node n1: {ENDED}"
+    assert started.stop._why == f"lost node n1: {TASK_ENDED}"
     assert started.stop.requeue
     assert not started.logs.exists()
     started._look()  # there is nobody left to hear
@@ -208,7 +210,7 @@ def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, cl
     assert started.poll(2) is None
     started.step.code = 1
     assert started.poll(0) is None
-    clock.now += launch.PATIENCE_S
+    clock.now += launch.LOST_TASK_GRACE_S
     assert [started.poll(rank) for rank in range(3)] == [None, None, 1]
     lost = "lost node n2: its task did not start: Node n2 is not available"
     assert started.report(2) == {"rank": 2, "outcome": "error", "reason": lost}
@@ -217,10 +219,10 @@ def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, cl
 def test_all_that_runs_is_waited_for_and_its_logs_go_where_they_are_kept(
     started: Started, tmp_path: Path
 ) -> None:
-    (started.logs / launch.task.FILE).touch()
+    (started.logs / launch.task.LAUNCH_FILE).touch()
     (started.logs / "rank-0.err").touch()
     started.close(keep_logs=tmp_path / "kept")
-    assert started.step.ends == [launch.REAP_S]
+    assert started.step.ends == [launch.REAP_TIMEOUT_S]
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["rank-0.err"]
     assert (started.logs.exists(), bool(started.stop)) == (False, False)
     again = Started(tmp_path)
@@ -257,7 +259,11 @@ def test_stacks_are_waited_for_as_long_as_they_may_come(started: Started, clock:
     started.hears(1, "position", at=place(1.0), age=0.0, stopped=True)
     started.dump_stacks()
     assert started.step.signals == [rank_process.STACKS_SIGNAL]
-    assert 0 <= clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + rank_child.LOOK_S) < 2 * launch.LOOK_S
+    assert (
+        0
+        <= clock.now - 100 - (rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S)
+        < 2 * launch.POLL_INTERVAL_S
+    )
     started.hears(2, "stacks")
     clock.now = 200.0
     started.dump_stacks()

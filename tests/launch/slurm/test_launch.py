@@ -8,15 +8,17 @@ from typing import Any
 
 from repro.config import Experiment, Layout
 from repro.launch.job import Job
-from repro.launch.slurm.allocation.launch import PATIENCE_S, ClusterLaunch
-from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.slurm.allocation.launch import LOST_TASK_GRACE_S, ClusterLaunch
+from repro.launch.slurm.allocation.stop import AllocationStop
 from tests.training import TINY
 
 
 def test_a_lost_rank_is_told_from_one_that_runs_and_one_that_failed(tmp_path: Path) -> None:
     job = Job(experiments=[Experiment(name="a", model=TINY, layout=Layout(dp=4))])
     nobody: Any = None
-    made = ClusterLaunch(job, tmp_path, nobody, ["n1", "n1", "n2", "n2"], target="x:y", stop=Stop("7"))
+    made = ClusterLaunch(
+        job, tmp_path, nobody, ["n1", "n1", "n2", "n2"], target="x:y", stop=AllocationStop("7")
+    )
     runs, failed, lost, full = made._ranks
     assert [made.poll(rank) for rank in range(4)] == [None] * 4
     assert made.report(0) is None
@@ -24,7 +26,7 @@ def test_a_lost_rank_is_told_from_one_that_runs_and_one_that_failed(tmp_path: Pa
     full.code, full.full = 1, "/shared/rank-3.out"
     lost.gone, lost.gone_at, lost.ended_alone = "its task ended", time.monotonic(), True
     assert (made.poll(2), made.report(2)) == (None, None), "its signal may come a moment later"
-    lost.gone_at -= PATIENCE_S
+    lost.gone_at -= LOST_TASK_GRACE_S
     assert [made.poll(rank) for rank in range(4)] == [None, 3, 1, 1]
     assert made.report(0) is None
     assert made.report(1) == failed.report

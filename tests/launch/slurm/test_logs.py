@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from repro import cli
-from repro.launch.slurm.following import logs
+from repro.launch.slurm import commands
 from tests.launch.slurm.submitted import ThreeCases
 
 
 def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(submitted.results)]
-    logs = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
-    logs.mkdir(parents=True)
-    (logs / "rank-1.err").write_text("x" * 9000 + "the end\n")
+    folder = submitted.folder / "logs" / "1" / submitted.experiments["b"].key
+    folder.mkdir(parents=True)
+    (folder / "rank-1.err").write_text("x" * 9000 + "the end\n")
     assert cli.main(["logs", "b", "--rank", "1", *results]) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("the end")
@@ -26,10 +26,10 @@ def test_logs_of_a_rank_and_of_the_job(submitted: ThreeCases, capsys: pytest.Cap
 
 
 def test_few_names_are_all_shown_and_of_many_the_nearest() -> None:
-    assert logs.some("x", ["a", "b", "a"]) == "a, b"
+    assert commands.list_names("x", ["a", "b", "a"]) == "a, b"
     names = [f"case-{i}" for i in range(500)]
-    assert logs.some("case-77x", names).startswith("case-77, ")
-    assert logs.some("case-77x", names).endswith(" (8 of 500)")
+    assert commands.list_names("case-77x", names).startswith("case-77, ")
+    assert commands.list_names("case-77x", names).endswith(" (8 of 500)")
 
 
 def test_what_logs_prints(submitted: ThreeCases, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,22 +11,24 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from repro.config import systems
 from repro.launch.rank.device_settings import cuda_device_index
-from repro.launch.slurm.allocation import nodes, topology
-from repro.launch.slurm.allocation.nodes import differs, mismatch
-from repro.util.resources import usable_cores
+from repro.launch.slurm.allocation import nodes
+from repro.launch.slurm.allocation.nodes import hardware_mismatch, is_other_gpu
+from repro.measure import provenance
+from repro.util.processes import usable_cores
 from tests.launch.slurm.reports import V100, card, node
 
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_right_nodes_are_right(bound: bool) -> None:
     reports = node("n1", 0, V100, bound=bound) + node("n2", 1, V100, bound=bound)
-    assert mismatch(reports, systems.load("dgx2"), 16) == ""
+    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == ""
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_the_right_nodes_are_right(bound: bool) -> None:
     ],
 )
 def test_names_that_drivers_give(system: str, kind: tuple[str, int, str]) -> None:
-    assert mismatch(node("n1", 0, kind, tasks=4), systems.load(system), 4) == ""
+    assert hardware_mismatch(node("n1", 0, kind, tasks=4), systems.load_system_file(system), 4) == ""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_names_that_drivers_give(system: str, kind: tuple[str, int, str]) -> Non
 )
 def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> None:
     reports = node("n1", 0, V100) + node("n2", 1, kind, tasks=8)
-    assert mismatch(reports, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(reports, systems.load_system_file("dgx2"), 16) == (
         f"wrong hardware: node n2 has 8 x {kind[0]} ({kind[1] / 1e9:.0f} GB)"
         " where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
@@ -62,58 +64,62 @@ def test_other_cards_are_named_with_their_node(kind: tuple[str, int, str]) -> No
 
 def test_two_tasks_never_share_a_gpu() -> None:
     shared = [replace(report, gpus=[card(*V100, 0)]) for report in node("n1", 0, V100, tasks=2)]
-    assert mismatch(shared, systems.load("dgx2"), 16).startswith("wrong hardware: node n1 has 1 x Tesla V100")
+    assert hardware_mismatch(shared, systems.load_system_file("dgx2"), 16).startswith(
+        "wrong hardware: node n1 has 1 x Tesla V100"
+    )
 
 
 def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     """All GPUs for all tasks, or one for each; a task beyond those that it sees has none."""
     cards = [card(*V100, number) for number in range(2)]
     few = [replace(report, gpus=cards) for report in node("n1", 0, V100, tasks=2)]
-    assert mismatch(few, systems.load("dgx2"), 16) == ""
+    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == ""
     few[1] = replace(few[1], local=2)
-    assert mismatch(few, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 gives task 2 2 of its GPUs: not comparable; one GPU for each task, or all for all"
     )
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
-    assert mismatch(bare, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 has no GPU where dgx2 has 1 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
 def test_two_tasks_without_a_gpu_want_the_whole_node() -> None:
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=2)]
-    assert mismatch(bare, systems.load("dgx2"), 16) == (
+    assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
         "wrong hardware: node n1 has no GPU where dgx2 has 16 x NVIDIA V100 SXM3 32 GB: not comparable"
     )
 
 
 def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
     """The names still do."""
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     device = replace(system.device, memory_bytes=replace(system.device.memory_bytes, value=None))
     unknown = replace(system, device=device)
-    assert not differs(card(V100[0], 10**9, "7.0", 0), unknown)
-    assert differs(card("NVIDIA A100-SXM4-80GB", 10**9, "7.0", 0), unknown)
+    assert not is_other_gpu(card(V100[0], 10**9, "7.0", 0), unknown)
+    assert is_other_gpu(card("NVIDIA A100-SXM4-80GB", 10**9, "7.0", 0), unknown)
 
 
 def test_gpus_are_looked_at_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
-    monkeypatch.setattr(topology, "gpu_links", lambda: {"nvlinks": [2]})
+    monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
     said = {"SLURMD_NODENAME": "n2", "SLURM_NODEID": "1", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
-    seen = nodes.report(said | {"SLURM_NTASKS": "8", "CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
+    seen = nodes.report_node(said | {"SLURM_NTASKS": "8", "CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
     assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == ("n2", 1, 3, 7, 8)
     assert (seen.gpus, seen.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
-    bare = nodes.report(said, gpus=False)
+    bare = nodes.report_node(said, gpus=False)
     assert (bare.gpus, bare.links) == ([], {})
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_a_task_of_an_allocation_looks_at_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(topology, "gpu_links", lambda: {"nvlinks": [2]})
+    driver = MagicMock()
+    driver.nvmlDeviceGetCount.return_value = 0
+    monkeypatch.setattr(provenance, "nvml", lambda: nullcontext(driver))
     monkeypatch.setenv("SLURM_PROCID", "7")
     monkeypatch.setattr(sys, "argv", ["nodes", str(tmp_path)])
     runpy.run_module(nodes.__name__, run_name="__main__")
-    assert json.loads(nodes.file_of(tmp_path, 7).read_text())["links"] == {"nvlinks": [2]}
+    assert json.loads(nodes.report_path(tmp_path, 7).read_text())["links"] == {"nvlinks": [], "pcie": {}}
 
 
 def test_a_ranks_gpu() -> None:
@@ -157,7 +163,7 @@ def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.Monkey
 
 
 def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = nodes.report({}, gpus=False)
+    seen = nodes.report_node({}, gpus=False)
     assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == (
         socket.gethostname(),
         0,
@@ -172,9 +178,9 @@ def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cards_memory_may_differ_by_what_drivers_take() -> None:
     """Eight percent of 32 GB either way."""
-    dgx2 = systems.load("dgx2")
+    dgx2 = systems.load_system_file("dgx2")
     whole = dgx2.device.memory_bytes.known("memory", system="dgx2")
     for part, other in ((1.0, False), (0.921, False), (1.079, False), (0.919, True), (1.081, True)):
-        assert differs(card(V100[0], round(part * whole), "7.0", 0), dgx2) == other
-    assert differs(card(V100[0], V100[1], "7.2", 0), dgx2)
-    assert not differs({"name": V100[0], "memory_bytes": None}, dgx2)
+        assert is_other_gpu(card(V100[0], round(part * whole), "7.0", 0), dgx2) == other
+    assert is_other_gpu(card(V100[0], V100[1], "7.2", 0), dgx2)
+    assert not is_other_gpu({"name": V100[0], "memory_bytes": None}, dgx2)

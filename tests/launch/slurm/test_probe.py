@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from repro.launch.slurm.site.profile import Profile, parse
-from repro.launch.slurm.site.scheduler import SchedulerError
+from repro.launch.slurm.profile import Profile, parse_profile
+from repro.launch.slurm.scheduler import SchedulerError
 from repro.launch.slurm.submission import probe
 
 SRUN = ["srun", "-N", "2", "--ntasks-per-node=1", "--time=5", "--job-name=repro-doctor"]
@@ -37,7 +37,7 @@ EVERY: dict[str, Any] = {
 
 
 def site(**tables: Any) -> Profile:
-    return parse(tables, file="mine.toml")
+    return parse_profile(tables, file="mine.toml")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_nodes_are_asked_for_as_jobs_are(
 
     def call(command: list[str], timeout_s: float) -> str:
         asked.append(command)
-        assert timeout_s == probe.WAIT_S
+        assert timeout_s == probe.PROBE_TIMEOUT_S
         (marker,) = tmp_path.iterdir()
         assert marker.read_text() == marker.name.removeprefix(".probe-")
         start = f"exec {shlex.quote(python)} -m {probe.__name__} {marker}"
@@ -77,13 +77,13 @@ def test_nodes_are_asked_for_as_jobs_are(
         assert command[-3:] == ["bash", "-c", f"{setup} && {start}"]
         return "\n".join(answers)
 
-    monkeypatch.setattr(probe, "call", call)
-    assert probe.run(site(**tables), tmp_path, 2) == [{"host": "n1"}, {"host": "n2"}]
+    monkeypatch.setattr(probe, "run_slurm_command", call)
+    assert probe.probe_nodes(site(**tables), tmp_path, 2) == [{"host": "n1"}, {"host": "n2"}]
     assert [command[:-3] for command in asked] == [[*SRUN, *options]]
     assert list(tmp_path.iterdir()) == []
     del answers[1]
     with pytest.raises(SchedulerError, match="1 of 2 nodes answered"):
-        probe.run(site(**tables), tmp_path, 2)
+        probe.probe_nodes(site(**tables), tmp_path, 2)
 
 
 CARD = {"name": "Tesla V100-SXM3-32GB", "memory_bytes": 34_057_748_480, "compute_capability": "7.0"}
@@ -97,7 +97,7 @@ def answer(host: str, **more: Any) -> dict[str, Any]:
 
 
 def judged(seen: list[dict[str, Any]], **tables: Any) -> dict[str, tuple[Any, ...]]:
-    found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.judge(site(**tables), seen)]
+    found = [(c.name, c.state, c.found, c.enables, c.fatal) for c in probe.check_nodes(site(**tables), seen)]
     return {
         f"{name} {place}" if name == "GPUs there" else name: row for place, (name, *row) in enumerate(found)
     }  # type: ignore[misc]

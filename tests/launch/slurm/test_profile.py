@@ -9,15 +9,15 @@ import pytest
 
 from repro.config import ConfigError
 from repro.config.files import read_toml
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.site.limits import UNLIMITED, clock, minutes
+from repro.launch.slurm import profile
+from repro.launch.slurm.scheduler import UNLIMITED, format_time_limit, parse_time_limit
 
 READY = sorted((Path(__file__).parents[3] / "slurm").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_ready_profiles_load(path: Path) -> None:
-    site = profile.load(path)
+    site = profile.load_profile(path)
     assert site.description
     assert site.ranks_per_node >= 1
 
@@ -26,7 +26,7 @@ def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
     """But for what that fills in: the system, its GPUs, cores and memory."""
     written = read_toml(READY[0].with_name("generic.toml"))
     filled = {"": {"system", "description"}, "slurm": {"gpus_per_node", "cpus_per_task", "memory"}}
-    left_out = asdict(profile.parse({}, file="mine.toml"))
+    left_out = asdict(profile.parse_profile({}, file="mine.toml"))
     for table, keys in {
         "": written,
         **{key: written[key] for key in ("slurm", "environment", "storage")},
@@ -35,7 +35,7 @@ def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
         for key, value in keys.items():
             if key not in filled.get(table, ()) and not (table == "" and isinstance(value, dict)):
                 assert defaults[key] == value, key
-    site = profile.parse({}, file="mine.toml")
+    site = profile.parse_profile({}, file="mine.toml")
     assert (site.system, site.gpus_per_node, site.slurm.tasks_per_node, site.slurm.cpus_per_task) == (
         "local",
         0,
@@ -57,9 +57,9 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
     for table in ("slurm", "case") if key == "requeues" else ("slurm",):
         for value in (0, 1):
             rows = {"match": "x", key: value}
-            profile.parse({"case": [rows]} if table == "case" else {"slurm": {key: value}}, file="f")
+            profile.parse_profile({"case": [rows]} if table == "case" else {"slurm": {key: value}}, file="f")
         with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
-            profile.parse(
+            profile.parse_profile(
                 {"case": [{"match": "x", key: -1}]} if table == "case" else {"slurm": {key: -1}}, file="f"
             )
 
@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
-        profile.load(path)
+        profile.load_profile(path)
     line = str(raised.value)
     assert line.startswith(str(path))
     assert said in line
@@ -99,13 +99,13 @@ def test_a_mistake_is_one_line(tmp_path: Path, text: str, said: str) -> None:
 @pytest.mark.parametrize(("limit", "delay"), [("2", 90), ("1", 59), ("UNLIMITED", 90)])
 def test_a_job_has_time_before_it_is_told_to_stop(limit: str, delay: int) -> None:
     table = {"time_limit": limit, "signal_delay_s": delay}
-    assert profile.parse({"slurm": table}, file="f").slurm.time_limit == limit
+    assert profile.parse_profile({"slurm": table}, file="f").slurm.time_limit == limit
 
 
 def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[[case]]\nmatch = "a*"\nnodes = 2\n[[case]]\nmatch = "*"\nnodes = 3\n')
-    site = profile.load(path)
+    site = profile.load_profile(path)
     assert (site.class_of("ab").nodes, site.class_of("b").nodes) == (2, 3)
 
 
@@ -122,5 +122,5 @@ def test_the_first_class_that_matches_counts(tmp_path: Path) -> None:
     ],
 )
 def test_limits_are_read_as_slurm_writes_them(text: str, value: float) -> None:
-    assert minutes(text) == value
-    assert minutes(clock(value)) == value
+    assert parse_time_limit(text) == value
+    assert parse_time_limit(format_time_limit(value)) == value

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from repro.launch.slurm.allocation import topology
-from repro.launch.slurm.allocation.nodes import NodeReport, place
+from repro.launch.slurm.allocation import nodes
+from repro.launch.slurm.allocation.nodes import NodeReport, slurm_provenance
 from tests.launch.slurm.reports import V100, card, node
 
 
@@ -18,7 +18,7 @@ def test_provenance_has_no_addresses_and_groups_equal_nodes() -> None:
         "SLURM_JOB_USER": "me",
         "SECRET": "x",
     }
-    said = place(node("n1", 0, V100, tasks=2) + node("n2", 1, V100, tasks=2), environment)
+    said = slurm_provenance(node("n1", 0, V100, tasks=2) + node("n2", 1, V100, tasks=2), environment)
     assert (said["job_id"], said["array_task"], said["nodes"]) == ("12", "3", ["n1", "n2"])
     assert [kind["nodes"] for kind in said["hardware"]] == [["n1", "n2"]]
     assert "me" not in said.values()
@@ -48,7 +48,7 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
         "gpus": [known],
         "links": {"nvlinks": [6]},
     }
-    assert place(reports, environment) == {
+    assert slurm_provenance(reports, environment) == {
         "job_id": "7",
         "array_task": "",
         "restarts": 2,
@@ -59,7 +59,7 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
         "switches": {},
         "hardware": [{"nodes": ["n1"], "tasks": 2, **what}, {"nodes": ["n2"], "tasks": 1, **what}],
     }
-    bare = place(reports[:1], {})
+    bare = slurm_provenance(reports[:1], {})
     assert [bare[key] for key in ("job_id", "restarts", "cluster", "partition", "tasks_per_node")] == [
         "",
         0,
@@ -71,14 +71,14 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
 
 def test_switches_are_what_slurm_says() -> None:
     said = {"SLURM_TOPOLOGY_ADDR": "core.rack1.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
-    assert topology.switches(said) == "core.rack1"
-    assert topology.switches({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
-    assert topology.switches({}) == ""
+    assert nodes.switch_path(said) == "core.rack1"
+    assert nodes.switch_path({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
+    assert nodes.switch_path({}) == ""
     reports = [
         NodeReport(node=f"n{i}", node_index=i, local=0, task=i, tasks=3, switches=f"core.rack{1 + i // 2}")
         for i in range(3)
     ]
-    assert place(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}
+    assert slurm_provenance(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}
 
 
 def test_links_of_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_links_of_gpus_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch)
             return 10 if b < 2 else 50
 
     monkeypatch.setattr("repro.measure.provenance.nvml", lambda: nullcontext(Driver()))
-    assert topology.gpu_links() == {
+    assert nodes.gpu_links() == {
         "nvlinks": [2, 2, 0],
         "pcie": {"one switch": 1, "the link between sockets": 2},
     }

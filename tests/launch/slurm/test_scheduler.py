@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from repro.config import ConfigError
-from repro.launch.slurm.site import scheduler
-from repro.launch.slurm.site.limits import UNLIMITED
-from repro.launch.slurm.site.scheduler import (
+from repro.launch.slurm import scheduler
+from repro.launch.slurm.scheduler import (
+    UNLIMITED,
     JobState,
     Partition,
     Scheduler,
@@ -109,7 +109,7 @@ class Says:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: str | None):
         self.answers = answers
         self.asked: list[list[str]] = []
-        monkeypatch.setattr(scheduler, "call", self._call)
+        monkeypatch.setattr(scheduler, "run_slurm_command", self._call)
 
     def _call(self, command: list[str], timeout_s: float = 0.0) -> str:
         self.asked.append(command)
@@ -189,7 +189,7 @@ def test_all_that_is_said_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_how_a_command_fails() -> None:
-    assert scheduler.call(["sh", "-c", "echo a; echo b >&2"]) == "a\n"
+    assert scheduler.run_slurm_command(["sh", "-c", "echo a; echo b >&2"]) == "a\n"
     for script, said in (
         ("exit 3", "sh: exit code 3"),
         ("echo 'no   such\njob' >&2; echo out; exit 1", "sh: no such job"),
@@ -197,7 +197,7 @@ def test_how_a_command_fails() -> None:
         (f"printf '{'x' * 301}'; exit 1", "sh: " + "x" * 300),
     ):
         with pytest.raises(SchedulerError) as failed:
-            scheduler.call(["sh", "-c", script])
+            scheduler.run_slurm_command(["sh", "-c", script])
         assert str(failed.value) == said
     with pytest.raises(SchedulerError, match=r"sleep: no answer in 0.05 s: is slurmctld up\?"):
-        scheduler.call(["sleep", "20"], timeout_s=0.05)
+        scheduler.run_slurm_command(["sleep", "20"], timeout_s=0.05)

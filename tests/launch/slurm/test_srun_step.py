@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from repro.launch.slurm.allocation import srun_step
-from repro.launch.slurm.allocation.srun_step import Allocation, Step
-from repro.launch.slurm.site.profile import parse
+from repro.launch.slurm.allocation.srun_step import Allocation, SrunStep
+from repro.launch.slurm.profile import parse_profile
 from tests.launch.runs import wait_for
 
 
 @pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
 def test_a_step_is_asked_for(tasks: int, nodes: int) -> None:
-    asked = srun_step.command(parse({}, file="f"), tasks, 2, ["module", "folder"])
+    asked = srun_step.srun_command(parse_profile({}, file="f"), tasks, 2, ["module", "folder"])
     assert asked == [
         *(
             "srun",
@@ -30,18 +30,18 @@ def test_a_step_is_asked_for(tasks: int, nodes: int) -> None:
     ]
 
 
-def step(folder: Path, text: str) -> Step:
-    return Step(["sh", "-c", text], folder / "srun.err")
+def step(folder: Path, text: str) -> SrunStep:
+    return SrunStep(["sh", "-c", text], folder / "srun.err")
 
 
 def test_an_allocation_starts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[list[str], Path]] = []
-    monkeypatch.setattr(srun_step, "Step", lambda command, errors: made.append((command, errors)))
-    site = parse({}, file="f")
+    monkeypatch.setattr(srun_step, "SrunStep", lambda command, errors: made.append((command, errors)))
+    site = parse_profile({}, file="f")
     given = Allocation(nodes=2, per_node=3, site=site, address="a", umask=0)
     given.step(4, "module", tmp_path)
     assert given.tasks == 6
-    assert made == [(srun_step.command(site, 4, 3, ["module", str(tmp_path)]), tmp_path / "srun.err")]
+    assert made == [(srun_step.srun_command(site, 4, 3, ["module", str(tmp_path)]), tmp_path / "srun.err")]
 
 
 def test_its_end_and_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,14 +49,14 @@ def test_its_end_and_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     ended = step(tmp_path, 'echo first >&2; echo "$SLURM_JOB_ID$SLURM_STEP_ID last" >&2; exit 3')
     wait_for(lambda: ended.code is not None)
-    assert (ended.code, ended.starts, ended.said()) == (3, 1, "12 last")
+    assert (ended.code, ended.starts, ended.last_error_line()) == (3, 1, "12 last")
     ended.signal(signal.SIGUSR1)
     (tmp_path / "srun.err").write_text("x" * 301)
-    assert ended.said() == "x" * 300
+    assert ended.last_error_line() == "x" * 300
     (tmp_path / "srun.err").write_text("\n")
-    assert ended.said() == ""
+    assert ended.last_error_line() == ""
     (tmp_path / "srun.err").unlink()
-    assert ended.said() == ""
+    assert ended.last_error_line() == ""
 
 
 def test_it_is_signalled_and_killed(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_it_is_signalled_and_killed(tmp_path: Path) -> None:
     wait_for(ready.exists)
     heard.signal(signal.SIGUSR1)
     heard.end(10.0)
-    assert (heard.code, heard.said()) == (4, "heard")
+    assert (heard.code, heard.last_error_line()) == (4, "heard")
     deaf = step(tmp_path, "exec sleep 60")
     assert deaf.code is None
     deaf.end(0.01)

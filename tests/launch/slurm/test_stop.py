@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from repro.launch.slurm.allocation import stop
-from repro.launch.slurm.allocation.stop import ACCOUNTED_S, EARLY_S, SIGNALS
+from repro.launch.slurm.allocation.stop import ACCOUNTING_DELAY_S, SIGNALS, TIME_LIMIT_WARNING_S
 from tests.clock import Clock
 
 NOW = 1_800_000_000.0
@@ -22,7 +22,7 @@ class Slurm:
         self.answers = {name: [said] if isinstance(said, str) else said for name, said in answers.items()}
         self.asked: list[list[str]] = []
         self.clock = Clock(NOW).rules(monkeypatch, stop)
-        monkeypatch.setattr(stop, "_said", self._said)
+        monkeypatch.setattr(stop, "_query_slurm", self._said)
 
     def _said(self, command: list[str]) -> str:
         self.asked.append(command)
@@ -37,8 +37,8 @@ def at(seconds: float) -> str:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(60 + EARLY_S)}", "preempted"),
-        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(59 + EARLY_S)}", "time limit"),
+        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(60 + TIME_LIMIT_WARNING_S)}", "preempted"),
+        (f"JobState=RUNNING StartTime={at(-600)} EndTime={at(59 + TIME_LIMIT_WARNING_S)}", "time limit"),
         (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-601)} EndTime={at(0)}", "time limit"),
         (f"JobState=RUNNING StartTime={at(-600)} PreemptTime={at(-600)} EndTime={at(0)}", "preempted"),
         ("JobState=CANCELLED", "cancelled"),
@@ -53,7 +53,7 @@ def at(seconds: float) -> str:
 )
 def test_what_a_job_is_ended_for(monkeypatch: pytest.MonkeyPatch, said: str, expected: str) -> None:
     slurm = Slurm(monkeypatch, scontrol=said)
-    assert stop.meaning("12_3", 60.0, 2) == expected
+    assert stop.stop_reason("12_3", 60.0, 2) == expected
     assert slurm.asked == [["scontrol", "show", "job", "-o", "12_3"]]
 
 
@@ -64,42 +64,42 @@ def test_the_accounting_is_waited_for_until_it_knows_of_this_run(monkeypatch: py
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     first, both = "PREEMPTED\nPENDING\nRUNNING\n", "PREEMPTED\nREQUEUED\n"
     slurm = Slurm(monkeypatch, scontrol=RESTARTED, sacct=[first, first, both], sinfo="n1 mixed\nn2 idle")
-    assert stop.meaning("7", 60.0, 1) == "preempted, or requeued by hand"
-    assert slurm.clock.slept == [ACCOUNTED_S / 10] * 2
+    assert stop.stop_reason("7", 60.0, 1) == "preempted, or requeued by hand"
+    assert slurm.clock.slept == [ACCOUNTING_DELAY_S / 10] * 2
     assert slurm.asked[1:3] == [
         ["sacct", "-n", "-X", "-P", "-D", "-j", "7", "-o", "State"],
         ["sinfo", "-h", "-N", "-n", "n[1-2]", "-o", "%N %T"],
     ]
     never = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo="")
-    assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
+    assert stop.stop_reason("7", 60.0, 1) == "node failure, or requeued by hand"
     assert len(never.clock.slept) in (10, 11)
     silent = Slurm(monkeypatch, scontrol=RESTARTED, sacct="")
-    assert stop.meaning("7", 60.0, 1) == "node failure, or requeued by hand"
+    assert stop.stop_reason("7", 60.0, 1) == "node failure, or requeued by hand"
     assert silent.clock.slept == [], "without an accounting there is nothing to wait for"
     nodes = "n3 down*\nn1 failing\nn2 mixed\nn3 down*"
     down = Slurm(monkeypatch, scontrol=RESTARTED, sacct=first, sinfo=nodes)
-    assert stop.meaning("7", 60.0, 1) == "node failure of n1, n3"
+    assert stop.stop_reason("7", 60.0, 1) == "node failure of n1, n3"
     assert down.clock.slept == []
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     unknown = Slurm(monkeypatch, scontrol=RESTARTED, sacct=both.replace("REQUEUED", "NODE_FAIL"), sinfo=nodes)
-    assert stop.meaning("7", 60.0, 1) == "node failure"
+    assert stop.stop_reason("7", 60.0, 1) == "node failure"
     assert "sinfo" not in [command[0] for command in unknown.asked]
 
 
 def test_a_command_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stop._said(["echo", "a", "b"]) == "a b\n"
-    assert stop._said(["false"]) == ""
-    assert stop._said(["/nowhere/at/all"]) == ""
-    monkeypatch.setattr(stop, "ASK_S", 0.05)
-    assert stop._said(["sleep", "20"]) == ""
+    assert stop._query_slurm(["echo", "a", "b"]) == "a b\n"
+    assert stop._query_slurm(["false"]) == ""
+    assert stop._query_slurm(["/nowhere/at/all"]) == ""
+    monkeypatch.setattr(stop, "SLURM_QUERY_TIMEOUT_S", 0.05)
+    assert stop._query_slurm(["sleep", "20"]) == ""
 
 
 def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    with stop.blocked():
+    with stop.signals_blocked():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | set(SIGNALS)
         blocked = next(
-            line for line in stop._said(["cat", "/proc/self/status"]).splitlines() if "SigBlk" in line
+            line for line in stop._query_slurm(["cat", "/proc/self/status"]).splitlines() if "SigBlk" in line
         )
         assert all(int(blocked.split()[1], 16) >> number - 1 & 1 for number in SIGNALS)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -107,13 +107,13 @@ def test_what_starts_meanwhile_does_not_hear_slurms_signals() -> None:
 
 def test_a_reason_of_our_own_is_said_and_asks_for_another_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(monkeypatch, scontrol="JobState=CANCELLED")
-    own = stop.Stop("7")
+    own = stop.AllocationStop("7")
     assert (own.reason, own.signal, own.requeue, own.terminated) == ("", "", False, False)
     own.give_up("lost node n2")
     own.give_up("lost node n3")
     assert (bool(own), own.reason, own.signal, own.requeue) == (True, "lost node n2", "", True)
     assert slurm.asked == []
-    theirs = stop.Stop("7")
+    theirs = stop.AllocationStop("7")
     theirs.terminate("n2")
     reason = "stopped by SLURM (SIGTERM): cancelled"
     assert (theirs.reason, theirs.reason, theirs.terminated, theirs.requeue) == (reason, reason, True, False)
@@ -122,20 +122,20 @@ def test_a_reason_of_our_own_is_said_and_asks_for_another_allocation(monkeypatch
 
 def test_a_checkpoint_has_the_time_that_slurm_leaves_it() -> None:
     """Most of the notice before a time limit; after SIGTERM the little that any site gives."""
-    noticed = stop.Stop("7")
+    noticed = stop.AllocationStop("7")
     assert not noticed
     noticed.note(stop.REQUEUE, None)
     assert (bool(noticed), noticed.requeue, noticed.terminated) == (True, True, False)
-    assert noticed.stop_s == 90 - 2 * stop.KILL_S
+    assert noticed.stop_s == 90 - 2 * stop.MIN_KILL_WAIT_S
     noticed.delay_s = 25.0
-    assert noticed.stop_s == stop.KILL_S
+    assert noticed.stop_s == stop.MIN_KILL_WAIT_S
     noticed.delay_s = 90.0
     noticed.note(signal.SIGTERM, None)
     assert (noticed.terminated, noticed.signal) == (True, "SIGUSR2")
-    assert noticed.stop_s == stop.KILL_S
-    told = stop.Stop("7")
+    assert noticed.stop_s == stop.MIN_KILL_WAIT_S
+    told = stop.AllocationStop("7")
     told.terminate("n2")
-    assert (told.stop_s, told.requeue, told.signal) == (stop.KILL_S, False, "SIGTERM")
+    assert (told.stop_s, told.requeue, told.signal) == (stop.MIN_KILL_WAIT_S, False, "SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_what_a_signal_means(
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert stop.meaning("7", 90) == expected
-    noticed = stop.Stop("7")
+    assert stop.stop_reason("7", 90) == expected
+    noticed = stop.AllocationStop("7")
     assert noticed.reason == ""
     noticed.note(stop.REQUEUE, None)
     assert noticed.reason == f"stopped by SLURM (SIGUSR2): {expected}"
@@ -206,5 +206,5 @@ def test_why_a_job_is_on_its_way_back_into_the_queue(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     Clock().rules(monkeypatch, stop)
-    assert stop.meaning("7", 90, restarts=2) == expected
-    assert stop.meaning("7", 90, restarts=3) == "cancelled"
+    assert stop.stop_reason("7", 90, restarts=2) == expected
+    assert stop.stop_reason("7", 90, restarts=3) == "cancelled"

@@ -17,12 +17,12 @@ import pytest
 
 from repro import cli
 from repro.config import suites
+from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import srun_step
-from repro.launch.slurm.allocation.work import SubmissionWork
-from repro.launch.slurm.following.registry import Registry
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.submission import script
-from repro.launch.slurm.submission.pack import Array, ArrayShape
+from repro.launch.slurm.allocation.bundle import SubmissionWork
+from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.submission import job_array
+from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 from repro.results.measured import experiment_record
 from repro.results.store import Store
 from tests.launch.runs import experiments, write_suite
@@ -207,7 +207,7 @@ def test_all_that_a_profile_says_is_in_the_script(
     for word in ("--nodes=1", "--ntasks=1", "--relative=0", "--overlap", sys.executable):
         assert word in command
     assert "container" not in command
-    ranks = srun_step.command(profile.load(site), 18, 8, ["module", "folder"])
+    ranks = srun_step.srun_command(profile.load_profile(site), 18, 8, ["module", "folder"])
     for word in (
         "--container-image=image.sqsh",
         "--container-mounts=/data",
@@ -222,8 +222,8 @@ def test_all_that_a_profile_says_is_in_the_script(
 def test_what_a_profile_leaves_out_is_not_asked_for() -> None:
     def asked(time_min: float, ranks: int = 2, **slurm: Any) -> dict[str, Any]:
         shape = ArrayShape(nodes=3, tasks_per_node=ranks, time_min=time_min, partition="")
-        return script.parameters(
-            Array(shape=shape, bundles=()), profile.parse({"slurm": slurm}, file="f"), "name"
+        return job_array.submitit_parameters(
+            JobArray(shape=shape, bundles=()), profile.parse_profile({"slurm": slurm}, file="f"), "name"
         )
 
     controller = ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"]
@@ -314,7 +314,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     assert "2 cases in 1 job array; at most 32 GPU-hours, 64.00 at 2 an hour" in out
     assert "no predicted times in the store" in out
     with Store(results) as store:
-        for entry in suites.load(suite).entries:
+        for entry in suites.load_suite(suite).entries:
             outcome = "oom" if entry.experiment.name == "large" else "ok"
             record = experiment_record(
                 entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from repro.launch.slurm.allocation import entry, task
-from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.slurm.allocation import controller, task
+from repro.launch.slurm.allocation.stop import AllocationStop
 from repro.launch.slurm.allocation.task import TaskLaunch
 
 LAUNCH = TaskLaunch(
@@ -37,7 +37,7 @@ def test_a_rank_is_told_its_place_and_its_threads(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
 
     def told(rank: int, launch: TaskLaunch = LAUNCH) -> dict[str, str]:
-        return task.environment(launch, rank, 6, "127.0.0.1")
+        return task.task_environment(launch, rank, 6, "127.0.0.1")
 
     assert {rank: told(rank)["OMP_NUM_THREADS"] for rank in (0, 3, 4, 5)} == {0: "2", 3: "2", 4: "4", 5: "4"}
     last = told(5)
@@ -111,7 +111,7 @@ def test_a_task_passes_on_what_it_sees_and_ends_as_its_rank(
             log.append(message)
 
         def wait(self, seconds: float) -> None:
-            assert seconds == task.POLL_S
+            assert seconds == task.POLL_INTERVAL_S
             self.waits += 1
             if self.waits == 1:
                 for number in (task.rank_process.STACKS_SIGNAL, signal.SIGTERM):
@@ -176,18 +176,18 @@ def test_a_job_asks_to_be_requeued_for_what_is_left(
         old, handlers[number] = handlers.get(number), handler
         return old
 
-    def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> State:
+    def control(folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]) -> State:
         assert (folder, index, stop._job, stop._restarts) == (tmp_path, 2, "12_3", 4)
         for number in signals:
             handlers[number](number, None)
         return State(tmp_path, open)
 
-    monkeypatch.setattr(entry.signal, "signal", swap)
-    monkeypatch.setattr(entry, "_wait_for", waited.append)
-    monkeypatch.setattr("repro.launch.slurm.allocation.controller.control", control)
+    monkeypatch.setattr(controller.signal, "signal", swap)
+    monkeypatch.setattr(controller, "_wait_for_requeue_signal", waited.append)
+    monkeypatch.setattr("repro.launch.slurm.allocation.controller.run_bundle", control)
     for name, value in (("ARRAY_JOB_ID", "12"), ("ARRAY_TASK_ID", "3"), ("RESTART_COUNT", "4")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    run = entry.RunBundle(str(tmp_path), 2)
+    run = controller.RunBundle(str(tmp_path), 2)
     if end is None:
         assert run() == {"ok": 2, "hang": 1}
     else:
@@ -213,9 +213,9 @@ def test_after_sigterm_the_signal_to_requeue_is_waited_for(monkeypatch: pytest.M
             return self.asked > 2
 
     follows, never = Stop(), Stop()
-    monkeypatch.setattr(entry, "AGAIN_S", 60.0)
-    entry._wait_for(follows)
+    monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 60.0)
+    controller._wait_for_requeue_signal(follows)  # type: ignore[arg-type]
     assert follows.asked == 3
-    monkeypatch.setattr(entry, "AGAIN_S", 0.0)
-    entry._wait_for(never)
+    monkeypatch.setattr(controller, "REQUEUE_SIGNAL_TIMEOUT_S", 0.0)
+    controller._wait_for_requeue_signal(never)  # type: ignore[arg-type]
     assert never.asked == 0

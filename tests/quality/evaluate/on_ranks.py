@@ -28,7 +28,7 @@ def padded(model: Model, layout: Layout) -> Model:
 
 def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
     torch.set_num_threads(1)
-    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
+    mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
     source = open_weights(folder)
     return Scorer(padded(source.model, layout), layout, mesh, torch.device("cpu"), source, forbidden)
 
@@ -42,7 +42,7 @@ def samples(seq: int = SEQ) -> Samples:
 def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
     """What this rank hands in."""
     torch.set_num_threads(1)
-    mesh = meshes.distributed(layout, "cpu") if dist.is_initialized() else meshes.single()
+    mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
     source = open_weights(folder)
     experiment = Experiment(name="score", model=padded(source.model, layout), layout=layout)
     return ranks_part.score(

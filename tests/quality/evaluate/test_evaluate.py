@@ -146,7 +146,7 @@ def test_lambada_by_hand(
     layout = Layout(micro_batch=3)
     experiment = Experiment(name="known", model=source.model, layout=layout)
     forbidden = tokenizer.leading(stop_words(None))
-    rows = rank.score(experiment, meshes.single(), torch.device("cpu"), source, samples, forbidden)
+    rows = rank.score(experiment, meshes.single_rank_mesh(), torch.device("cpu"), source, samples, forbidden)
     assert [row[1] for row in rows] == pytest.approx(losses, rel=1e-6)
     found = metrics(protocol, samples, rows, filtered=True)
     assert (found["accuracy"], found["accuracy.filtered"]) == (accuracy, filtered)

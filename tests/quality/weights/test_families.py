@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Layout, Training
-from repro.config.models import load
-from repro.model.gpt import GPT, Place
-from repro.model.parameters import total
+from repro.config.models import load_model
+from repro.model.counts import total_parameters
+from repro.model.gpt import GPT, BatchPosition
 from repro.parallel import mesh as meshes
 from repro.quality.weights.export import export
 from repro.quality.weights.huggingface import family_for
@@ -71,7 +71,7 @@ def made(name: str) -> Any:
 
 def ours(source: Source, tokens: Tensor) -> Tensor:
     """Our GPT's logits of the weights."""
-    module = GPT(source.model, Layout(), Training(), meshes.single().tp).requires_grad_(False)
+    module = GPT(source.model, Layout(), Training(), meshes.single_rank_mesh().tp).requires_grad_(False)
     owners = dict(module.named_modules())
     for name, place in source.places.items():
         value = source.elements(name, 0, torch.Size(place.shape).numel()).view(place.shape)
@@ -80,7 +80,7 @@ def ours(source: Source, tokens: Tensor) -> Tensor:
     if source.model.tied:
         module.head.tokens = module.embed.tokens
     module.head.of_logits = lambda logits, targets: logits
-    x = module.hidden(tokens, tokens.shape[1], Place(0, 0))
+    x = module.hidden(tokens, tokens.shape[1], BatchPosition(0, 0))
     return module.head(x, tokens).view(*tokens.shape, -1)
 
 
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "bloom-176b", "gpt-neox-20b", "qwen2.5-7b"])
 def test_transformers_counts_as_many_parameters(name: str) -> None:
     """Of its own modules, in shape only."""
-    model = load(name)
+    model = load_model(name)
     family = family_for(model)
     assert family is not None
     document = family.document(model, model.vocab)
@@ -119,7 +119,7 @@ def test_transformers_counts_as_many_parameters(name: str) -> None:
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs.tie_weights()
-    assert sum(p.numel() for p in theirs.parameters()) == total(model)
+    assert sum(p.numel() for p in theirs.parameters()) == total_parameters(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon-40b", "neox"])

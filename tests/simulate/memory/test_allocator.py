@@ -8,7 +8,7 @@ import pytest
 
 from repro.config import ConfigError
 from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.memory.pools import LARGE_SEGMENT, MIB, SMALL, SMALL_SEGMENT, segment_size
+from repro.simulate.memory.pools import LARGE_BUFFER, MIB, SMALL_BUFFER, SMALL_SIZE, segment_size
 
 
 def filled(*sizes: int, **options: int | bool | None) -> CachingAllocator:
@@ -27,12 +27,12 @@ def sizes(allocator: CachingAllocator) -> list[list[tuple[int, int | None]]]:
     ("size", "allocated", "reserved"),
     [
         (0, 0, 0),
-        (1, 512, SMALL_SEGMENT),
-        (512, 512, SMALL_SEGMENT),
-        (513, 1024, SMALL_SEGMENT),
-        (SMALL, SMALL, SMALL_SEGMENT),
-        (SMALL + 1, SMALL + 512, LARGE_SEGMENT),
-        (10 * MIB - 512, 10 * MIB - 512, LARGE_SEGMENT),
+        (1, 512, SMALL_BUFFER),
+        (512, 512, SMALL_BUFFER),
+        (513, 1024, SMALL_BUFFER),
+        (SMALL_SIZE, SMALL_SIZE, SMALL_BUFFER),
+        (SMALL_SIZE + 1, SMALL_SIZE + 512, LARGE_BUFFER),
+        (10 * MIB - 512, 10 * MIB - 512, LARGE_BUFFER),
         (10 * MIB, 10 * MIB, 10 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
@@ -47,8 +47,8 @@ def test_rounding_and_segment_sizes(size: int, allocated: int, reserved: int) ->
 
 
 def test_small_requests_share_a_segment_and_large_ones_split_twenty_mebibytes() -> None:
-    assert sizes(filled(1000, SMALL, 2000)) == [
-        [(1024, 0), (SMALL, 1), (2048, 2), (2 * MIB - SMALL - 3072, None)],
+    assert sizes(filled(1000, SMALL_SIZE, 2000)) == [
+        [(1024, 0), (SMALL_SIZE, 1), (2048, 2), (2 * MIB - SMALL_SIZE - 3072, None)],
     ]
     assert sizes(filled(6 * MIB, 6 * MIB, 6 * MIB)) == [
         [(6 * MIB, 0), (6 * MIB, 1), (6 * MIB, 2), (2 * MIB, None)],
@@ -63,8 +63,8 @@ def test_a_rest_of_one_mebibyte_stays_with_the_large_block_and_of_512_bytes_leav
     large.free(1)
     large.malloc(2, 19 * MIB - 512)
     assert sizes(large) == [[(19 * MIB - 512, 2), (MIB + 512, None)]]
-    small = filled(SMALL, SMALL - 512)
-    assert sizes(small) == [[(SMALL, 0), (SMALL - 512, 1), (512, None)]]
+    small = filled(SMALL_SIZE, SMALL_SIZE - 512)
+    assert sizes(small) == [[(SMALL_SIZE, 0), (SMALL_SIZE - 512, 1), (512, None)]]
 
 
 def test_the_smallest_free_block_that_fits_is_taken_and_the_lower_of_two_equal_ones() -> None:
@@ -82,8 +82,8 @@ def test_free_neighbours_become_one_block(order: tuple[int, ...]) -> None:
     allocator = filled(4 * MIB, 4 * MIB, 4 * MIB)
     for id in order:
         allocator.free(id)
-    assert sizes(allocator) == [[(LARGE_SEGMENT, None)]]
-    assert (allocator.allocated, allocator.reserved) == (0, LARGE_SEGMENT)
+    assert sizes(allocator) == [[(LARGE_BUFFER, None)]]
+    assert (allocator.allocated, allocator.reserved) == (0, LARGE_BUFFER)
 
 
 def test_what_is_freed_is_used_again_before_the_driver_is_asked() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
-from repro.simulate.memory.pools import MIB, SMALL, SMALL_SEGMENT, round_up
+from repro.simulate.memory.pools import MIB, SMALL_BUFFER, SMALL_SIZE, round_up
 
 Action = tuple[int, int] | tuple[int]
 
@@ -35,9 +35,9 @@ def decided_by_address(allocator: CachingAllocator, size: int) -> bool:
     """
     fitting: Counter[int] = Counter()
     for blocks in allocator.segments():
-        small = sum(block.size for block in blocks) == SMALL_SEGMENT
+        small = sum(block.size for block in blocks) == SMALL_BUFFER
         free = {block.size for block in blocks if block.id is None}
-        if small == (size <= SMALL):
+        if small == (size <= SMALL_SIZE):
             fitting.update(span for span in free if span >= round_up(size))
     return bool(fitting) and fitting[min(fitting)] > 1
 

@@ -8,26 +8,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory
+from repro.simulate.memory.allocator import CachingAllocator, OutOfMemory, replay
 from repro.simulate.memory.pools import (
-    LARGE_SEGMENT,
+    LARGE_BUFFER,
     MIB,
-    OWN_SEGMENT,
-    ROUND_SEGMENT,
-    SMALL,
-    SMALL_SEGMENT,
+    MIN_LARGE_ALLOC,
+    ROUND_LARGE,
+    SMALL_BUFFER,
+    SMALL_SIZE,
     round_up,
 )
-from repro.simulate.memory.replay import replay
 from repro.simulate.trace.events import Alloc, Event, Free
 
 SIZES = st.one_of(
     st.integers(0, 4096),
     st.sampled_from(
-        [512, SMALL, SMALL + 1, 2 * MIB, OWN_SEGMENT - 512, OWN_SEGMENT, LARGE_SEGMENT, 48 * MIB]
+        [
+            512,
+            SMALL_SIZE,
+            SMALL_SIZE + 1,
+            2 * MIB,
+            MIN_LARGE_ALLOC - 512,
+            MIN_LARGE_ALLOC,
+            LARGE_BUFFER,
+            48 * MIB,
+        ]
     ),
-    st.integers(1, SMALL),
-    st.integers(SMALL, 3 * OWN_SEGMENT),
+    st.integers(1, SMALL_SIZE),
+    st.integers(SMALL_SIZE, 3 * MIN_LARGE_ALLOC),
     st.integers(1, 96 * MIB),
 )
 OPTIONS = st.sampled_from(
@@ -102,10 +110,10 @@ class Allocations(RuleBasedStateMachine):
         assert held.keys() == {id for id, size in self.live.items() if size}
         for id, size in held.items():
             beyond = size - round_up(self.live[id])
-            if self.live[id] <= SMALL or "expandable" in self.options:
+            if self.live[id] <= SMALL_SIZE or "expandable" in self.options:
                 assert beyond == 0
             else:
-                assert 0 <= beyond <= (LARGE_SEGMENT if "max_split" in self.options else MIB)
+                assert 0 <= beyond <= (LARGE_BUFFER if "max_split" in self.options else MIB)
         assert self.allocator.allocated == sum(held.values())
         assert self.allocator.reserved == sum(block.size for block in blocks)
 
@@ -113,11 +121,11 @@ class Allocations(RuleBasedStateMachine):
     def segments_have_the_drivers_sizes(self) -> None:
         for blocks in self.allocator.segments():
             span = sum(block.size for block in blocks)
-            assert span % ROUND_SEGMENT == 0
+            assert span % ROUND_LARGE == 0
             if "expandable" not in self.options:
-                assert span == SMALL_SEGMENT or span >= OWN_SEGMENT
-                small = [self.live[block.id] <= SMALL for block in blocks if block.id is not None]
-                assert all(is_small == (span == SMALL_SEGMENT) for is_small in small)
+                assert span == SMALL_BUFFER or span >= MIN_LARGE_ALLOC
+                small = [self.live[block.id] <= SMALL_SIZE for block in blocks if block.id is not None]
+                assert all(is_small == (span == SMALL_BUFFER) for is_small in small)
 
     @invariant()
     def bytes_are_within_bounds(self) -> None:
@@ -173,8 +181,8 @@ def test_a_limit_matters_only_below_the_peak(events: list[Event], options: dict)
 def test_growing_only_an_expandable_segment_wastes_less_than_its_last_granule(requests: list[int]) -> None:
     """So it is never more than a granule of each pool above what plain segments take."""
     events = [Alloc(id, size, "parameters", "", "") for id, size in enumerate(requests)]
-    small = sum(round_up(size) for size in requests if size <= SMALL)
-    large = sum(round_up(size) for size in requests if size > SMALL)
+    small = sum(round_up(size) for size in requests if size <= SMALL_SIZE)
+    large = sum(round_up(size) for size in requests if size > SMALL_SIZE)
     grown = replay(events, expandable=True).peak_reserved
-    assert grown == round_up(small, SMALL_SEGMENT) + round_up(large, LARGE_SEGMENT)
-    assert grown < replay(events).peak_reserved + SMALL_SEGMENT + LARGE_SEGMENT
+    assert grown == round_up(small, SMALL_BUFFER) + round_up(large, LARGE_BUFFER)
+    assert grown < replay(events).peak_reserved + SMALL_BUFFER + LARGE_BUFFER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from repro.config.enums import Category
-from repro.simulate.memory.live import LiveBytes, measure
+from repro.simulate.memory.live_bytes import LiveBytes, measure_live_bytes
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, PhaseStart
 
 EVENTS: list[Event] = [
@@ -36,7 +36,7 @@ def test_what_lies_in_host_memory_is_no_part_of_the_device_s_total() -> None:
 
 
 def test_the_peak_is_the_first_moment_that_holds_most() -> None:
-    found = measure(EVENTS)
+    found = measure_live_bytes(EVENTS)
     assert (found.peak_bytes, found.init_peak_bytes, found.host_bytes) == (150, 100, 1000)
     assert (found.phase, found.line, found.operator) == ("backward", "model.py:4", "mul")
     assert {name: size for name, size in found.by_category.items() if size} == {
@@ -48,7 +48,7 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
     assert found.states == {"parameters": 100, "gradients": 20, "optimizer": 0}
     assert found.states_bytes == 120
     assert found.most[Category.GRADIENTS] == 20
-    nothing = measure([])
+    nothing = measure_live_bytes([])
     assert (nothing.peak_bytes, nothing.init_peak_bytes, nothing.states_bytes, nothing.host_bytes) == (
         0,
         0,
@@ -64,6 +64,8 @@ def test_page_locked_memory_is_rounded_to_powers_of_two_and_kept() -> None:
         return Alloc(id, size, Category.HOST, "", "")
 
     device = Alloc(9, 1000, Category.ACTIVATIONS, "", "")
-    found = measure([host(1, 5), device, host(2, 8), Free(1), host(3, 7), host(4, 4), Free(9), host(5, 1)])
+    found = measure_live_bytes(
+        [host(1, 5), device, host(2, 8), Free(1), host(3, 7), host(4, 4), Free(9), host(5, 1)]
+    )
     assert found.host_bytes == 8 + 7 + 4 + 1
     assert found.host_reserved_bytes == 8 + 8 + 4 + 1

@@ -8,7 +8,7 @@ import pytest
 
 from repro.config import Experiment, Layout, Model, systems
 from repro.config.enums import Category
-from repro.simulate.memory.timeline import POINTS, STEPS, over_step
+from repro.simulate.memory.live_bytes import TIMELINE_POINTS, TIMELINE_RESOLUTION, live_bytes_over_step
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
 from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
@@ -26,10 +26,10 @@ LAYOUTS = {
 def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
     """The device's: what lies in host memory is a row of its own, and decides nothing."""
     e = Experiment(name="e", model=MODEL, layout=layout, system="dgx2")
-    found = simulate(e, systems.load("dgx2"), time=True)
-    memory = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series.memory
-    rows = {name: row if len(row) > 1 else row * POINTS for name, row in memory["bytes"].items()}
-    assert {len(row) for row in rows.values()} == {POINTS}
+    found = simulate(e, systems.load_system_file("dgx2"), time=True)
+    memory = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series.memory
+    rows = {name: row if len(row) > 1 else row * TIMELINE_POINTS for name, row in memory["bytes"].items()}
+    assert {len(row) for row in rows.values()} == {TIMELINE_POINTS}
     assert (Category.HOST in rows) == layout.pa_cpu
     rows.pop(Category.HOST, None)
     room = len(rows) * memory["unit"]
@@ -38,18 +38,18 @@ def test_the_peak_and_the_states_are_those_of_the_step(layout: Layout) -> None:
     for category, size in found.roles[0].memory.states.items():
         assert abs(rows[category][-1] * memory["unit"] - size) <= memory["unit"]
     assert [name for _, name, _ in memory["phases"]][:2] == ["forward", "backward"]
-    assert memory["unit"] <= found.roles[0].memory.peak_bytes / STEPS
+    assert memory["unit"] <= found.roles[0].memory.peak_bytes / TIMELINE_RESOLUTION
 
 
 def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
     e = Experiment(
         name="e", model=MODEL, layout=Layout(dp=2, pp=2, micro_batch=1, global_batch=8), system="dgx2"
     )
-    found = simulate(e, systems.load("dgx2"))
-    series = simulated_record(e, found, systems.load("dgx2"), suite="s", wall_s=0.0).series
+    found = simulate(e, systems.load_system_file("dgx2"))
+    series = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series
     assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
-    assert series.memory == over_step(traced, lambda operator: operator.read + operator.written)
+    assert series.memory == live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
     starts = [part for part, _, _ in series.memory["phases"]]
     assert starts == sorted(set(starts))
 
@@ -64,6 +64,6 @@ def test_of_the_moments_of_a_part_the_one_that_holds_most_on_the_device_is_kept(
         Alloc(3, 1000, Category.HOST, "empty", "offload.py:3"),
     ]
     traced = SimpleNamespace(events=step, step_start=0, step_stop=len(step))
-    found = over_step(traced, lambda operator: 1.0)  # type: ignore[arg-type]
+    found = live_bytes_over_step(traced, lambda operator: 1.0)  # type: ignore[arg-type]
     assert found["unit"] == 1
     assert {key: row[0] for key, row in found["bytes"].items()} == {"parameters": 20, "activations": 10}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, Layout, Model, systems
 from repro.simulate.plan import fit
-from repro.simulate.plan.asked import Asked, limit_of
-from repro.simulate.plan.fit import Trial, search
+from repro.simulate.plan.candidates import LayoutQuery, device_memory_limit
+from repro.simulate.plan.fit import FitTrial, search_largest
 
-CONTEXT = systems.load("dgx2").context()
+CONTEXT = systems.load_system_file("dgx2").context()
 
 
 @settings(max_examples=200)
@@ -28,13 +28,13 @@ def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, si
     boundary = min(boundary, count)
     tried: list[int] = []
 
-    def attempt(value: int) -> Trial:
+    def attempt(value: int) -> FitTrial:
         tried.append(value)
         fits = value <= boundary
         needed = round(1000 * (value / (boundary + 0.5)) ** curve)
-        return Trial(value, "ok" if fits else "oom", None if silent and not fits else needed)
+        return FitTrial(value, "ok" if fits else "oom", None if silent and not fits else needed)
 
-    answer = search(range(1, count + 1), attempt, 1000, [3, 6])
+    answer = search_largest(range(1, count + 1), attempt, 1000, [3, 6])
     assert (answer.largest.value if answer.largest else 0) == boundary
     assert (answer.first_failing.value if answer.first_failing else count + 1) == boundary + 1
     assert len(tried) == len(set(tried)) <= 20
@@ -43,11 +43,11 @@ def test_search_ends_at_the_boundary(count: int, boundary: int, curve: float, si
 def test_what_is_known_is_not_tried_again() -> None:
     tried: list[int] = []
 
-    def attempt(value: int) -> Trial:
+    def attempt(value: int) -> FitTrial:
         tried.append(value)
-        return Trial(value, "ok" if value <= 4 else "oom", 10 * value)
+        return FitTrial(value, "ok" if value <= 4 else "oom", 10 * value)
 
-    answer = search(range(1, 100), attempt, 45, [3, 3, 9, 9, 20])
+    answer = search_largest(range(1, 100), attempt, 45, [3, 3, 9, 9, 20])
     assert tried[:2] == [3, 9]
     assert len(tried) == len(set(tried))
     assert max(tried) == 9, "nor what is beyond a failure"
@@ -58,20 +58,20 @@ def test_what_is_known_is_not_tried_again() -> None:
 def test_a_failure_that_is_not_about_memory_ends_the_search() -> None:
     tried: list[int] = []
 
-    def attempt(value: int) -> Trial:
+    def attempt(value: int) -> FitTrial:
         tried.append(value)
-        return Trial(value, "hang" if value > 4 else "ok", value)
+        return FitTrial(value, "hang" if value > 4 else "ok", value)
 
-    answer = search(range(1, 100), attempt, 1000, [3, 6])
+    answer = search_largest(range(1, 100), attempt, 1000, [3, 6])
     assert tried == [3, 6]
     assert answer.first_failing is not None
     assert answer.first_failing.outcome == "hang"
 
 
-def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.Question:
+def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.FitQuestion:
     shape = {"hidden": 256, "heads": 4, "vocab": 512} | sizes
-    asked = Asked("dgx2", 8, layout, seq=64, memory_limit=str(CONTEXT + limit))
-    return fit.question_of(systems.load("dgx2"), asked, None, shape, "layers")
+    asked = LayoutQuery("dgx2", 8, layout, seq=64, memory_limit=str(CONTEXT + limit))
+    return fit.question_of(systems.load_system_file("dgx2"), asked, None, shape, "layers")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def question(layout: dict[str, Any], limit: int, **sizes: int) -> fit.Question:
 )
 def test_the_term_that_is_too_much(layout: dict[str, Any], binding: str) -> None:
     asked = question(layout, 250_000_000)
-    answer = fit.simulated(asked)
-    document = fit.document(asked, answer)
+    answer = fit.fit_by_simulation(asked)
+    document = fit.fit_document(asked, answer)
     assert document["largest"]["layers"] + 1 == document["first_failing"]["layers"]
     assert (document["largest"]["outcome"], document["first_failing"]["outcome"]) == ("ok", "oom")
     assert document["first_failing"]["largest_term"] == binding
@@ -98,7 +98,7 @@ def test_the_term_that_is_too_much(layout: dict[str, Any], binding: str) -> None
 def test_layers_come_in_multiples_of_the_parts() -> None:
     asked = question({"pp": 2, "schedule": "interleaved", "chunks": 2}, 120_000_000)
     assert asked.layout.accumulation == 2
-    answer = fit.simulated(asked)
+    answer = fit.fit_by_simulation(asked)
     assert answer.largest is not None
     assert answer.first_failing is not None
     assert answer.largest.value % 4 == 0
@@ -107,10 +107,10 @@ def test_layers_come_in_multiples_of_the_parts() -> None:
 
 def test_the_largest_micro_batch() -> None:
     model = Model(name="m", layers=2, hidden=64, heads=4, vocab=512, seq=64)
-    asked = Asked("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
-    whole = fit.question_of(systems.load("dgx2"), asked, model, {}, "micro-batch")
+    asked = LayoutQuery("dgx2", 2, {"global_batch": 192}, memory_limit=str(CONTEXT + 44_000_000))
+    whole = fit.question_of(systems.load_system_file("dgx2"), asked, model, {}, "micro-batch")
     assert whole.values() == [n for n in range(1, 97) if 96 % n == 0]
-    answer = fit.simulated(whole)
+    answer = fit.fit_by_simulation(whole)
     assert answer.largest is not None
     assert answer.first_failing is not None
     position = list(whole.values()).index(answer.largest.value)
@@ -119,11 +119,11 @@ def test_the_largest_micro_batch() -> None:
 
 def test_nothing_fits() -> None:
     asked = question({}, 3_000_000)
-    answer = fit.simulated(asked)
+    answer = fit.fit_by_simulation(asked)
     assert answer.largest is None
     assert answer.first_failing is not None
     assert answer.first_failing.value == 1
-    assert fit.document(asked, answer)["largest"] is None
+    assert fit.fit_document(asked, answer)["largest"] is None
 
 
 def test_bad_questions() -> None:
@@ -132,19 +132,19 @@ def test_bad_questions() -> None:
     with pytest.raises(ConfigError, match=r"tp = 8: must be a divisor of heads"):
         question({"tp": 8}, 10**9)
     with pytest.raises(ConfigError, match=r"memory_limit: is needed"):
-        limit_of(systems.load("yuan"), None)
+        device_memory_limit(systems.load_system_file("yuan"), None)
     with pytest.raises(ConfigError, match=r"hidden = 64: must be a larger width"):
-        fit.simulated(question({"zero": 3}, 10**12, hidden=64))
+        fit.fit_by_simulation(question({"zero": 3}, 10**12, hidden=64))
 
 
-def batches(**layout: Any) -> fit.Question:
+def batches(**layout: Any) -> fit.FitQuestion:
     """The largest micro-batch of twelve samples, in four stages."""
     shape = Layout(pp=4, dp=2, **({"global_batch": 24} | layout))
     small = Model(name="small", layers=8, hidden=256, heads=4, vocab=512, seq=64)
-    return fit.Question(
+    return fit.FitQuestion(
         small,
         shape,
-        systems.load("dgx2"),
+        systems.load_system_file("dgx2"),
         CONTEXT + 10**9,
         "micro-batch",
         0,
@@ -168,6 +168,6 @@ def test_a_batch_that_was_not_given_grows_with_the_micro_batch() -> None:
 
 
 def test_a_single_micro_batch_is_tried_alone() -> None:
-    answer = fit.simulated(batches(global_batch=2))
+    answer = fit.fit_by_simulation(batches(global_batch=2))
     assert [trial.value for trial in answer.trials] == [1]
     assert answer.first_failing is None

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, systems
-from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.plan import plan
-from repro.simulate.plan.planner import WHOLE, Planner
-from repro.simulate.plan.rates import Rates
+from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.extrapolation.linear import lower_bound
+from repro.simulate.plan.extrapolation.lower_bound import SystemRates
+from repro.simulate.plan.extrapolation.step_time import StepTimes
+from repro.simulate.plan.plan import search_layouts
+from repro.simulate.plan.planner import MIN_FULL_OVER_SHALLOW, Planner
 from repro.simulate.plan.rows import OK, SHALLOW, STATES, PlanRow
-from repro.simulate.plan.steptime import Times
 from repro.simulate.time.predict import predict
 from repro.util.workers import Workers
 from tests.simulate.families import families_of
@@ -65,20 +66,20 @@ TAKEN = [
 @pytest.mark.parametrize(("system", "model", "name"), TAKEN)
 def test_no_step_takes_less(name: str, system: str, model: Model) -> None:
     """The whole step's schedule, and what a plan makes of shallow ones; the least is no empty promise either."""
-    on = systems.load(system)
+    on = systems.load_system_file(system)
     layout = replace(LAYOUTS[name], precision=on.best_precision)
     families, _ = families_of(model, layout)
-    least = Rates(on).least(model, layout, families)
+    least = lower_bound(model, layout, families, SystemRates(on))
     whole = predict(Experiment(name="x", model=model, layout=layout), on).step_s
     assert least <= whole
-    assert least <= Times(model, model.seq, on).of(layout, families)["step_s"] * (1 + 1e-3)
+    assert least <= StepTimes(model, model.seq, on).of_layout(layout, families)["step_s"] * (1 + 1e-3)
     assert least > (0.6 if system == "dgx2" and name in SEND else 0.2) * whole
 
 
-def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> Request:
-    on = systems.load(system)
+def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> PlanRequest:
+    on = systems.load_system_file(system)
     model = replace(MODEL, layers=4, hidden=1024, heads=4, vocab=8192, seq=256)
-    return Request(model, on, gpus, on.context() + limit, model.seq, dict(given))
+    return PlanRequest(model, on, gpus, on.context() + limit, model.seq, dict(given))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def asked(gpus: int, limit: int, system: str = "dgx2", **given: object) -> Reque
     ids=("few", "tight"),
 )
 def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
+    request_: PlanRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[PlanRow] = []
     time = Planner.time
@@ -100,11 +101,11 @@ def test_the_first_rows_are_those_of_a_plan_that_times_every_layout(
         time(self, rows)
 
     monkeypatch.setattr(Planner, "time", counted)
-    monkeypatch.setattr(sys.modules[plan.__module__], "COMPARED", 3)
+    monkeypatch.setattr(sys.modules[search_layouts.__module__], "COMPARED_ROWS", 3)
     with Workers(1) as workers:
-        whole = plan(request_, workers, 3)
+        whole = search_layouts(request_, workers, 3)
         every, timed = len(timed), []
-        few = plan(request_, workers, 3, whole=False)
+        few = search_layouts(request_, workers, 3, whole=False)
     fits = [row for row in whole.rows if row.outcome == OK]
     assert len(fits) > 6
     for row, other in zip(fits[:3], few.rows, strict=False):
@@ -147,7 +148,7 @@ def test_the_allocator_is_asked_only_for_rows_that_may_be_shown(monkeypatch: pyt
     monkeypatch.setattr(planner, "begin_full", begin_full)
     close, far = planner.decide(rows)
     assert (close.open, far.open, traced) == (True, False, [])
-    assert close.seconds == WHOLE * 2.0
+    assert close.seconds == MIN_FULL_OVER_SHALLOW * 2.0
     assert far.seconds == 2.0
     planner.decide([close])
     assert traced == [close]

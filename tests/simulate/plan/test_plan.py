@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, Layout, Model, models, systems
-from repro.simulate.plan.candidates import Request, candidates
-from repro.simulate.plan.grid import grid
-from repro.simulate.plan.plan import plan
+from repro.simulate.plan.candidates import PlanRequest, candidates
+from repro.simulate.plan.plan import search_layouts, search_map
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import (
     FULL,
@@ -19,20 +18,20 @@ from repro.simulate.plan.rows import (
     SHALLOW,
     STATES,
     PlanRow,
-    document,
     ideal_s,
-    order,
-    training,
+    plan_entry,
+    plan_order,
+    training_cost,
 )
 from repro.util.workers import Workers
 
-CONTEXT = systems.load("dgx2").context()
+CONTEXT = systems.load_system_file("dgx2").context()
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)
 SMALL = replace(TINY, hidden=512, vocab=1024)
 
 
-def request(gpus: int, limit: int = 10**9, model: Model = TINY, **given: Any) -> Request:
-    return Request(model, systems.load("dgx2"), gpus, CONTEXT + limit, model.seq, given)
+def request(gpus: int, limit: int = 10**9, model: Model = TINY, **given: Any) -> PlanRequest:
+    return PlanRequest(model, systems.load_system_file("dgx2"), gpus, CONTEXT + limit, model.seq, given)
 
 
 def test_every_sensible_layout() -> None:
@@ -78,7 +77,7 @@ def test_a_given_cp_is_taken() -> None:
     assert {(x.dp, x.zero) for x in found if x.dp == 1 and x.pp == 1} == {(1, z) for z in range(4)}
     with Workers(1) as workers:
         given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
-        (row, *_) = plan(request(8, cp=2, global_batch=8, limit=10**8, **given), workers).rows
+        (row, *_) = search_layouts(request(8, cp=2, global_batch=8, limit=10**8, **given), workers).rows
     assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
     assert row.comm["bytes_by_group"]["cp"] > 0
 
@@ -126,12 +125,12 @@ def test_a_plan() -> None:
     shallow = replace(SMALL, layers=2)
     asked = request(2, 80_000_000, shallow, global_batch=8, sp=False, recompute=False)
     with Workers(1) as workers:
-        found = plan(asked, workers)
+        found = search_layouts(asked, workers)
     rows = found.rows
     assert {row.evidence for row in rows} == {STATES, SHALLOW, FULL}
     assert found.traces > 0
     assert not found.no_time
-    assert [order(row) for row in rows] == sorted(order(row) for row in rows)
+    assert [plan_order(row) for row in rows] == sorted(plan_order(row) for row in rows)
     outcomes = [row.outcome for row in rows]
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {OK, OOM}
@@ -149,7 +148,7 @@ def test_a_plan() -> None:
         assert bool(row.time) == (row.outcome != OOM)
     seconds = [row.time["step_s"] for row in fits]
     assert seconds == sorted(seconds)
-    described = document(replace(asked, tokens=1e9, price_per_gpu_hour=2.0), rows[0])
+    described = plan_entry(replace(asked, tokens=1e9, price_per_gpu_hour=2.0), rows[0])
     trained, speed = described["training"], 8 * 64 / seconds[0]
     assert trained["days"] == pytest.approx(1e9 / speed / 86400)
     assert trained["cost"] == pytest.approx(2 * 2 * 24 * trained["days"])
@@ -165,13 +164,13 @@ def test_partitioned_checkpoints_are_tried_where_they_help() -> None:
         2, 86_500_000, model, tp=2, pp=1, recompute=True, sp=False, micro_batch=128, global_batch=128
     )
     with Workers(1) as workers:
-        rows = plan(asked, workers).rows
+        rows = search_layouts(asked, workers).rows
     assert [(row.layout.pa, row.outcome) for row in rows] == [(True, OK), (False, OOM)]
 
 
 def test_nothing_fits() -> None:
     with Workers(1) as workers:
-        found = plan(request(4, 1_000_000), workers)
+        found = search_layouts(request(4, 1_000_000), workers)
     rows = found.rows
     assert found.traces == 0
     assert {(row.outcome, row.evidence) for row in rows} == {(OOM, STATES)}
@@ -183,7 +182,7 @@ def test_the_order() -> None:
 
     V100: 125 TFLOP/s, DGX-2: 6.25 GB/s each between nodes.
     """
-    model = models.load("turing-nlg-17b")
+    model = models.load_model("turing-nlg-17b")
     asked = request(256, 32 * 10**9, model, global_batch=512)
     plain = Layout(tp=4, dp=64, zero=1, micro_batch=8, global_batch=512, precision="fp16")
     work = ideal_s(asked, plain, {})
@@ -197,9 +196,9 @@ def test_the_order() -> None:
     assert ideal_s(asked, chunked, {}) == pytest.approx(work * 1.25)
     fast, slow = (PlanRow(plain, OK, SHALLOW, {"peak_bytes": 1}, {}, s) for s in (1.0, 2.0))
     full = PlanRow(plain, OOM, FULL, {"peak_bytes": 1}, {}, 0.1)
-    assert sorted([full, slow, fast], key=order) == [fast, slow, full]
+    assert sorted([full, slow, fast], key=plan_order) == [fast, slow, full]
     fast.time, slow.time = {"step_s": 4.0}, {"step_s": 3.0}
-    assert sorted([full, slow, fast], key=order) == [slow, fast, full]
+    assert sorted([full, slow, fast], key=plan_order) == [slow, fast, full]
 
 
 def test_without_numbers_for_times_the_order_is_that_of_peak_rates() -> None:
@@ -207,7 +206,7 @@ def test_without_numbers_for_times_the_order_is_that_of_peak_rates() -> None:
     bandwidth = asked.system.device.memory_bandwidth
     device = replace(asked.system.device, memory_bandwidth=replace(bandwidth, value=None))
     with Workers(1) as workers:
-        found = plan(replace(asked, system=replace(asked.system, device=device)), workers)
+        found = search_layouts(replace(asked, system=replace(asked.system, device=device)), workers)
     assert "memory_bandwidth" in found.no_time
     ideal = [row.ideal_s for row in found.rows if row.outcome == OK]
     assert len(ideal) > 3
@@ -219,8 +218,8 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The report's 16 to 4 and 1024 to 256: 64 replicas of 8 samples.  Shallow: `repro run` traces it in full."""
-    monkeypatch.setattr("repro.simulate.plan.plan.CONFIRMED", 0)
-    model, system = models.load("turing-nlg-17b-h32"), systems.load("dgx2")
+    monkeypatch.setattr("repro.simulate.plan.plan.FULLY_TRACED_ROWS", 0)
+    model, system = models.load_model("turing-nlg-17b-h32"), systems.load_system_file("dgx2")
     limit = int(system.device.memory_bytes.value or 0)
     fixed = {"pp": 1, "micro_batch": 8, "global_batch": 512, "recompute": True, "sp": False, "pa": False}
     outcomes: dict[int, dict[int, str]] = {0: {}, 1: {}}
@@ -228,7 +227,9 @@ def test_turing_nlg_needs_tp_16_on_1024_gpus_without_zero_and_4_on_256_with_it(
         for zero, found in outcomes.items():
             for tp in (1, 2, 4, 8, 16)[: 3 if zero else 5]:
                 given = {**fixed, "tp": tp, "zero": zero}
-                (row,) = plan(Request(model, system, 64 * tp, limit, model.seq, given), workers).rows
+                (row,) = search_layouts(
+                    PlanRequest(model, system, 64 * tp, limit, model.seq, given), workers
+                ).rows
                 assert row.layout.dp == 64
                 assert row.outcome == OK or row.evidence == STATES
                 found[tp] = row.outcome
@@ -239,7 +240,7 @@ def test_a_map() -> None:
     asked = request(8, 10**9, global_batch=8, micro_batch=1, zero=0, recompute=True, sp=False)
     limits = [CONTEXT + 6_000_000, CONTEXT + 10**9]
     with Workers(1) as workers:
-        cells = grid(asked, (1, 2, 8), (1, 4), limits, workers, [(1, 4)])
+        cells = search_map(asked, (1, 2, 8), (1, 4), limits, workers, [(1, 4)])
     assert [(c.tp, c.pp) for c in cells] == [(1, 1), (1, 4), (2, 1), (2, 4), (8, 1), (8, 4)]
     by_place = {(c.tp, c.pp): c for c in cells}
     assert "tp = 8" in by_place[8, 1].reason
@@ -264,7 +265,7 @@ def test_what_a_training_takes_and_costs() -> None:
     """2^30 tokens in batches of 32 x 64 are 524,288 steps of 1.8 s: 262.144 hours on 16 GPUs at 2 a piece."""
     asked = replace(request(16, global_batch=32), tokens=2**30, price_per_gpu_hour=2.0)
     row = PlanRow(Layout(dp=16, global_batch=32), OK, FULL, {}, time={"step_s": 1.8})
-    assert training(asked, row) == pytest.approx(
+    assert training_cost(asked, row) == pytest.approx(
         {
             "tokens": 2**30,
             "steps": 524_288,
@@ -273,6 +274,6 @@ def test_what_a_training_takes_and_costs() -> None:
             "cost": 262.144 * 32,
         }
     )
-    assert training(asked, replace(row, time={})) is None
-    assert training(replace(asked, tokens=0.0), row) is None
-    assert "cost" not in (training(replace(asked, price_per_gpu_hour=0.0), row) or {})
+    assert training_cost(asked, replace(row, time={})) is None
+    assert training_cost(replace(asked, tokens=0.0), row) is None
+    assert "cost" not in (training_cost(replace(asked, price_per_gpu_hour=0.0), row) or {})

@@ -8,9 +8,9 @@ import pytest
 
 from repro.config import Layout
 from repro.simulate.plan.closed_form import suggested_width
-from repro.simulate.plan.fit import Trial, _next
-from repro.simulate.plan.steptime import _Edges
-from repro.simulate.plan.widen import _aligned
+from repro.simulate.plan.extrapolation.linear import _aligned
+from repro.simulate.plan.extrapolation.step_time import _MeanStageEdges
+from repro.simulate.plan.fit import FitTrial, _next_index
 from repro.simulate.trace.events import Operator
 
 
@@ -28,15 +28,15 @@ class EightStages:
 
 
 def test_a_message_between_three_stages_is_the_mean_of_one_between_eight() -> None:
-    edges = _Edges(EightStages(), 3)  # type: ignore[arg-type]
+    edges = _MeanStageEdges(EightStages(), 3)  # type: ignore[arg-type]
     assert edges.send_seconds(1, from_stage=0, to_stage=1) == (1 + 1 + 1 + 5) / 4
     assert edges.send_seconds(1, from_stage=2, to_stage=1) == (1 + 1 + 1 + 5) / 4
     assert edges.send_seconds(1, from_stage=0, to_stage=2) == 9, "from the first to the last"
     assert edges.send_seconds(1, from_stage=2, to_stage=0) == 10, "and back"
 
 
-def trial(value: int, needed: int | None) -> Trial:
-    return Trial(value=value, outcome="ok", needed=needed)
+def trial(value: int, needed: int | None) -> FitTrial:
+    return FitTrial(value=value, outcome="ok", needed=needed)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def trial(value: int, needed: int | None) -> Trial:
         ({0: trial(0, 10), 20: trial(20, 30)}, 14, 20, 17),
     ],
 )
-def test_where_a_fit_looks_next(found: dict[int, Trial], low: int, high: int, index: int) -> None:
-    assert _next(range(100), found, 24, low, high) == index
+def test_where_a_fit_looks_next(found: dict[int, FitTrial], low: int, high: int, index: int) -> None:
+    assert _next_index(range(100), found, 24, low, high) == index
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from repro.config.system import System
 from repro.config.systems.unknowns import unknowns, with_values
 from repro.report.text.fit_and_plan import print_layouts
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import Request
-from repro.simulate.plan.plan import COMPARED, Plan, plan
-from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, document
-from repro.simulate.plan.undecided import Undecided, undecided
+from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
+from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, Tie, find_ties, plan_entry
 from repro.util.workers import Workers
 from tests.simulate.exact import have_exact_kernels
 
@@ -37,8 +36,8 @@ def row(step_s: float, draws: list[float], *moves: Sensitivity) -> PlanRow:
     return found
 
 
-def compared(*rows: PlanRow) -> list[list[Undecided]]:
-    return undecided([(row.time["step_s"], row.interval) for row in rows if row.interval is not None])
+def compared(*rows: PlanRow) -> list[list[Tie]]:
+    return find_ties([(row.time["step_s"], row.interval) for row in rows if row.interval is not None])
 
 
 def test_the_ratio_of_two_layouts_tells_draw_by_draw() -> None:
@@ -49,7 +48,7 @@ def test_the_ratio_of_two_layouts_tells_draw_by_draw() -> None:
     once = row(2.3, [0.9, *(1.2 * seconds for seconds in alike[1:])])
     twice = row(2.4, [0.9, 1.9, *(1.3 * seconds for seconds in alike[2:])])
     assert compared(first, never) == [[], []]
-    assert compared(first, once, twice) == [[], [], [Undecided(1, 0.1, ())]]
+    assert compared(first, once, twice) == [[], [], [Tie(1, 0.1, ())]]
 
 
 def test_what_turns_the_order_by_itself_decides_or_what_comes_nearest() -> None:
@@ -62,25 +61,25 @@ def test_what_turns_the_order_by_itself_decides_or_what_comes_nearest() -> None:
     # Neither end turns this one: 3 / 1.8 to 3 / 2.6 is the most.
     last = row(3.0, [1.8, 4.0, 4.0, 4.0], move("slow", 1.5, 12.0))
     _, *open_ = compared(first, other, third, last)
-    assert open_[0] == [Undecided(1, 0.5, ("links", "rate"))]
-    assert open_[1][0] == Undecided(1, 0.5, ("links",))
-    assert open_[2][0] == Undecided(1, 0.25, ("links",))
+    assert open_[0] == [Tie(1, 0.5, ("links", "rate"))]
+    assert open_[1][0] == Tie(1, 0.5, ("links",))
+    assert open_[2][0] == Tie(1, 0.25, ("links",))
 
 
 @pytest.fixture(scope="module")
 def exact() -> System:
-    system = systems.load("dgx2")
+    system = systems.load_system_file("dgx2")
     return with_values(system, {one.key: one.best for one in unknowns(system)})
 
 
-def asked(system: System) -> Request:
+def asked(system: System) -> PlanRequest:
     given = {"pp": 1, "zero": 0, "micro_batch": 2, "sp": False, "recompute": False, "kernels": "softmax"}
-    return Request(MODEL, system, 64, 32 * 10**9, MODEL.seq, given)
+    return PlanRequest(MODEL, system, 64, 32 * 10**9, MODEL.seq, given)
 
 
 def planned(system: System) -> Plan:
     with Workers(1) as workers:
-        return plan(asked(system), workers, 4, whole=False)
+        return search_layouts(asked(system), workers, 4, whole=False)
 
 
 def test_a_plan_names_the_unknown_that_turns_two_layouts(
@@ -101,7 +100,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         assert one.by == (RINGS,)
         turned = [order.index(row.layout) < order.index(other.layout) for order in (few, many)]
         assert any(turned)
-    said = [document(asked(ranged), row)["undecided"] for row in found.rows[:4]]
+    said = [plan_entry(asked(ranged), row)["undecided"] for row in found.rows[:4]]
     assert json.loads(json.dumps(said)) == [
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
@@ -119,7 +118,7 @@ def test_of_exact_numbers_nothing_is_said(
 ) -> None:
     have_exact_kernels(monkeypatch)
     found = planned(exact)
-    assert [document(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
+    assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
     print_layouts(asked(exact), found, 4)
     told = capsys.readouterr().out
     assert "unknown" not in told
@@ -162,12 +161,12 @@ def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.
 
 def test_a_plan_compares_more_rows_than_it_shows() -> None:
     """Of a system with unknown numbers; what was compared with none says so."""
-    few = asked(systems.load("dgx2"))
+    few = asked(systems.load_system_file("dgx2"))
     request = replace(few, given={key: few.given[key] for key in ("pp", "sp", "recompute", "kernels")})
     with Workers(1) as workers:
-        found = plan(request, workers, 1, whole=True)
+        found = search_layouts(request, workers, 1, whole=True)
     fits = [row for row in found.rows if row.outcome == "ok"]
-    assert len(fits) > COMPARED
-    said = [document(request, row)["undecided"] for row in fits]
-    assert [row.interval is not None for row in fits] == [place < COMPARED for place in range(len(fits))]
-    assert [one is not None for one in said] == [place < COMPARED for place in range(len(fits))]
+    assert len(fits) > COMPARED_ROWS
+    said = [plan_entry(request, row)["undecided"] for row in fits]
+    assert [row.interval is not None for row in fits] == [place < COMPARED_ROWS for place in range(len(fits))]
+    assert [one is not None for one in said] == [place < COMPARED_ROWS for place in range(len(fits))]

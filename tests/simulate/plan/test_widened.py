@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from repro.config import Layout
-from repro.simulate.plan.widen import AHEAD, _aligned, widened
+from repro.simulate.plan.extrapolation.linear import MAX_INSERTED_OPERATORS, _aligned, widen_traces
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Wait
 from repro.simulate.trace.roles import PipelineRole, Trace
 
@@ -62,13 +62,13 @@ FAMILY = family(traced(1, 1), traced(3, 1), traced(1, 3))
 
 @pytest.mark.parametrize("samples", [2, 3, 5])
 def test_every_block_of_both_traces_grows_and_the_update_does_not(samples: int) -> None:
-    for found, layers in zip(widened(FAMILY, samples), LAYERS, strict=True):
+    for found, layers in zip(widen_traces(FAMILY, samples), LAYERS, strict=True):
         assert found.events == traced(samples, layers).events
         assert (found.step_start, found.step_stop) == (1, len(found.events))
 
 
 def test_the_narrowest_is_as_it_was() -> None:
-    assert widened(FAMILY, 1) == (FAMILY.base.timed, FAMILY.deeper.timed)
+    assert widen_traces(FAMILY, 1) == (FAMILY.base.timed, FAMILY.deeper.timed)
 
 
 def test_of_two_sizes_that_share_a_neighbour_the_one_seen_more_often_is_taken() -> None:
@@ -83,11 +83,13 @@ def test_of_two_sizes_that_share_a_neighbour_the_one_seen_more_often_is_taken() 
     odd = Operator("other", 0, 0, 0, (), 2)
     events: list[Event] = [FORWARD, odd, Operator("mm", 1, 0, 0, (), 2), odd]
     alone = Trace(PipelineRole("all", 0, 1), Layout(), events, 0, 4, 0, 0, 0, 0.0)
-    _, found = widened(family(of(1, 1, 1), of(30, 20, 20), alone), 3)
+    _, found = widen_traces(family(of(1, 1, 1), of(30, 20, 20), alone), 3)
     assert found.events == [FORWARD, odd, Operator("mm", 20, 0, 0, (), 2), odd]
 
 
-@pytest.mark.parametrize(("more", "found"), [(AHEAD - 1, True), (AHEAD, False)])
+@pytest.mark.parametrize(
+    ("more", "found"), [(MAX_INSERTED_OPERATORS - 1, True), (MAX_INSERTED_OPERATORS, False)]
+)
 def test_so_many_operators_may_be_in_the_wide_trace_only(more: int, found: bool) -> None:
     narrow = [product(1), add(1)]
     wide = [product(3), *[copy(3)] * more, add(3)]

@@ -11,7 +11,7 @@ from repro.config import Layout
 from repro.config.layout import ORDERS
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 
 payloads = st.integers(0, 1 << 34)
 
@@ -52,6 +52,6 @@ def networks(draw: st.DrawFn) -> tuple[System, Layout]:
             bandwidth=number(draw(positive)),
             **{key: number(value) for key, value in optional.items()},
         )
-    system = replace(load("dgx2"), devices_per_node=number(devices), links=links)
+    system = replace(load_system_file("dgx2"), devices_per_node=number(devices), links=links)
     degrees = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in ("tp", "dp", "pp")}
     return system, Layout(order=draw(st.sampled_from(ORDERS)), **degrees)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.simulate.time.account import TRANSFER, StageTime
+from repro.simulate.time.breakdown import STAGE_SEND, StageTime
 from repro.simulate.time.program import Issue
 
 SUM = Issue(("tail",), "world", "norm", 2.0)
@@ -31,6 +31,6 @@ def test_of_a_wait_across_stages_what_is_longer_than_the_message_is_bubble(
 def test_until_a_message_starts_its_sender_is_waited_for() -> None:
     time = StageTime()
     time.waited_for_message(1.0, 4.0, 4.5)
-    assert (time.bubble, time.exposed[TRANSFER]) == (3.0, 0.5)
+    assert (time.bubble, time.exposed[STAGE_SEND]) == (3.0, 0.5)
     time.waited_for_message(1.0, 0.5, 2.0)
-    assert (time.bubble, time.exposed[TRANSFER]) == (3.0, 1.5)
+    assert (time.bubble, time.exposed[STAGE_SEND]) == (3.0, 1.5)

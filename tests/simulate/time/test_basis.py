@@ -7,14 +7,21 @@ import pytest
 from repro.config import Experiment, Layout, models
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
-from repro.simulate.time.basis import BOUND, CALIBRATED, PUBLISHED, counted, of_record, weakest
+from repro.simulate.time.calibration import (
+    CALIBRATED,
+    PUBLISHED_POINT,
+    UPPER_BOUND,
+    basis_of_record,
+    count_bases,
+    weakest_basis,
+)
 from tests.records import changed
 
 
 def record(system: str, **differs: object) -> ExperimentRecord:
     """A simulated step of a tiny model with the fused kernels, which took a second."""
     experiment = Experiment(
-        name="x", model=models.load("tiny-stages"), layout=Layout(precision="fp16"), system=system
+        name="x", model=models.load_model("tiny-stages"), layout=Layout(precision="fp16"), system=system
     )
     made = failed_record(experiment, "", suite="s", wall_s=0.1)
     return changed(made, **{"outcome": "ok", "metrics": {"step_seconds.median": 1.0}, **differs})
@@ -23,35 +30,36 @@ def record(system: str, **differs: object) -> ExperimentRecord:
 @pytest.mark.parametrize(
     ("system", "basis"),
     [
-        ("dgx-h100", PUBLISHED),
-        ("dgx-h200", PUBLISHED),
-        ("yuan", PUBLISHED),
-        ("dgx2", BOUND),
-        ("dgx-b200", BOUND),
-        ("gb200-nvl72", BOUND),
-        ("mi300x", BOUND),
+        ("dgx-h100", PUBLISHED_POINT),
+        ("dgx-h200", PUBLISHED_POINT),
+        ("yuan", PUBLISHED_POINT),
+        ("dgx2", UPPER_BOUND),
+        ("dgx-b200", UPPER_BOUND),
+        ("gb200-nvl72", UPPER_BOUND),
+        ("mi300x", UPPER_BOUND),
         ("gone.toml", ""),
     ],
 )
 def test_a_record_rests_on_what_its_system_is_known_by(system: str, basis: str) -> None:
-    assert of_record(record(system)) == basis
+    assert basis_of_record(record(system)) == basis
 
 
 @pytest.mark.parametrize(
     "differs", [{"outcome": "oom"}, {"metrics": {}}, {"evidence": "measured"}], ids=lambda d: next(iter(d))
 )
 def test_what_was_not_predicted_rests_on_nothing(differs: dict[str, object]) -> None:
-    assert of_record(record("dgx-h100", **differs)) == ""
+    assert basis_of_record(record("dgx-h100", **differs)) == ""
 
 
 def test_what_is_made_of_several_rests_on_the_weakest() -> None:
-    assert weakest([CALIBRATED, BOUND, PUBLISHED]) == BOUND
-    assert weakest([CALIBRATED, "", PUBLISHED]) == PUBLISHED
-    assert weakest([]) == weakest([""]) == ""
+    assert weakest_basis([CALIBRATED, UPPER_BOUND, PUBLISHED_POINT]) == UPPER_BOUND
+    assert weakest_basis([CALIBRATED, "", PUBLISHED_POINT]) == PUBLISHED_POINT
+    assert weakest_basis([]) == weakest_basis([""]) == ""
 
 
 def test_they_are_counted_the_firmest_first() -> None:
     assert (
-        counted([BOUND, PUBLISHED, "", PUBLISHED]) == "Times rest on: published point (2), upper bound (1)."
+        count_bases([UPPER_BOUND, PUBLISHED_POINT, "", PUBLISHED_POINT])
+        == "Times rest on: published point (2), upper bound (1)."
     )
-    assert counted([""]) == ""
+    assert count_bases([""]) == ""

@@ -18,10 +18,18 @@ from repro.config.timing import DeviceTime
 from repro.parallel.ledger import messages_of
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
 from repro.simulate.time.device import DeviceCost, Kernels
-from repro.simulate.time.emulated import hops
+from repro.simulate.time.emulated import ring_step_times
+from repro.simulate.time.interconnect import Ring
 from repro.simulate.time.network import Network
-from repro.simulate.time.program import HOST, Await, Issue, OperatorBlock, Send, StageProgram, _Compiler
-from repro.simulate.time.rings import Ring
+from repro.simulate.time.program import (
+    HOST,
+    Await,
+    Issue,
+    OperatorBlock,
+    Send,
+    StageProgram,
+    _ProgramCompiler,
+)
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Wait
 
@@ -38,7 +46,7 @@ def number(value: float) -> Quantity:
 def machine() -> System:
     """Four multiprocessors that take 1 us for a step of K with a tile of 256 x 128; 2 TB/s, half of it reached; a
     kernel takes 3 us beside its work, and 2 more where that is to move bytes."""
-    base = systems.load("dgx2")
+    base = systems.load_system_file("dgx2")
     time = DeviceTime(
         matmul_efficiency=number(0.5),
         memory_efficiency=number(0.5),
@@ -135,7 +143,7 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
+    compiler = _ProgramCompiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
     (late,) = compiler.items([add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
@@ -157,7 +165,7 @@ def test_a_layer_asks_more_of_its_host_than_the_update_and_lists_do() -> None:
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _Compiler(Megatron(), lambda message: US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
+    compiler = _ProgramCompiler(Megatron(), lambda message: US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
     for events, tail, host in (
         ([add, add, reduced, Wait(7)], False, 3 * 44),
         ([add, add], True, 2 * 7),
@@ -176,7 +184,7 @@ def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
             return 0.0 if operator.name == HOST_VIEWS else 100 * US
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    compiler = _Compiler(Long(), lambda message: 0.0, {}, 0, lambda op, group: 1)  # type: ignore[arg-type]
+    compiler = _ProgramCompiler(Long(), lambda message: 0.0, {}, 0, lambda op, group: 1)  # type: ignore[arg-type]
     (hidden,) = compiler.items([add, views])
     assert isinstance(hidden, OperatorBlock)
     assert hidden.seconds == pytest.approx(100 * US)
@@ -196,7 +204,7 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
     keys: dict[int, tuple[object, ...]] = {7: ("x",), 8: ("y",)}
-    compiler = _Compiler(Processor(), lambda message: 100 * US, keys, 0, lambda op, group: 1)  # type: ignore[arg-type]
+    compiler = _ProgramCompiler(Processor(), lambda message: 100 * US, keys, 0, lambda op, group: 1)  # type: ignore[arg-type]
     add = Operator("aten.add", 0, 1, 1, (), 2)
     inline, send, begun, *hidden_ = compiler.items([add, reduced, Wait(7), sent, add, hidden, add, Wait(8)])
     assert isinstance(inline, OperatorBlock)
@@ -227,7 +235,7 @@ def test_an_exchange_of_gloo_s_is_a_message_to_and_from_every_other_rank(
         operator_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
 
     message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
-    compiler = _Compiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda *_: counted)  # type: ignore[arg-type]
+    compiler = _ProgramCompiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda *_: counted)  # type: ignore[arg-type]
     block, _ = compiler.items([message])
     assert isinstance(block, OperatorBlock)
     assert block.seconds == pytest.approx(own * US)
@@ -279,7 +287,7 @@ def test_a_network() -> None:
 def test_a_step_of_a_measured_ring_is_a_part_of_it() -> None:
     """Eight ranks pass on an eighth of the payload in each of 14 steps."""
     measured = Collective(points=((8e6, 14.0), (16e6, 28.0)))
-    assert hops(measured, 8).points == ((1e6, 1.0), (2e6, 2.0))
+    assert ring_step_times(measured, 8).points == ((1e6, 1.0), (2e6, 2.0))
 
 
 def test_the_last_of_a_group_keeps_a_collective_from_its_begin_and_not_the_ranks_from_going_on() -> None:

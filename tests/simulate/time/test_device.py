@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, OperatorSet, models, systems
 from repro.config.timing import OperatorRate, Provenance
-from repro.simulate.time import calibration_points
-from repro.simulate.time.basis import CALIBRATED, PUBLISHED, rests_on
-from repro.simulate.time.device import MODELLED, DeviceCost, Kernels, product_sizes
+from repro.simulate.time import calibration
+from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT, prediction_basis
+from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels, product_sizes
 from repro.simulate.trace.events import Operator
 
-V100 = systems.load("dgx2")
+V100 = systems.load_system_file("dgx2")
 PEAK = 125e12
 
 
@@ -78,7 +78,7 @@ def test_products_without_tensor_cores_take_what_was_measured() -> None:
     assert known is not None
     assert operator.flops / seconds == pytest.approx(known, rel=0.1)
     assert DeviceCost(V100, "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == seconds
-    a100 = DeviceCost(systems.load("selene"), "fp16")  # cuBLAS 11 takes any size
+    a100 = DeviceCost(systems.load_system_file("selene"), "fp16")  # cuBLAS 11 takes any size
     assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
 
 
@@ -119,7 +119,9 @@ def test_calls_in_a_row_take_a_kernel_each() -> None:
 def test_a_kernel_among_others_takes_what_was_measured(system: str, total: int, seconds: float) -> None:
     """Bytes and bytes/s of te42kyfo/gpu-benches gpu-small-kernels, where nothing stays in the cache."""
     operator = Operator("aten.mul", 0, total // 2, total // 2, (), 2)
-    assert DeviceCost(systems.load(system), "fp16").seconds(operator) == pytest.approx(seconds, rel=0.01)
+    assert DeviceCost(systems.load_system_file(system), "fp16").seconds(operator) == pytest.approx(
+        seconds, rel=0.01
+    )
 
 
 def test_measured_rates_win() -> None:
@@ -130,8 +132,8 @@ def test_measured_rates_win() -> None:
     }
     provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
     system = replace(V100, device=replace(V100.device, operators=rates), provenance=provenance)
-    assert rests_on(OperatorSet.SOFTMAX, system) == CALIBRATED
-    assert rests_on(OperatorSet.SOFTMAX, V100) == PUBLISHED
+    assert prediction_basis(OperatorSet.SOFTMAX, system) == CALIBRATED
+    assert prediction_basis(OperatorSet.SOFTMAX, V100) == PUBLISHED_POINT
     cost = DeviceCost(system, "fp32")
     assert cost.seconds(product(8, 8, 8)) == pytest.approx(1e-6 + 1024e-12)
     assert cost.seconds(Operator("aten.add", 0, 100, 100, (), 4)) == pytest.approx(2e-6 + 200e-9)
@@ -146,14 +148,14 @@ def test_what_is_unknown_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "generation", calibration_points.calibration_points(), ids=lambda generation: generation.name
+    "generation", calibration.calibration_points(), ids=lambda generation: generation.name
 )
-def test_a_generation_s_point_is_met_by_its_factor(generation: calibration_points.CalibrationPoint) -> None:
+def test_a_generation_s_point_is_met_by_its_factor(generation: calibration.CalibrationPoint) -> None:
     """The whole model, traced in full, takes what was published: the factor comes from two shallow ones."""
     from repro.simulate.time.predict import predict
 
-    experiment = generation.experiment(models.load(generation.model))
-    found = predict(experiment, systems.load(generation.system))
+    experiment = generation.experiment(models.load_model(generation.model))
+    found = predict(experiment, systems.load_system_file(generation.system))
     assert found.generation is generation
     assert found.flops_per_device == pytest.approx(generation.flops_per_device, rel=5e-3)
     assert 0.5 < found.kernels.others < 2
@@ -163,26 +165,30 @@ def test_a_generation_s_point_is_met_by_its_factor(generation: calibration_point
 
 def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> None:
     """Torch's operators on an A100: what fusing gains there is then what the operators alone differ by."""
-    a100 = systems.load("selene")
-    fused = calibration_points.calibration_point_of("softmax", a100)
+    a100 = systems.load_system_file("selene")
+    fused = calibration.calibration_point_of("softmax", a100)
     assert fused is not None
     assert (fused.layout.kernels, fused.compute_capability) == ("softmax", "8.0")
-    assert calibration_points.calibration_point_of("unfused", a100) is fused
+    assert calibration.calibration_point_of("unfused", a100) is fused
     for kernels in ("softmax", "unfused"):  # both have one on a V100
-        own = calibration_points.calibration_point_of(kernels, V100)
+        own = calibration.calibration_point_of(kernels, V100)
         assert own is not None
         assert own.layout.kernels == kernels
-    today = calibration_points.calibration_point_of("fused", a100)
+    today = calibration.calibration_point_of("fused", a100)
     assert today is not None
     assert today.layout.kernels == "fused"
-    for kernels, capability in (("fused", V100), ("reference", a100), ("softmax", systems.load("dgx-h100"))):
-        assert calibration_points.calibration_point_of(kernels, capability) is None
+    for kernels, capability in (
+        ("fused", V100),
+        ("reference", a100),
+        ("softmax", systems.load_system_file("dgx-h100")),
+    ):
+        assert calibration.calibration_point_of(kernels, capability) is None
 
 
 def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
     """V100s of a DGX-2 have more power than those of 300 W; what nobody measured on a card is the capability's."""
     points = {
-        (kernels, name): calibration_points.calibration_point_of(kernels, systems.load(name))
+        (kernels, name): calibration.calibration_point_of(kernels, systems.load_system_file(name))
         for kernels in ("softmax", "unfused")
         for name in ("jean-zay", "dgx1-v100-16gb", "dgx2", "dgx2h", "lowbw-v100")
     }
@@ -195,7 +201,9 @@ def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
 def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
     """H200 has the H100's processor, and an A100 of 40 GB that of 80 GB: memory is their systems' own."""
     for name, other in (("dgx-h200", "dgx-h100"), ("dgx-a100-40gb", "selene")):
-        points = [calibration_points.calibration_point_of("fused", systems.load(at)) for at in (name, other)]
+        points = [
+            calibration.calibration_point_of("fused", systems.load_system_file(at)) for at in (name, other)
+        ]
         assert points[0] is not None
         assert points[0] is points[1]
 
@@ -231,10 +239,10 @@ def test_passes_over_parameters_have_a_factor_of_their_own() -> None:
 def test_passes_of_2021_take_on_a_v100_what_logs_say(parameters: int, milliseconds: float) -> None:
     """Gradients to be reduced and back, to fp32, clipped, Adam, parameters back, each by its own timer: medians of the
     last stages in bigscience-workshop/bigscience experiments/gpt2-meg, 4 to 64 nodes."""
-    point = calibration_points.calibration_point_of("softmax", V100)
+    point = calibration.calibration_point_of("softmax", V100)
     assert point is not None
     assert point.passes.value is not None
-    cost = DeviceCost(V100, "fp16", MODELLED._replace(passes=point.passes.value))
+    cost = DeviceCost(V100, "fp16", MODELLED_KERNELS._replace(passes=point.passes.value))
     moved = {"aten.copy_": 12 + 6 + 6, "repro.norm_squared": 4, "aten._foreach_mul_": 8, "repro.adamw_": 28}
     seconds = sum(
         cost.seconds(Operator(name, 0, each * parameters, 0, (), 2)) for name, each in moved.items()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError, Layout
 from repro.config.system import System
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
 from repro.simulate.time.network import Network
@@ -23,7 +23,7 @@ NODE = 400e9 * 0.96
 
 
 def narrow(pod: int, oversubscription: float, system: System | None = None) -> System:
-    whole = system or load("dgx-h100")
+    whole = system or load_system_file("dgx-h100")
     return with_link(whole, "inter-node", pod=pod, oversubscription=oversubscription)
 
 
@@ -33,7 +33,7 @@ def network(system: System, **layout: Any) -> Network:
 
 def test_rings_of_a_few_groups_leave_a_pod_as_if_nothing_narrowed() -> None:
     """Eight rings a pod of 8 nodes, one for each adapter: all of them together ask for one node's bandwidth."""
-    plain = network(load("dgx-h100"), tp=8, dp=16).bus_bandwidth("dp")
+    plain = network(load_system_file("dgx-h100"), tp=8, dp=16).bus_bandwidth("dp")
     assert plain == pytest.approx(NODE / 8)
     for factor, share in ((7, 1), (8, 1), (16, 2), (32, 4)):
         found = network(narrow(8, factor), tp=8, dp=16).bus_bandwidth("dp")
@@ -43,7 +43,7 @@ def test_rings_of_a_few_groups_leave_a_pod_as_if_nothing_narrowed() -> None:
 def test_every_pair_of_nodes_across_the_way_out_shares_it() -> None:
     """dp within 8 nodes outermost: 4 stages of 8 nodes, pods of 8, so each stage's whole traffic leaves its pod."""
     stages = {"tp": 8, "dp": 8, "pp": 4}
-    plain, tapered = network(load("dgx-h100"), **stages), network(narrow(8, 7), **stages)
+    plain, tapered = network(load_system_file("dgx-h100"), **stages), network(narrow(8, 7), **stages)
     latency = plain.number("inter-node", "latency_s")
     seconds = [each.send_seconds(10**9, from_stage=0, to_stage=1) - latency for each in (plain, tapered)]
     assert seconds[1] == pytest.approx(7 * seconds[0])
@@ -118,6 +118,6 @@ def test_a_group_inside_its_pod_is_not_concerned(
 
 @pytest.mark.parametrize(("key", "value"), [("oversubscription", 0.5), ("pod", 1.5), ("pod", 0)])
 def test_what_cannot_be_is_refused(key: str, value: float) -> None:
-    link = load("dgx-h100").links["inter-node"]
+    link = load_system_file("dgx-h100").links["inter-node"]
     with pytest.raises(ConfigError, match=key):
         replace(link, **{key: number(value)})

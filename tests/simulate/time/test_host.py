@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from repro.config import Experiment, Layout, Model, Training
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.simulate.time.predict import predict
 from repro.simulate.trace.roles import trace_roles
 
@@ -23,7 +23,7 @@ def step_s(hidden: int, layers: int, tp: int, micro_batch: int, times: int) -> f
     model = replace(SMALL, hidden=hidden, layers=layers)
     training = Training(dropout=0.1, attention_dropout=0.1)
     experiment = Experiment(name="small", model=model, layout=layout, training=training, system="vtrain-a100")
-    return predict(experiment, load("vtrain-a100"), trace_roles(experiment)).step_s
+    return predict(experiment, load_system_file("vtrain-a100"), trace_roles(experiment)).step_s
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,25 @@ from hypothesis import strategies as st
 from repro.config import Experiment, Layout, Model, models
 from repro.config.quantity import Quantity
 from repro.config.system import System
-from repro.config.systems import load
-from repro.config.systems.unknowns import BEST, HIGH, LOW, Case, drawn, unknowns, with_values
-from repro.model import flops
+from repro.config.systems import load_system_file
+from repro.config.systems.unknowns import BEST, HIGH, LOW, QuantileCase, drawn, unknowns, with_values
+from repro.model import counts
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
-from repro.simulate.time import efficiency
-from repro.simulate.time.calibration_points import calibration_points
-from repro.simulate.time.curves import curved
-from repro.simulate.time.device import MODELLED, Kernels
-from repro.simulate.time.interval import all_cases, at, interval, of_seconds, rounded
-from repro.simulate.time.predict import predict
-from repro.simulate.time.timed import step_seconds, timed
-from repro.simulate.time.uncertain import UNCALIBRATED, uncertain
+from repro.simulate.time.calibration import UNCALIBRATED_KERNELS, calibration_points, uncertain_numbers
+from repro.simulate.time.device import MODELLED_KERNELS, Kernels
+from repro.simulate.time.predict import (
+    all_cases,
+    calibrated_kernels,
+    calibrated_kernels_in,
+    interval_of_seconds,
+    predict,
+    prediction_interval,
+    round_seconds,
+    systems_and_kernels,
+    with_curves,
+)
+from repro.simulate.time.schedule import schedule_traces, scheduled_step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
 from tests.simulate.exact import have_exact_kernels
 
@@ -62,14 +68,16 @@ def ranged(system: System, key: str, low: float, high: float) -> System:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None:
     experiment, traces = traced(name)
-    system = load("dgx2")
-    cases = all_cases(uncertain(system, None))[::7]
+    system = load_system_file("dgx2")
+    cases = all_cases(uncertain_numbers(system, None))[::7]
     systems = [drawn(system, case) for case in cases]
     factors = [1.0 + number / 10 for number in range(len(cases))]
-    together = step_seconds(experiment, systems, traces, [Kernels.alike(factor) for factor in factors])
+    together = scheduled_step_seconds(
+        experiment, systems, traces, [Kernels.alike(factor) for factor in factors]
+    )
     for seconds, one, factor in zip(together, systems, factors, strict=True):
         assert float(seconds) == pytest.approx(
-            timed(experiment, one, traces, Kernels.alike(factor)).step_s, rel=1e-12
+            schedule_traces(experiment, one, traces, Kernels.alike(factor)).step_s, rel=1e-12
         )
     assert len(set(together.tolist())) > 3, "the cases differ"
 
@@ -77,7 +85,7 @@ def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str) -> None:
     experiment, traces = traced(name)
-    found = predict(experiment, load("dgx2"), traces, interval=True)
+    found = predict(experiment, load_system_file("dgx2"), traces, interval=True)
     assert found.interval is not None
     low, high = found.interval.likely(found.step_s)
     least, most = found.interval.allowed(found.step_s)
@@ -91,8 +99,11 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
 def test_with_exact_numbers_there_is_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     have_exact_kernels(monkeypatch)
     experiment, traces = traced("tp")
-    assert interval(experiment, exact(load("dgx2")), traces) is None
-    assert interval(experiment, ranged(load("dgx2"), "launch_s", 7e-6, 8e-6), traces) is not None
+    assert prediction_interval(experiment, exact(load_system_file("dgx2")), traces) is None
+    assert (
+        prediction_interval(experiment, ranged(load_system_file("dgx2"), "launch_s", 7e-6, 8e-6), traces)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("name", ["tp", "pp"])
@@ -102,7 +113,7 @@ def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
     """One number in doubt leaves the interval, though others are in doubt where the kernels were measured."""
     have_exact_kernels(monkeypatch)
     experiment, traces = traced(name)
-    system = ranged(load("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
+    system = ranged(load_system_file("dgx2"), "kernel_s", 2.0e-6, 2.9e-6)
     found = predict(experiment, system, traces, interval=True)
     assert found.interval is not None
     assert {move.key for move in found.interval.moves} <= {
@@ -121,7 +132,7 @@ def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
 def test_who_knows_a_number_has_no_wider_interval(key: str) -> None:
     """Of a whole system, calibrated by a published point on another with the same devices."""
     experiment, traces = traced("tp")
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     known = with_values(system, {f"device.time.{key}": getattr(system.timing, key)})
     step = predict(experiment, system, traces, interval=True)
     exact_ = predict(experiment, known, traces, interval=True)
@@ -133,7 +144,7 @@ def test_who_knows_a_number_has_no_wider_interval(key: str) -> None:
 
 def test_nobody_pays_for_an_interval_who_does_not_ask() -> None:
     experiment = Experiment(name="e", model=replace(MODEL, layers=2), layout=LAYOUTS["zero1"], system="dgx2")
-    found = simulate(experiment, load("dgx2"), time=True).time
+    found = simulate(experiment, load_system_file("dgx2"), time=True).time
     assert found is not None
     assert found.interval is None
     assert not found.timeline.spans
@@ -144,18 +155,20 @@ def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> St
     found = list(unknowns(system))
     cases = all_cases(found)
     systems = [drawn(system, case) for case in cases]
-    return of_seconds(found, step_seconds(experiment, systems, traces, [MODELLED] * len(cases)).tolist())
+    return interval_of_seconds(
+        found, scheduled_step_seconds(experiment, systems, traces, [MODELLED_KERNELS] * len(cases)).tolist()
+    )
 
 
 @settings(max_examples=12)
 @given(st.sampled_from(sorted(LAYOUTS)), st.floats(0, 0.4), st.floats(0, 0.2), st.floats(0.3, 0.9))
 def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: float, part: float) -> None:
     experiment, traces = traced(name)
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     best = system.timing.matmul_efficiency
     wide = ranged(system, "matmul_efficiency", best * (1 - down), min(1, best * (1 + up)))
     narrow = ranged(system, "matmul_efficiency", best * (1 - part * down), min(1, best * (1 + part * up)))
-    step = timed(experiment, system, traces, MODELLED).step_s
+    step = schedule_traces(experiment, system, traces, MODELLED_KERNELS).step_s
     outer, inner = (by_itself(experiment, one, traces) for one in (wide, narrow))
     slack = 1e-6 * step
     for ends in ("likely", "allowed"):
@@ -175,9 +188,9 @@ def test_a_published_point_takes_back_what_is_doubted_of_its_own_device() -> Non
         if "V100" not in point.name:
             continue
         key = "device.time.matmul_efficiency"
-        slow, best = efficiency.kernels_in(point, (Case(key, LOW), Case()), frozenset([key]))
+        slow, best = calibrated_kernels_in(point, (QuantileCase(key, LOW), QuantileCase()), frozenset([key]))
         assert slow < best, "slower products leave less for the software"
-        assert best == alike(efficiency.kernels(point))
+        assert best == alike(calibrated_kernels(point))
 
 
 @pytest.mark.parametrize("quantile", [LOW, 0.2, 0.4, BEST, 1.25, 2.0])
@@ -189,15 +202,17 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
     for point in calibration_points():
         if point.layout.world > 1:
             continue
-        model = models.load(point.model)
-        cases = [Case(point.products_share.key, quantile)]
+        model = models.load_model(point.model)
+        cases = [QuantileCase(point.products_share.key, quantile)]
         experiment = replace(point.experiment(model), name=f"published {point.name}")
-        alone = with_values(load(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0})
-        (found,) = efficiency.kernels_in(point, tuple(cases))
-        (seconds,) = step_seconds(experiment, [alone], trace_roles(experiment), [found])
-        work = flops.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
+        alone = with_values(
+            load_system_file(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0}
+        )
+        (found,) = calibrated_kernels_in(point, tuple(cases))
+        (seconds,) = scheduled_step_seconds(experiment, [alone], trace_roles(experiment), [found])
+        work = counts.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
-        best = efficiency.kernels(point)
+        best = calibrated_kernels(point)
         if best.others < 1:  # they beat the model, and do so alike
             assert found == best
             continue
@@ -208,27 +223,29 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
 
 def test_kernels_that_beat_the_model_do_so_alike() -> None:
     point = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
-    slow, best = efficiency.kernels_in(point, (Case(point.products_share.key, LOW), Case()))
+    slow, best = calibrated_kernels_in(point, (QuantileCase(point.products_share.key, LOW), QuantileCase()))
     assert slow == best == alike(best)
     assert best.others < 1
 
 
 def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
     experiment, traces = traced("zero1")
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     found = predict(experiment, system, traces, interval=True)
     assert found.interval is not None
     keys = {move.key: move.span / found.step_s for move in found.interval.moves}
     assert keys["links.inter-node.rings"] > 0.2, "small products over a slow network: messages decide"
     alone = found.generation
-    systems, factors = at(system, alone, (Case("device.time.matmul_efficiency", LOW), Case()))
+    systems, factors = systems_and_kernels(
+        system, alone, (QuantileCase("device.time.matmul_efficiency", LOW), QuantileCase())
+    )
     assert systems[0].timing.matmul_efficiency < systems[1].timing.matmul_efficiency
     assert factors[0].others < factors[1].others
 
 
 def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_point_from_the_best() -> None:
     experiment, traces = traced("zero1")
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     calibrated = predict(experiment, system, traces, interval=True)
     assert calibrated.interval is not None
     (pace,) = (move for move in calibrated.interval.moves if move.key == "device.time.pace")
@@ -236,18 +253,18 @@ def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_poi
     fused = replace(experiment, layout=replace(experiment.layout, kernels="fused"))
     found = predict(fused, system, traces, interval=True)
     assert found.interval is not None
-    (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED.key)
+    (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED_KERNELS.key)
     assert kernels.low_s < found.step_s < kernels.high_s
-    factors = [efficiency.kernels(point).others for point in calibration_points()]
-    ends = (UNCALIBRATED.low, UNCALIBRATED.high)
+    factors = [calibrated_kernels(point).others for point in calibration_points()]
+    ends = (UNCALIBRATED_KERNELS.low, UNCALIBRATED_KERNELS.high)
     assert ends == pytest.approx((min(factors), max(factors)), abs=0.01), "the least and the largest of them"
 
 
 def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
     (rounded,) = (p for p in calibration_points() if p.claim == "meg1-baseline-39tf")
     key = rounded.rate.key
-    assert key in {one.key for one in uncertain(load("dgx2h"), rounded)}
-    least, most = efficiency.kernels_in(rounded, (Case(key, 1.0), Case(key, 0.0)))
+    assert key in {one.key for one in uncertain_numbers(load_system_file("dgx2h"), rounded)}
+    least, most = calibrated_kernels_in(rounded, (QuantileCase(key, 1.0), QuantileCase(key, 0.0)))
     # Passes over parameters it does not move, seven percent of that step.
     assert 39.5 / 38.5 < most.others / least.others < 1 + 1.1 * (39.5 / 38.5 - 1)
     number = Quantity(value=39e12, low=38.5e12, high=39.5e12, source=rounded.source)
@@ -256,20 +273,20 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
 
 def test_a_step_that_no_unknown_moves_has_no_curves() -> None:
     experiment, traces = traced("zero1")
-    found = predict(experiment, load("dgx2"), traces, interval=True)
+    found = predict(experiment, load_system_file("dgx2"), traces, interval=True)
     assert found.interval is not None
     still = [replace(move, low_s=found.step_s, high_s=found.step_s) for move in found.interval.moves]
     unmoved = replace(found, interval=replace(found.interval, moves=still))
-    assert curved(unmoved) == unmoved
+    assert with_curves(unmoved) == unmoved
 
 
 @pytest.mark.parametrize("name", ["zero1", "tp"])
 def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_value(name: str) -> None:
     """At each point of it what a step on that system takes; in a range's middle and beyond it as well."""
     experiment, traces = traced(name)
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     plain = predict(experiment, system, traces, interval=True)
-    found = curved(plain).interval
+    found = with_curves(plain).interval
     assert found is not None
     assert plain.interval is not None
     assert found.draws == plain.interval.draws
@@ -295,7 +312,7 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
 
 def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
     for name in ("dgx2", "selene", "lowbw-v100"):
-        system = load(name)
+        system = load_system_file(name)
         for one in unknowns(system):
             values = list(one.around)
             assert values == sorted(values)
@@ -303,24 +320,25 @@ def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
                 with_values(system, {one.key: value})
             assert values[0] <= one.low
             assert values[-1] >= one.high
-            assert [one.at(quantile) for quantile in one.around.values()] == values
+            assert [one.value_at(quantile) for quantile in one.around.values()] == values
 
 
 def test_seconds_are_kept_to_seven_digits() -> None:
-    assert [rounded(2 / 3), rounded(2e9 / 3)] == [0.6666667, 666666700.0]
+    assert [round_seconds(2 / 3), round_seconds(2e9 / 3)] == [0.6666667, 666666700.0]
 
 
 def test_what_is_hidden_takes_multiprocessors_from_compute_in_every_case() -> None:
     """Messages of data parallelism beside backward; without any beside it a step takes what it took."""
     experiment, traces = traced("zero1")
-    system = load("dgx2")
+    system = load_system_file("dgx2")
     cost = "links.inter-node.overlap_cost"
     free, best, dear = (with_values(system, {cost: value}) for value in (0.0, 0.025, 0.2))
-    steps = step_seconds(experiment, [free, best, dear], traces, [MODELLED] * 3)
+    steps = scheduled_step_seconds(experiment, [free, best, dear], traces, [MODELLED_KERNELS] * 3)
     assert steps[0] < steps[1] < steps[2]
     assert steps.tolist() == pytest.approx(
-        [timed(experiment, one, traces, MODELLED).step_s for one in (free, best, dear)], rel=1e-12
+        [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in (free, best, dear)],
+        rel=1e-12,
     )
     plain = replace(experiment, layout=replace(experiment.layout, overlap=False))
     alone = trace_roles(plain)
-    assert len({timed(plain, one, alone, MODELLED).step_s for one in (free, dear)}) == 1
+    assert len({schedule_traces(plain, one, alone, MODELLED_KERNELS).step_s for one in (free, dear)}) == 1

@@ -15,13 +15,12 @@ from repro.config import ConfigError, Layout
 from repro.config.links import Collective
 from repro.config.quantity import Quantity
 from repro.config.system import Link, System
-from repro.config.systems import load
+from repro.config.systems import load_system_file
 from repro.config.timing import Provenance
 from repro.measure.local_system import discover
 from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import GROUPS
-from repro.simulate.time.measured_collectives import interpolate
-from repro.simulate.time.network import Network
+from repro.simulate.time.network import Network, interpolate
 from tests.simulate.time.networks import networks, number, payloads, with_link
 
 GB = 1e9
@@ -30,7 +29,7 @@ LARGE = 8 << 30
 
 
 def network(system: str | System, **layout: Any) -> Network:
-    return Network(load(system) if isinstance(system, str) else system, Layout(**layout))
+    return Network(load_system_file(system) if isinstance(system, str) else system, Layout(**layout))
 
 
 def bus_bandwidth(found: Network, payload: int, group: str = "world") -> float:
@@ -81,7 +80,7 @@ def test_bus_bandwidth_is_what_nccl_tests_measured(
 
 def test_three_nodes_with_half_the_adapters() -> None:
     """24 A100, 4 x 200 Gb/s a node, 133 MB: 95.7 to 96.7 GB/s (NVIDIA/nccl-tests#119); latency is overrated."""
-    system = with_link(load("dgx-a100-40gb"), "inter-node", bandwidth=100e9, adapters=4)
+    system = with_link(load_system_file("dgx-a100-40gb"), "inter-node", bandwidth=100e9, adapters=4)
     assert bus_bandwidth(network(system, dp=24), 133_169_160) / GB == pytest.approx(96, rel=0.1)
     assert bus_bandwidth(network(system, dp=24), LARGE) / GB == pytest.approx(96, rel=0.02)
 
@@ -92,7 +91,7 @@ def test_three_nodes_with_half_the_adapters() -> None:
 def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
     """16 groups, 8 adapters: ZeRO with MP 16 on DGX-2; with MP 1 one group drives as many as it has rings."""
     peak = 100e9 * 0.96
-    many = with_link(load("dgx2"), "inter-node", rings=8)
+    many = with_link(load_system_file("dgx2"), "inter-node", rings=8)
     assert network("dgx2", tp=16, dp=25).bus_bandwidth("dp") == pytest.approx(peak / 16)
     assert network(many, tp=4, dp=16).bus_bandwidth("dp") == pytest.approx(peak / 4)
     assert network(many, dp=64).bus_bandwidth("dp") == pytest.approx(peak)
@@ -100,7 +99,7 @@ def test_a_group_with_one_rank_in_a_node_has_half_an_adapter_on_dgx_2() -> None:
 
 
 def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
-    few = with_link(load("dgx2"), "inter-node", rings=2)
+    few = with_link(load_system_file("dgx2"), "inter-node", rings=2)
     assert network(few, dp=64).bus_bandwidth("dp") == pytest.approx(2 * 12.5e9 * 0.96)
     assert network(few, tp=16, dp=4).bus_bandwidth("dp") == pytest.approx(6.25e9 * 0.96)
 
@@ -108,7 +107,7 @@ def test_one_communicator_drives_no_more_adapters_than_it_has_rings() -> None:
 def test_groups_behind_one_switch_take_the_same_first_adapter() -> None:
     """NCCL before 2.9.6 on DGX A100: with one rank or half of its ranks in a node, a group's ring has half its share;
     the whole node, and messages between stages, have all adapters."""
-    since, peak = load("selene"), 200e9 * 0.96
+    since, peak = load_system_file("selene"), 200e9 * 0.96
     before = with_link(since, "inter-node", switch=2)
     for tp, share in ((8, 8), (4, 4), (2, 2)):
         layout = {"tp": tp, "dp": 128 // tp}
@@ -126,7 +125,7 @@ def test_a_group_alone_on_a_node_uses_the_adapter_next_to_it() -> None:
     whole = found.send_seconds(10**9, from_stage=0, to_stage=1)
     assert whole == pytest.approx(10**9 / (6.25e9 * 0.96), rel=1e-3)
     # Eight stages in a node: one rank leaves it, and has an adapter for itself.
-    alone = network(with_link(load("dgx2"), "inter-node"), pp=32)
+    alone = network(with_link(load_system_file("dgx2"), "inter-node"), pp=32)
     assert alone.send_seconds(10**9, from_stage=15, to_stage=16) == pytest.approx(10**9 / 12e9, rel=1e-3)
     assert alone.send_seconds(10**9, from_stage=0, to_stage=1) == pytest.approx(10**9 / 120e9, rel=1e-2)
 
@@ -242,7 +241,7 @@ def test_measured_points_win_over_the_formula() -> None:
 
 
 def test_what_is_lost_beside_messages_is_of_the_link_that_is_used_else_the_most_of_any() -> None:
-    dgx2, costs = load("dgx2"), {"nvlink": 0.1, "inter-node": 0.3}
+    dgx2, costs = load_system_file("dgx2"), {"nvlink": 0.1, "inter-node": 0.3}
     links = {name: replace(dgx2.links[name], overlap_cost=number(cost)) for name, cost in costs.items()}
     both = replace(dgx2, links={**dgx2.links, **links})
     assert network(both, dp=2).overlap_cost == 0.1
@@ -336,7 +335,7 @@ def test_measured_messages_between_stages() -> None:
 
 
 def test_no_network_between_nodes_is_said() -> None:
-    alone = load("selene")
+    alone = load_system_file("selene")
     alone = replace(alone, links={"nvlink": alone.links["nvlink"]})
     with pytest.raises(
         ConfigError, match="links = 'inter-node': must be a class that the system has: nvlink"

@@ -15,7 +15,7 @@ from repro.config.systems.unknowns import with_values
 from repro.simulate.time.device import DeviceCost
 from tests.simulate.time.test_device import product
 
-A100 = systems.load("selene")
+A100 = systems.load_system_file("selene")
 KEY = "device.time.unthrottled_efficiency"
 PEAK = 312e12
 sizes = st.integers(1, 1024).map(lambda n: 8 * n)

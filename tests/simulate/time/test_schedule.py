@@ -15,10 +15,10 @@ from repro.config import Experiment, Layout, Model, Training, systems
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems.unknowns import with_values
-from repro.parallel.pipeline.schedule import FORWARD, Action, bubble, build
-from repro.simulate.time import perfetto
-from repro.simulate.time.account import TRANSFER
-from repro.simulate.time.device import MODELLED, DeviceCost
+from repro.parallel.pipeline.schedule import FORWARD, Action, bubble_ratio, build_schedule
+from repro.simulate.time import breakdown
+from repro.simulate.time.breakdown import STAGE_SEND
+from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, StageProgram
 from repro.simulate.time.schedule import Timeline, schedule
@@ -55,7 +55,7 @@ def traces(name: str) -> list[Trace]:
 
 @cache
 def base_system() -> System:
-    return systems.load("dgx1-v100-16gb")
+    return systems.load_system_file("dgx1-v100-16gb")
 
 
 def faster(system: System, link: float, memory: float, peak: float) -> System:
@@ -79,7 +79,7 @@ def faster(system: System, link: float, memory: float, peak: float) -> System:
 
 
 def predicted(name: str, system: System, **options: Any) -> Prediction:
-    return predict(experiment(name), system, traces(name), kernels=MODELLED, **options)
+    return predict(experiment(name), system, traces(name), kernels=MODELLED_KERNELS, **options)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,12 +127,12 @@ def test_without_seconds_for_messages_the_step_is_its_computation(name: str) -> 
         def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
             return 0.0
 
-    from repro.simulate.time.program import program
+    from repro.simulate.time.program import compile_program
 
     layout, system = LAYOUTS[name], base_system()
     cost = DeviceCost(system, layout.precision)
     made = [
-        program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
+        compile_program(traced, layout.accumulation, cost, lambda message: 0.0, lambda op, group: 1)
         for traced in traces(name)
     ]
     if layout.pp > 1:
@@ -165,7 +165,9 @@ def test_twice_the_layers_take_about_twice_as_long() -> None:
     for name in ("one", "dp-z2"):
         seconds = [
             predict(
-                experiment(name, replace(MODEL, layers=layers, vocab=64)), base_system(), kernels=MODELLED
+                experiment(name, replace(MODEL, layers=layers, vocab=64)),
+                base_system(),
+                kernels=MODELLED_KERNELS,
             ).step_s
             for layers in (12, 24)
         ]
@@ -219,7 +221,7 @@ def test_pipelines_without_messages_take_what_the_schedule_counts(
 ) -> None:
     chunks = 2 if name == "interleaved" else 1
     layout = Layout(pp=p, global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
-    counted = float(bubble(build(name, p, m, chunks)))
+    counted = float(bubble_ratio(build_schedule(name, p, m, chunks)))
     found = pipeline(layout, 0.0)
     assert found.step_s == pytest.approx(3 * m * (1 + counted))
     assert found.unmatched == 0
@@ -238,7 +240,7 @@ def test_messages_that_fit_under_the_next_action_cost_only_the_way_through() -> 
     blocking = pipeline(replace(layout, overlap=False), 0.25)
     assert blocking.step_s > slow
     assert sum(blocking.stages[1].exposed.values()) >= 16 * 0.25
-    assert blocking.stages[0].communication[TRANSFER] == pytest.approx(2 * 16 * 0.25)  # out and in
+    assert blocking.stages[0].communication[STAGE_SEND] == pytest.approx(2 * 16 * 0.25)  # out and in
 
 
 def test_without_overlap_messages_that_leave_together_share_the_way_out() -> None:
@@ -293,7 +295,7 @@ def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
 
 def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
     found = predicted("dp-z2", base_system(), record=True)
-    events = perfetto.events(found.timeline.spans, [0])
+    events = breakdown.trace_events(found.timeline.spans, [0])
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"compute", "dp"} <= rows
     spans = [event for event in events if event["ph"] == "X"]
@@ -304,7 +306,7 @@ def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
     for row in by_row.values():  # a stream does one thing at a time
         row.sort()
         assert all(later[0] >= earlier[1] - 1e-6 for earlier, later in pairwise(row))
-    perfetto.write(tmp_path / "timeline.json", found.timeline.spans, [0])
+    breakdown.write_chrome_trace(tmp_path / "timeline.json", found.timeline.spans, [0])
     assert (tmp_path / "timeline.json").stat().st_size > 1000
 
 
@@ -324,7 +326,7 @@ def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
     stages = []
     for stage in range(p):
         made = StageProgram(micro_batches=micro_batches, last=micro_batches - 1)
-        for action in build("gpipe", p, micro_batches, 1)[stage]:
+        for action in build_schedule("gpipe", p, micro_batches, 1)[stage]:
             offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
             inside = 0 <= stage + offset < p
             made.segments[action] = [OperatorBlock(1.0, (("matmul", 1.0),))]

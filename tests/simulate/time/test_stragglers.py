@@ -15,14 +15,19 @@ from repro.config import ConfigError, Experiment, Layout, Training, models, syst
 from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.config.systems.unknowns import with_values
-from repro.simulate.time.device import MODELLED, DeviceCost
-from repro.simulate.time.interval import interval
-from repro.simulate.time.stragglers import expected_maximum, last, slowest
-from repro.simulate.time.timed import timed
+from repro.simulate.time.device import (
+    MODELLED_KERNELS,
+    DeviceCost,
+    expected_maximum,
+    last_arrival_delay,
+    slowest_device_factor,
+)
+from repro.simulate.time.predict import prediction_interval
+from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import trace_roles
 
-H100 = systems.load("dgx-h100")
+H100 = systems.load_system_file("dgx-h100")
 SPREAD = "device.time.spread"
 
 
@@ -42,9 +47,11 @@ def test_the_slowdown_grows_with_devices_and_vanishes_with_the_spread(
     spread: float, one: int, other: int
 ) -> None:
     few, many = sorted((one, other))
-    assert 1 <= slowest(spread, few) <= slowest(spread, many)
-    assert slowest(0, many) == slowest(spread, 1) == 1
-    assert slowest(spread / 2, many) - 1 == pytest.approx((slowest(spread, many) - 1) / 2)
+    assert 1 <= slowest_device_factor(spread, few) <= slowest_device_factor(spread, many)
+    assert slowest_device_factor(0, many) == slowest_device_factor(spread, 1) == 1
+    assert slowest_device_factor(spread / 2, many) - 1 == pytest.approx(
+        (slowest_device_factor(spread, many) - 1) / 2
+    )
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.1), st.integers(1, 4096))
@@ -52,11 +59,11 @@ def test_what_disturbs_devices_adds_up_in_squares(
     first: float, then: float, jitter_s: float, members: int
 ) -> None:
     """Two stretches in a row are one that is as long as both; one device waits for nobody."""
-    parts = [last(jitter_s, seconds, members) for seconds in (first, then, first + then)]
+    parts = [last_arrival_delay(jitter_s, seconds, members) for seconds in (first, then, first + then)]
     assert parts[0] ** 2 + parts[1] ** 2 == pytest.approx(parts[2] ** 2, abs=1e-12)
     assert max(parts[:2]) <= parts[2] <= parts[0] + parts[1] + 1e-12
-    assert last(jitter_s, first, 1) == pytest.approx(0, abs=1e-12)
-    assert last(0, first, members) == 0
+    assert last_arrival_delay(jitter_s, first, 1) == pytest.approx(0, abs=1e-12)
+    assert last_arrival_delay(0, first, members) == 0
 
 
 def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
@@ -64,11 +71,11 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     plain, spread = (
         DeviceCost(system, "bf16", devices=1024) for system in (H100, with_values(H100, {SPREAD: 0.02}))
     )
-    assert spread.seconds(operator) == plain.seconds(operator) * slowest(0.02, 1024)
+    assert spread.seconds(operator) == plain.seconds(operator) * slowest_device_factor(0.02, 1024)
     assert spread.launch_s == plain.launch_s
     experiment = Experiment(
         name="step",
-        model=replace(models.load("megatron-175b"), layers=2),
+        model=replace(models.load_model("megatron-175b"), layers=2),
         layout=Layout(tp=8, dp=128, zero=1, global_batch=128),
         training=Training(seq=128),
         system=H100.name,
@@ -76,20 +83,23 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     traces = trace_roles(experiment)
 
     def stage(system: System) -> tuple[float, float, float]:
-        found = timed(experiment, system, traces, MODELLED)
+        found = schedule_traces(experiment, system, traces, MODELLED_KERNELS)
         busy, communication = found.stages[0].busy, found.stages[0].communication
         device = sum(seconds for kind, seconds in busy.items() if kind not in ("host", "overlap"))
         return found.step_s, device, sum(communication.values())
 
     before, after = stage(H100), stage(with_values(H100, {SPREAD: 0.02}))
     assert after[0] >= before[0]
-    assert after[1] == pytest.approx(before[1] * slowest(0.02, 1024))
+    assert after[1] == pytest.approx(before[1] * slowest_device_factor(0.02, 1024))
     assert after[2] == pytest.approx(before[2])
-    assert timed(experiment, with_values(H100, {SPREAD: 0.0}), traces, MODELLED).step_s == before[0]
+    assert (
+        schedule_traces(experiment, with_values(H100, {SPREAD: 0.0}), traces, MODELLED_KERNELS).step_s
+        == before[0]
+    )
     # A spread with a range is an unknown like the others, and more of it takes no less.
     ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
     device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
-    found = interval(experiment, replace(H100, device=device), traces)
+    found = prediction_interval(experiment, replace(H100, device=device), traces)
     assert found is not None
     move = next(move for move in found.moves if move.key == SPREAD)
     assert move.low_s < move.high_s

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from repro.simulate.time.program import Await, Issue, OperatorBlock, Send
-from repro.simulate.time.stretch import parts
+from repro.simulate.time.program import Await, Issue, OperatorBlock, Send, split_into_runs
 
 BLOCK = OperatorBlock(1.0, (("matmul", 1.0),))
 BEGINS, ENDS = Issue(("x",), "tp", "block", 1.0), Await(("x",))
@@ -13,7 +12,7 @@ SEND = Send(1, 0, 8)
 
 def test_a_collective_of_the_inner_group_that_ends_is_inside() -> None:
     inside = [BLOCK, BEGINS, BLOCK, ENDS, BLOCK]
-    assert list(parts([*inside, SEND, BLOCK])) == [
+    assert list(split_into_runs([*inside, SEND, BLOCK])) == [
         (True, inside),
         (False, [SEND]),
         (True, [BLOCK]),
@@ -22,18 +21,18 @@ def test_a_collective_of_the_inner_group_that_ends_is_inside() -> None:
 
 
 def test_what_another_group_does_or_what_does_not_end_is_not() -> None:
-    assert list(parts([BLOCK, ELSEWHERE, BLOCK, ARRIVES])) == [
+    assert list(split_into_runs([BLOCK, ELSEWHERE, BLOCK, ARRIVES])) == [
         *((True, [BLOCK]), (False, [ELSEWHERE]), (True, [BLOCK]), (False, [ARRIVES])),
         *((True, []), (False, [])),
     ]
-    assert list(parts([BLOCK, BEGINS, BLOCK])) == [
+    assert list(split_into_runs([BLOCK, BEGINS, BLOCK])) == [
         *((True, [BLOCK]), (False, [BEGINS])),
         *((True, [BLOCK]), (False, [])),
     ]
 
 
 def test_a_part_that_is_cut_while_a_collective_is_under_way_ends_before_it() -> None:
-    assert list(parts([BLOCK, BEGINS, SEND, ENDS])) == [
+    assert list(split_into_runs([BLOCK, BEGINS, SEND, ENDS])) == [
         *((True, [BLOCK]), (False, [BEGINS, SEND])),
         *((True, []), (False, [ENDS])),
     ]

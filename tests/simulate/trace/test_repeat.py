@@ -14,7 +14,7 @@ from repro.parallel import tensor
 from repro.simulate.trace import repeat
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
-from repro.simulate.trace.segments import NotAlike
+from repro.simulate.trace.segments import UnrepeatableBlock
 
 MODEL = Model(name="small", layers=8, hidden=64, heads=4, vocab=128, seq=32)
 BASE = Layout(micro_batch=1, global_batch=16, precision="fp16")
@@ -173,7 +173,7 @@ def test_a_block_that_does_something_that_another_cannot_do_again_is_refused(
 
     monkeypatch.setattr(tensor, "weight_gradient", remembers)
     experiment = Experiment(name="e", model=MODEL, layout=BASE)
-    with pytest.raises(NotAlike, match="not the block's"):
+    with pytest.raises(UnrepeatableBlock, match="not the block's"):
         trace(experiment, roles(experiment)[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from repro.simulate.trace.shapes import UNKNOWN, _made, _shape
+from repro.simulate.trace.shapes import UNKNOWN_RESULT, _made, _shape
 
 
 def test_a_tensor_that_fills_its_storage_is_known_by_its_shape() -> None:
@@ -23,5 +23,5 @@ def test_a_tensor_that_fills_its_storage_is_known_by_its_shape() -> None:
 def test_a_part_of_a_storage_or_a_tensor_with_data_is_not() -> None:
     wide = torch.empty(4, 6, device="meta")
     for part in (wide[:2], wide[:, :3], wide[:0], torch.empty(3), 7):
-        assert _shape(part) is UNKNOWN
-    assert _shape((torch.empty(2, device="meta"), wide[:2])) is UNKNOWN
+        assert _shape(part) is UNKNOWN_RESULT
+    assert _shape((torch.empty(2, device="meta"), wide[:2])) is UNKNOWN_RESULT

@@ -1,8 +1,7 @@
-"""One file a rank: its fragments as fp32 matrices, in the format of safetensors, which any tool can open.
+"""File of a rank: its fragments as fp32 matrices in the safetensors format.
 
-8 bytes little-endian with the length of the header, the header (JSON: name to dtype, shape, offsets), then the
-data.  Tensors are written and read in slices, so neither needs a second copy of anything, and a reader takes
-from a file the bytes that it asks for.
+The file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape, offsets) and the data.
+Tensors are written and read in slices, without a second copy, and a reader reads only the requested bytes.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError
-from repro.engines.native.checkpoint.region import Rectangle
+from repro.engines.native.checkpoint.state import Rectangle
 
 SLICE = 1 << 22
-"""Most elements that are between a tensor and a file at once."""
+"""Maximum elements of one transfer between a tensor and a file."""
 GAP = 1 << 14
-"""Elements between two wanted parts of rows that are rather read over than jumped over (64 KiB)."""
+"""Maximum elements between two requested parts that are read instead of skipped (64 KiB)."""
 ITEM = 4
-"""Bytes of an fp32 element."""
+"""Size of an fp32 element, in bytes."""
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class TensorEntry:
     """One tensor of a file: a rectangle of one state of one parameter."""
 
     name: str
@@ -38,20 +37,20 @@ class FileEntry:
 
     @property
     def title(self) -> str:
-        """Its name in the file, unique there."""
+        """Return the unique name of the tensor in the file."""
         row, rows, column, columns = self.rectangle
         return f"{self.name}/{self.state}/{row}:{row + rows},{column}:{column + columns}"
 
 
-def write(
+def write_rank_file(
     path: Path,
-    entries: Sequence[tuple[FileEntry, Tensor]],
+    entries: Sequence[tuple[TensorEntry, Tensor]],
     shapes: Mapping[str, Sequence[int]],
     progress: Callable[[], None],
 ) -> None:
     """Write flat fp32 tensors and wait until they are on disk.
 
-    `shapes` are those of the whole parameters.  `progress` is called after each slice.
+    `shapes` are the shapes of the full parameters. `progress` is called after each slice.
     """
     metadata = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -74,8 +73,8 @@ def write(
         os.fsync(file.fileno())
 
 
-def contents(path: Path) -> tuple[list[tuple[FileEntry, int]], dict[str, tuple[int, ...]]]:
-    """What is in a file that this module wrote: every tensor with the byte at which it begins, and the shapes."""
+def read_contents(path: Path) -> tuple[list[tuple[TensorEntry, int]], dict[str, tuple[int, ...]]]:
+    """Return every tensor of a file with its offset in bytes, and the shapes of the parameters."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -86,13 +85,13 @@ def contents(path: Path) -> tuple[list[tuple[FileEntry, int]], dict[str, tuple[i
         name, state, place = title.rsplit("/", 2)
         (row, _), (column, _) = (part.split(":") for part in place.split(","))
         rows, columns = value["shape"]
-        entry = FileEntry(name, state, Rectangle(int(row), rows, int(column), columns))
+        entry = TensorEntry(name, state, Rectangle(int(row), rows, int(column), columns))
         found.append((entry, 8 + length + value["data_offsets"][0]))
     return found, shapes
 
 
 class Reader:
-    """Reads parts of tensors from open files; a context manager."""
+    """Context manager that reads parts of tensors from open files."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}

@@ -1,7 +1,7 @@
-"""A checkpoint is a folder: one file a rank, and an index that is written when all of them are on disk.
+"""Checkpoint folder: one file for each rank, and an index that is written after all of them.
 
-`step-<n>/index.json` says what was trained and how far, and for every parameter which rectangle of it lies
-where.  Without it the folder is what a killed run left behind, and no checkpoint.
+`step-<n>/index.json` describes the training, its progress and the location of every rectangle of every parameter. A
+folder without an index is the remainder of a killed run and not a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,73 +17,72 @@ from torch import Tensor
 
 from repro.config import ConfigError
 from repro.engines.native.checkpoint import files
-from repro.engines.native.checkpoint.region import Rectangle
-from repro.engines.native.checkpoint.state import STATES
-from repro.util.files import replace, sync_folder
+from repro.engines.native.checkpoint.state import STATES, Rectangle
+from repro.util.files import replace_file, sync_folder
 
 FORMAT = 1
 """Version of the folder's layout."""
 FILE = "index.json"
-KEPT = 2
-"""Complete checkpoints of one run that stay."""
+RETAINED_CHECKPOINTS = 2
+"""Number of complete checkpoints of a run that `prune` retains."""
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A rectangle of a parameter in one file."""
+    """Rectangle of a parameter in one file."""
 
     file: str
     rectangle: Rectangle
     offsets: tuple[int, ...]
-    """The byte at which each of the states begins."""
+    """Offset of each state, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What one checkpoint says of itself."""
+    """Description of one checkpoint."""
 
     step: int
-    """Steps that were done."""
+    """Completed steps."""
     training: Mapping[str, Any]
-    """What has to be equal for a run to go on from here (`repro.config.experiment.Experiment.course`)."""
+    """Settings that must be equal for a run to resume (`repro.config.experiment.Experiment.course`)."""
     scalars: Mapping[str, Any]
-    """`repro.engines.native.checkpoint.state.scalars`."""
+    """Result of `repro.engines.native.checkpoint.state.scalars`."""
     history: Mapping[str, Any]
-    """What the run has seen so far: its losses, and where it was resumed."""
+    """Losses of the run, and the steps at which it was resumed."""
     written_by: Mapping[str, Any]
     """Name, key and layout of the experiment."""
     sizes: Mapping[str, int]
-    """Bytes of every rank's file."""
+    """Size of every rank's file, in bytes."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of every parameter, whole."""
+    """Full shape of every parameter."""
     pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
-    """Of every parameter; they do not overlap and leave nothing out."""
+    """Pieces of every parameter; they are disjoint and complete."""
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps is."""
+    """Return the folder of the checkpoint after `step` steps."""
     return root / f"step-{step}"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where `rank` writes."""
+    """Return the file of `rank`."""
     return folder / f"rank-{rank}.safetensors"
 
 
 def complete(root: Path) -> list[int]:
-    """Steps of the complete checkpoints in `root`, oldest first."""
+    """Return the steps of the complete checkpoints in `root`, oldest first."""
     found = root.glob(f"step-*/{FILE}")
     return sorted(int(name) for path in found if (name := path.parent.name[5:]).isdigit())
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its index first: from then on there is none, whatever happens."""
+    """Remove a checkpoint, its index first, so that an interruption leaves no checkpoint."""
     (folder / FILE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def prune(root: Path, kept: int = KEPT) -> None:
-    """Remove all but the newest `kept` complete checkpoints of `root`, and what is not complete."""
+def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
+    """Remove all but the newest `kept` complete checkpoints of `root`, and all incomplete ones."""
     keep = {folder_of(root, step) for step in complete(root)[-kept:]}
     for folder in root.glob("step-*"):
         if folder not in keep:
@@ -93,7 +92,7 @@ def prune(root: Path, kept: int = KEPT) -> None:
 def gather(
     folder: Path, ranks: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
-    """Sizes of all ranks' files, shapes of all parameters, and every parameter's pieces in the files."""
+    """Return the sizes of all files, the shapes of all parameters, and the pieces of every parameter."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}
@@ -101,7 +100,7 @@ def gather(
         path = rank_file(folder, rank)
         sizes[path.name] = path.stat().st_size
         offsets: dict[tuple[str, Rectangle], dict[str, int]] = {}
-        entries, of_rank = files.contents(path)
+        entries, of_rank = files.read_contents(path)
         shapes |= of_rank
         for entry, at in entries:
             offsets.setdefault((entry.name, entry.rectangle), {})[entry.state] = at
@@ -111,8 +110,8 @@ def gather(
     return sizes, shapes, {name: tuple(found) for name, found in pieces.items()}
 
 
-def save(folder: Path, index: Index) -> None:
-    """Make the folder a checkpoint: the index appears whole, and only when it is on disk."""
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index atomically and durably, which makes the folder a checkpoint."""
     document = {
         "format": FORMAT,
         "step": index.step,
@@ -136,12 +135,16 @@ def save(folder: Path, index: Index) -> None:
             for name, pieces in index.pieces.items()
         },
     }
-    replace(folder / FILE, json.dumps(document, separators=(",", ":")), durable=True)
+    replace_file(folder / FILE, json.dumps(document, separators=(",", ":")), durable=True)
     sync_folder(folder.parent)
 
 
-def load(folder: Path) -> Index:
-    """The index of a checkpoint.  Raises `ConfigError` if it cannot be read or is of another version."""
+def read_index(folder: Path) -> Index:
+    """Return the index of a checkpoint.
+
+    Raises:
+        ConfigError: The index cannot be read or has another version.
+    """
     path = folder / FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -184,7 +187,7 @@ def load(folder: Path) -> Index:
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Raise `ConfigError` unless every rank's file is there with the size that the index has."""
+    """Raise `ConfigError` unless every rank's file exists with the size of the index."""
     for name, size in index.sizes.items():
         path = folder / name
         hint = "remove the folder to go on from the checkpoint before"
@@ -197,9 +200,9 @@ def check_files(folder: Path, index: Index) -> None:
 def reading(
     folder: Path, index: Index, reader: files.Reader
 ) -> Callable[[str, str, Rectangle, Tensor], None]:
-    """A function that fills a flat fp32 tensor with (parameter, state, rectangle), from whichever pieces.
+    """Return a function that fills a flat fp32 tensor with (parameter, state, rectangle) from the pieces.
 
-    It raises `ConfigError` if the checkpoint does not have all of it.
+    The function raises `ConfigError` if elements are missing from the checkpoint.
     """
 
     def read(name: str, state: str, wanted: Rectangle, into: Tensor) -> None:

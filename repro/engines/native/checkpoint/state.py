@@ -1,50 +1,103 @@
-"""What the state of a training consists of, named as in the model that nothing splits.
+"""States of a training in a checkpoint, and the rectangles of parameters that a rank holds.
 
-Per element of a parameter: the fp32 weight that the optimizer updates, and Adam's two moments.  For the whole:
-the optimizer's count of steps, and the loss scaler's three numbers.  Everything else follows from the step:
-the learning rate, the samples (`repro.model.data.stream`) and the keys of dropout
-(`repro.model.gpt.Place`).
+The states are, for each element of a parameter, the fp32 weight and Adam's two moments, and the optimizer's step count
+and the loss scaler's numbers. The step determines everything else: learning rate, samples (`repro.model.data.stream`)
+and dropout keys (`repro.model.gpt.Place`).
+
+Tensor parallelism splits a parameter along one dimension. A tp rank holds a block of columns of the matrix whose rows
+are the preceding dimensions. ZeRO cuts that block row by row (1910.02054 sec. 5.1: "equal partitions"). Such a cut is
+at most three rectangles. Numbers are elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from repro.engines.native.checkpoint.region import Rectangle, matrix_rows, rectangles
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.part import ModelPart
 from repro.parallel.zero.flat_buffer import Bucket
 
+
+class Rectangle(NamedTuple):
+    """`rows` x `columns` elements of a matrix from (`row`, `column`) on, stored row by row."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return self.rows * self.columns
+
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """Return the common rectangle; None if it is empty."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+    def view(self, flat: Tensor, part: Rectangle) -> Tensor:
+        """Return `part` [rows, columns] of this rectangle, whose elements are `flat`."""
+        row, column = part.row - self.row, part.column - self.column
+        matrix = flat.view(self.rows, self.columns)
+        return matrix[row : row + part.rows, column : column + part.columns]
+
+
+def matrix_rows(shape: Sequence[int], split: int | None) -> int:
+    """Return the rows of a parameter as a matrix: the dimensions before the one that tp splits; 1 without a split."""
+    return 1 if split is None else math.prod(shape[:split])
+
+
+def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Rectangle, int]]:
+    """Return the rectangles of the elements `first` to `last` - 1, row by row, in `width` columns from `left` on.
+
+    The second number of a pair is the number of these elements before the rectangle.
+    """
+    found: list[tuple[Rectangle, int]] = []
+    start = first
+    while start < last:
+        row, column = divmod(start, width)
+        rows, columns = 1, min(width - column, last - start)
+        if column == 0 and last - start >= width:
+            rows, columns = (last - start) // width, width
+        found.append((Rectangle(row, rows, left + column, columns), start - first))
+        start += rows * columns
+    return found
+
+
 STATES = ("weight", "moment1", "moment2")
-"""fp32 each."""
+"""States of an element, fp32 each."""
 _SCALER = ("scale", "good_steps", "tolerance")
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A rectangle of one parameter, and where this rank has its states."""
+    """Rectangle of one parameter, and this rank's states of it."""
 
     name: str
-    """In the model."""
+    """Name of the parameter in the model."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the full parameter."""
     rows: int
-    """Rows of the whole parameter as a matrix."""
+    """Rows of the full parameter as a matrix."""
     rectangle: Rectangle
     states: tuple[Tensor, ...]
-    """A flat fp32 view [rectangle.size] for each of `STATES`."""
+    """Flat fp32 views [rectangle.size], one for each of `STATES`."""
 
 
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
-    """What this rank's optimizer updates; `owned`: the part of it that this rank writes.
+    """Yield the fragments that this rank's optimizer updates; with `owned` only those that this rank writes.
 
-    What several ranks hold is written by one of them: duplicates by the first of tp, the tied embedding by the
-    first stage, and of stage 0's replicas each writes an equal share.
+    One rank writes a state of several ranks: the first tp rank writes duplicates, and the first stage the tied
+    embedding. The replicas of ZeRO stage 0 write equal shares.
     """
     moments = iter(engine.optimizer.moments)
     for part in engine.parts:
@@ -78,7 +131,7 @@ def _of_bucket(
 
 
 def scalars(engine: NativeEngine) -> dict[str, Any]:
-    """Optimizer steps taken (skipped ones do not count) and, in fp16, the loss scaler's numbers."""
+    """Return the optimizer's steps (without skipped ones) and, in fp16, the loss scaler's numbers."""
     scaler = engine.scaler
     return {
         "optimizer_steps": float(engine.optimizer.step_count),
@@ -86,12 +139,12 @@ def scalars(engine: NativeEngine) -> dict[str, Any]:
     }
 
 
-def restore(
+def restore_states(
     engine: NativeEngine, numbers: dict[str, Any], read: Callable[[str, str, Rectangle, Tensor], None]
 ) -> None:
-    """Give a new engine the state that was written; afterwards every rank has its parameters.
+    """Restore the states of a new engine and gather its parameters.
 
-    `numbers` are `scalars`; `read` fills a flat fp32 tensor with (parameter, state, rectangle).
+    `numbers` are `scalars`. `read` fills a flat fp32 tensor with (parameter, state, rectangle).
     """
     with torch.no_grad():
         for fragment in fragments(engine, owned=False):

@@ -1,5 +1,5 @@
-"""The program inside a SLURM job: a controller that starts every launch as a job step and watches its ranks.
+"""The program inside a SLURM job: a controller that starts every launch as a job step and monitors its ranks.
 
-submitit starts the controller at `entry` on the first node. `task` and `rank_child` run on all nodes and report over
-`connection`.
+submitit starts `controller` on the first node. `nodes` and `task` run on all nodes as job steps, and `task` reports
+over `connection`.
 """

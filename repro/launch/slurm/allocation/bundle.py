@@ -1,33 +1,115 @@
-"""How a running bundle stands, as a file that `repro status` reads; the same is said on standard error."""
+"""Bundles of experiments that share one allocation, the work file of a submission, and the progress file of a bundle.
+
+The work file is written at submission, so that an allocation never reads a suite that was edited afterwards. `repro
+status` reads the progress file.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from repro.launch.heartbeat import Position
+from repro.config import Experiment, from_dict
+from repro.config.suites import Comparison, Entry, Suite
 from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.progress import Progress
-from repro.launch.slurm.allocation.work import Bundle
+from repro.launch.rank_process import Position
 from repro.results.store import DISK_FULL
 from repro.util.files import write_json
 
-WRITE_S = 2.0
-"""Positions are written at most this often; everything else at once."""
+WORK_FILE = "work.json"
+WRITE_INTERVAL_S = 2.0
+"""Minimum time between two writes of positions, in seconds; other changes are written at once."""
 
 
-class BundleFile(Progress):
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Tasks that share one allocation; all their experiments have the same world size."""
+
+    index: int
+    """Index in `SubmissionWork.bundles`, over all arrays of the submission."""
+    tasks: tuple[Task, ...]
+
+    @property
+    def experiments(self) -> list[Experiment]:
+        """All experiments in execution order."""
+        return [experiment for task in self.tasks for experiment in task.experiments]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tasks[0].experiments[0].layout.world
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmissionWork:
+    """The bundles of a submission and the part of the suite that recording needs."""
+
+    suite: Suite
+    """Submitted part of the suite: name, file and entries (experiment, expected outcome)."""
+    bundles: tuple[Bundle, ...]
+    rerun: bool
+    """Whether experiments with a record run again."""
+
+    def save(self, folder: Path) -> None:
+        """Write the work file to `folder`."""
+        entries = [
+            {"experiment": entry.experiment.as_dict(), "expect": entry.expect} for entry in self.suite.entries
+        ]
+        document = {
+            "suite": {"name": self.suite.name, "file": self.suite.file, "entries": entries},
+            "bundles": [[_task(task) for task in bundle.tasks] for bundle in self.bundles],
+            "rerun": self.rerun,
+        }
+        write_json(folder / WORK_FILE, document)
+
+    @staticmethod
+    def load(folder: Path) -> SubmissionWork:
+        """Read the work file that `save` wrote to `folder`."""
+        document = json.loads((folder / WORK_FILE).read_text(encoding="utf-8"))
+        suite = document["suite"]
+        entries = tuple(
+            Entry(experiment=from_dict(row["experiment"]), expect=row["expect"]) for row in suite["entries"]
+        )
+        known = {entry.experiment.name: entry.experiment for entry in entries}
+        bundles = tuple(
+            Bundle(index=index, tasks=tuple(_task_from(row, known) for row in rows))
+            for index, rows in enumerate(document["bundles"])
+        )
+        named = Suite(name=suite["name"], file=suite["file"], entries=entries)
+        return SubmissionWork(suite=named, bundles=bundles, rerun=document["rerun"])
+
+
+def _task(task: Task) -> dict[str, Any]:
+    comparison = task.comparison
+    compare = comparison and {
+        "baseline": comparison.baseline,
+        "subjects": list(comparison.subjects),
+        "rounds": comparison.rounds,
+        "apart": comparison.apart,
+    }
+    return {"experiments": [experiment.name for experiment in task.experiments], "compare": compare}
+
+
+def _task_from(row: dict[str, Any], known: dict[str, Experiment]) -> Task:
+    compare = row["compare"]
+    comparison = compare and Comparison(**{**compare, "subjects": tuple(compare["subjects"])})
+    return Task(experiments=tuple(known[name] for name in row["experiments"]), comparison=comparison)
+
+
+class BundleProgress(Progress):
     """Progress of one bundle over all starts of its job."""
 
     def __init__(self, folder: Path, bundle: Bundle, job: str, restarts: int):
         self.path = folder / f"bundle-{bundle.index}.json"
         before = _read(self.path)
-        # What a former start of this job has ended is not begun again, whatever came of it.
+        # A restarted job does not repeat the experiments that an earlier start has ended.
         kept = [row for row in before.get("ended", []) if row["outcome"] != "interrupted"]
         self.ended_before = {row["name"]: row["outcome"] for row in kept}
         known = len(self.ended_before)
@@ -45,21 +127,21 @@ class BundleFile(Progress):
         self.write()
 
     def remaining(self, tasks: tuple[Task, ...]) -> list[Task]:
-        """What no former start has ended."""
-        return [rest for task in tasks for rest in _rest(task, self.ended_before)]
+        """Return the tasks that no earlier start of the job has ended."""
+        return [rest for task in tasks for rest in _remaining_tasks(task, self.ended_before)]
 
     @property
     def open(self) -> int:
-        """Experiments without an end."""
+        """Number of experiments without an outcome."""
         return self.total - self.done
 
-    def on(self, nodes: list[str]) -> None:
-        """The allocation is complete."""
+    def set_nodes(self, nodes: list[str]) -> None:
+        """Record the nodes of the complete allocation."""
         self._state |= {"nodes": nodes, "phase": "running"}
         self.write()
 
     def launch(self, job: Job) -> None:
-        """One launch starts."""
+        """Record the start of a launch."""
         super().launch(job)
         experiments = job.experiments
         self._state["current"] = {
@@ -74,7 +156,7 @@ class BundleFile(Progress):
         self.write()
 
     def tick(self, position: Position) -> None:
-        """Rank 0 is at `position`."""
+        """Record the position of rank 0."""
         super().tick(position)
         current, now = self._state["current"], time.monotonic()
         if not position.begun or current is None or self.job is None or self.course is None:
@@ -84,11 +166,11 @@ class BundleFile(Progress):
         now_at, rate = self.job.experiments[position.experiment], self.course.steps[position.experiment].rate
         current["case"], current["steps"] = now_at.name, now_at.training.steps
         current["steps_per_s"] = None if rate is None else round(rate, 4)
-        if changed or now - self._written >= WRITE_S:
+        if changed or now - self._written >= WRITE_INTERVAL_S:
             self.write()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """One experiment has its outcome."""
+        """Record the outcome of an experiment."""
         super().ended(name, outcome, reason, seconds, expected=expected)
         self._state["ended"].append({"name": name, "outcome": outcome, "reason": reason})
         if outcome == "interrupted":
@@ -96,14 +178,14 @@ class BundleFile(Progress):
         self.write()
 
     def end(self, *, signal: str = "", reason: str = "") -> None:
-        """Nothing runs any more; with a `reason`, before all was done."""
+        """Record the end of the bundle, with the `reason` of an early end."""
         self._state["current"] = None
         self._state["phase"] = "stopped" if reason else "ended"
         self._state["stopped"] = {"signal": signal, "reason": reason} if reason else None
         self.write()
 
     def write(self) -> None:
-        """Write the file.  On a full disk it stays as it was: what counts is in the records."""
+        """Write the file.  On a full disk the previous version remains, as results are in the records."""
         self._written = time.monotonic()
         written = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         try:
@@ -114,8 +196,8 @@ class BundleFile(Progress):
             print(f"disk full: {self.path} is not up to date", file=sys.stderr, flush=True)
 
 
-def _rest(task: Task, ended: dict[str, str]) -> list[Task]:
-    """What is left of `task`; a comparison needs its baseline again beside any subject that is left."""
+def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
+    """Return the remaining part of `task`; the remaining subjects of a comparison need its baseline again."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []
@@ -139,8 +221,8 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def counts(path: Path) -> dict[str, int]:
-    """How many experiments of a bundle had which outcome."""
+def count_outcomes(path: Path) -> dict[str, int]:
+    """Return the number of experiments of a bundle by outcome."""
     found: dict[str, int] = {}
     for row in _read(path).get("ended", []):
         found[row["outcome"]] = found.get(row["outcome"], 0) + 1

@@ -16,20 +16,20 @@ from typing import Any
 
 Message = dict[str, Any]
 
-SILENT_S = 15
+KEEPALIVE_TIMEOUT_S = 15
 """Who does not answer for this long is lost: the node is down, or the network between."""
-_STRANGER_BYTES = 1 << 16
-ENDED = "its task ended without a word"
+_MAX_UNAUTHENTICATED_BYTES = 1 << 16
+TASK_ENDED = "its task ended without a word"
 
 
 def _notice_silence(sock: socket.socket) -> None:
     """Have the kernel end the connection when the other host does not answer for `SILENT_S`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, SILENT_S // 3),
-        (socket.TCP_KEEPINTVL, SILENT_S // 3),
+        (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 3),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_TIMEOUT_S // 3),
         (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+        (socket.TCP_USER_TIMEOUT, KEEPALIVE_TIMEOUT_S * 1000),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -39,7 +39,7 @@ class Connection:
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
         """Raises `OSError` if there is no controller."""
-        self._socket = socket.create_connection((address, port), timeout=SILENT_S)
+        self._socket = socket.create_connection((address, port), timeout=KEEPALIVE_TIMEOUT_S)
         self._socket.settimeout(None)
         _notice_silence(self._socket)
         self.address = str(self._socket.getsockname()[0])
@@ -97,7 +97,7 @@ class Listener:
                 found += self._read(sock)
         return found
 
-    def here(self, rank: int) -> bool:
+    def has_connected(self, rank: int) -> bool:
         """Whether the task of `rank` has come, ever."""
         return rank in self.ended or rank in self._rank_of.values()
 
@@ -131,18 +131,20 @@ class Listener:
             except OSError as error:
                 silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
                 ended = (
-                    f"no answer from it for {SILENT_S} s" if silent else f"connection lost ({error.strerror})"
+                    f"no answer from it for {KEEPALIVE_TIMEOUT_S} s"
+                    if silent
+                    else f"connection lost ({error.strerror})"
                 )
                 break
             buffer += data
-            ended = "" if data else ENDED
+            ended = "" if data else TASK_ENDED
         *lines, rest = bytes(buffer).split(b"\n")
         self._unfinished[sock] = bytearray(rest)
         known = [message for line in lines if (message := self._known(sock, line)) is not None]
         stranger = sock not in self._rank_of
         if not stranger and ended:
             self.ended[self._rank_of[sock]] = ended
-        if ended or (stranger and (lines or len(rest) > _STRANGER_BYTES)):
+        if ended or (stranger and (lines or len(rest) > _MAX_UNAUTHENTICATED_BYTES)):
             self._drop(sock)
         return known
 

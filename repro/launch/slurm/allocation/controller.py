@@ -1,4 +1,8 @@
-"""The one task that SLURM starts of a job: it runs the bundle, each launch a step, and alone writes records."""
+"""The controller of a SLURM job: the single task that submitit starts, which runs each launch as a job step.
+
+The controller alone writes records. submitit pickles its entry points at submission and calls them in the allocation.
+`RunBundle` runs a bundle of a suite. `RunAwaitedJob` runs one job whose answer the submitting process waits for.
+"""
 
 from __future__ import annotations
 
@@ -6,64 +10,76 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import socket
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from repro.config import ConfigError, systems
+from repro.launch import supervise
 from repro.launch.failures import LOST_NODE
+from repro.launch.job import Job
 from repro.launch.local_launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Runner, rank_target
+from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import nodes
-from repro.launch.slurm.allocation.bundle import BundleFile
-from repro.launch.slurm.allocation.launch import ClusterLauncher
+from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork, count_outcomes
+from repro.launch.slurm.allocation.launch import ClusterLaunch, ClusterLauncher
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.srun_step import Allocation
-from repro.launch.slurm.allocation.stop import Stop
-from repro.launch.slurm.allocation.work import SubmissionWork
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
+from repro.launch.slurm.profile import Profile
 from repro.results.store import Store
+from repro.util.files import write_json
 
-SHARED = 0o022
-PRIVATE = 0o077
-FILES = 16384
-BOOT_S = 300.0
-"""How long nodes may take until a task starts: they may boot one by one."""
-LOOK_S = 0.05
+if TYPE_CHECKING:
+    from submitit.core.utils import DelayedSubmission
+
+JOB_FILE, ANSWER_FILE = "job.json", "answer.json"
+MIN_OPEN_FILES = 16384
+BOOT_TIMEOUT_S = 300.0
+"""Timeout of the first tasks of all nodes, in seconds; a site may boot nodes one by one."""
+POLL_INTERVAL_S = 0.05
+REQUEUE_SIGNAL_TIMEOUT_S = 2.0
+"""Maximum delay of submitit's signal after SIGTERM, in seconds: a preemption sends both, `scancel` SIGTERM only."""
 
 
-def job_of(environment: dict[str, str]) -> str:
-    """`12_3`, or `12` outside a job array."""
+def slurm_job_id(environment: dict[str, str]) -> str:
+    """Return the id of this job: `12_3`, or `12` outside a job array."""
     array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "0")
 
 
-def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -> BundleFile:
+def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]) -> BundleProgress:
     """Run bundle `index` of the submission in `folder` until it is done or `stop`.
 
-    Returns how the bundle stands.  Raises `DiskFull` and `ConfigError`.
+    Returns the progress of the bundle.  Raises `DiskFull` and `ConfigError`.
     """
-    allocation = allocated(folder, environment)
+    allocation = read_allocation(folder, environment)
     site = allocation.site
     stop.delay_s = site.slurm.signal_delay_s
     work = SubmissionWork.load(folder)
     restarts = int(environment.get("SLURM_RESTART_COUNT", "0"))
-    state = BundleFile(folder, work.bundles[index], job_of(environment), restarts)
+    state = BundleProgress(folder, work.bundles[index], slurm_job_id(environment), restarts)
     tasks = state.remaining(work.bundles[index].tasks)
     try:
         with Store(folder.parents[1]) as store:
-            reports, missing = survey(allocation, folder / f"nodes-{job_of(environment)}-{restarts}", stop)
-            place = {"slurm": nodes.place(reports, environment)} if reports else {}
+            reports, missing = survey_nodes(
+                allocation, folder / f"nodes-{slurm_job_id(environment)}-{restarts}", stop
+            )
+            place = {"slurm": nodes.slurm_provenance(reports, environment)} if reports else {}
             recorder = Recorder(work.suite, store, state, place=place)
             if missing and not stop:
                 _refuse(recorder, tasks, missing)
-            elif not missing and (wrong := wrong_hardware(reports, site)):
+            elif not missing and (wrong := describe_wrong_hardware(reports, site)):
                 _refuse(recorder, tasks, wrong)
             elif not missing:
-                state.on(place["slurm"]["nodes"])
+                state.set_nodes(place["slurm"]["nodes"])
                 names = [report.node for report in reports]
                 launcher = ClusterLauncher(
                     folder / "logs" / str(index), allocation, names, rank_target(), stop
@@ -76,56 +92,61 @@ def control(folder: Path, index: int, stop: Stop, environment: dict[str, str]) -
     return state
 
 
-def allocated(folder: Path, environment: dict[str, str]) -> Allocation:
-    """What SLURM gave this job, by its environment and the profile in `folder`.  Raises `ConfigError`.
+def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
+    """Return the allocation of this job from its environment and the profile in `folder`.  Raises `ConfigError`.
 
     Sets this process's umask, and its limit of open files.
     """
-    site = profile.load(folder / "profile.toml")
-    umask = PRIVATE if site.private else SHARED
-    os.umask(umask)
+    site = profile.load_profile(folder / "profile.toml")
+    os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FILES:  # a connection for each of many ranks
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard) if hard > 0 else FILES, hard))
+    if soft < MIN_OPEN_FILES:  # a connection for each of many ranks
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES, hard)
+        )
     return Allocation(
         nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
         per_node=int(environment.get("SLURM_NTASKS_PER_NODE", "1")),
         site=site,
-        address=address_of(site.environment.interface, environment, site.file),
-        umask=umask,
+        address=node_address(site.environment.interface, environment, site.file),
+        umask=site.umask,
     )
 
 
-def survey(allocation: Allocation, folder: Path, stop: Stop) -> tuple[list[NodeReport], str]:
-    """What every task sees of its node, in the order of ranks, and whose report is missing: empty if none is."""
+def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
+    """Return the report of every task on its node, by rank, and the reason for missing reports, or an empty one."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     step = allocation.step(allocation.tasks, nodes.__name__, folder)
-    end = time.monotonic() + BOOT_S
+    end = time.monotonic() + BOOT_TIMEOUT_S
     while step.code is None and not stop and time.monotonic() < end:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     step.end(0.0)
-    found = [read_json(nodes.file_of(folder, task)) for task in range(allocation.tasks)]
+    found = [read_json(nodes.report_path(folder, task)) for task in range(allocation.tasks)]
     reports = [NodeReport(**report) for report in found if report is not None]
-    missing = "" if len(reports) == allocation.tasks else _missing(reports, allocation.tasks, step.said())
+    missing = (
+        ""
+        if len(reports) == allocation.tasks
+        else _missing(reports, allocation.tasks, step.last_error_line())
+    )
     shutil.rmtree(folder, ignore_errors=True)
     return reports, missing
 
 
 def _missing(reports: list[NodeReport], tasks: int, said: str) -> str:
-    """Which nodes no report came from."""
+    """Return the reason that names the nodes without a report."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     expected = SlurmJobEnvironment().hostnames
     silent = [name for name in expected if name not in {report.node for report in reports}]
     who = ", ".join(silent) or "of the allocation"
-    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {said or f'no word for {BOOT_S:g} s'}"
+    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {said or f'no word for {BOOT_TIMEOUT_S:g} s'}"
 
 
-def address_of(interface: str, environment: dict[str, str], file: str) -> str:
-    """Address at which the other nodes reach this one: the interface's, or what the node's name stands for.
+def node_address(interface: str, environment: dict[str, str], file: str) -> str:
+    """Return the address at which the other nodes reach this one: the interface's, or the node name's.
 
-    Raises `ConfigError` if the profile has to say it.
+    Raises `ConfigError` if only the profile can name the interface.
     """
     import psutil
 
@@ -156,14 +177,113 @@ def address_of(interface: str, environment: dict[str, str], file: str) -> str:
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 
-def wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
-    """Why these nodes are not the profile's system."""
-    if site.system in systems.HERE:
+def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
+    """Return the reason why these nodes are not the profile's system; empty if they are."""
+    if site.system in systems.LOCAL_SYSTEMS:
         return ""
-    return nodes.mismatch(reports, systems.load(site.system), site.gpus_per_node)
+    return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.gpus_per_node)
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
-    """Record that nothing was started, and why.  Raises `DiskFull`."""
+    """Record `reason` as the error of every experiment of `tasks`.  Raises `DiskFull`."""
     for experiment in {e.name: e for task in tasks for e in task.experiments}.values():
         recorder.outcome(experiment, 0.0, outcome="error", reason=reason)
+
+
+@dataclass(frozen=True)
+class RunBundle:
+    """Callable that runs one bundle of a submission in its job.  submitit pickles it."""
+
+    submission: str
+    """Folder of the submission."""
+    bundle: int
+
+    def __call__(self) -> dict[str, Any]:
+        """Run the bundle and return the number of experiments by outcome.
+
+        The handlers of SIGTERM and of submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the
+        case that is running, and then submitit's own handler is called from here, the main thread.
+        """
+        environment = dict(os.environ)
+        stop = AllocationStop(slurm_job_id(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
+        previous = {number: signal.signal(number, stop.note) for number in (REQUEUE, signal.SIGTERM)}
+        try:
+            state = run_bundle(Path(self.submission), self.bundle, stop, environment)
+            if state.open and stop.terminated and not stop.requeue:
+                _wait_for_requeue_signal(stop)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if state.open and stop.requeue:
+            _requeue(previous[REQUEUE], REQUEUE)
+        if state.open and stop:
+            sys.exit(128 + signal.SIGTERM)
+        return count_outcomes(state.path)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Return the callable that submitit requeues; a bundle skips its recorded experiments."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(RunBundle(self.submission, self.bundle))
+
+
+def _wait_for_requeue_signal(stop: AllocationStop) -> None:
+    """Wait for submitit's signal to follow SIGTERM."""
+    end = time.monotonic() + REQUEUE_SIGNAL_TIMEOUT_S
+    while time.monotonic() < end and not stop.requeue:
+        time.sleep(0.05)
+
+
+def _requeue(handler: Any, number: int) -> None:
+    """Have submitit requeue the job. submitit ends this process, or raises after the last requeue."""
+    if callable(handler):
+        handler(number, None)
+    sys.exit(128 + number)
+
+
+@dataclass(frozen=True)
+class RunAwaitedJob:
+    """Callable that runs one job on all nodes of an allocation and writes its answer to a file.
+
+    submitit pickles it. The job cannot be requeued.
+    """
+
+    folder: str
+    """Shared folder with the job, the profile, and the answer."""
+    target: str
+    """Function that a rank calls, `module:function`."""
+
+    def __call__(self) -> str:
+        """Run the job and return its outcome."""
+        environment, folder = dict(os.environ), Path(self.folder)
+        stop = AllocationStop(slurm_job_id(environment))
+        for number in (REQUEUE, signal.SIGTERM):
+            signal.signal(number, stop.note)
+        answer = _run_awaited_job(folder, self.target, stop, environment)
+        write_json(folder / ANSWER_FILE, answer)
+        return str(answer["outcome"])
+
+
+def _run_awaited_job(
+    folder: Path, target: str, stop: AllocationStop, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Return the answer: outcome, reason, nodes, prior load of this node, and the results of the ranks."""
+    answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
+    allocation = read_allocation(folder, environment)
+    reports, missing = survey_nodes(allocation, folder / "nodes", stop)
+    if missing:
+        return answer | {"reason": stop.reason or missing}
+    answer["place"] = nodes.slurm_provenance(reports, environment)
+    if wrong := describe_wrong_hardware(reports, allocation.site):
+        return answer | {"reason": wrong}
+    names = [report.node for report in reports]
+    launch = ClusterLaunch(
+        Job.load(folder / JOB_FILE), folder / "ranks", allocation, names, target=target, stop=stop
+    )
+    try:
+        launch.start()
+        ending = supervise.watch(launch, interrupted=lambda: stop.reason)
+        answer |= {"outcome": ending.outcome, "reason": ending.reason, "results": launch.results(0) or []}
+    finally:
+        launch.close(keep_logs=None if answer["outcome"] == "ok" else folder / "ranks")
+    return answer

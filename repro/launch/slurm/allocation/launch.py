@@ -16,36 +16,36 @@ from typing import Any
 from repro.config.enums import Phase
 from repro.launch import rank_process
 from repro.launch.failures import LOST_NODE
-from repro.launch.heartbeat import Position
 from repro.launch.job import STOP_FILE, Job
 from repro.launch.local_capacity import DEVICES
-from repro.launch.slurm.allocation import rank_child, task
-from repro.launch.slurm.allocation.connection import ENDED, Listener, Message
-from repro.launch.slurm.allocation.srun_step import Allocation, Step
-from repro.launch.slurm.allocation.stop import Stop
+from repro.launch.rank_process import Position
+from repro.launch.slurm.allocation import task
+from repro.launch.slurm.allocation.connection import TASK_ENDED, Listener, Message
+from repro.launch.slurm.allocation.srun_step import Allocation, SrunStep
+from repro.launch.slurm.allocation.stop import AllocationStop
 from repro.results.store import DISK_FULL
 
-LOOK_S = 0.05
-REAP_S = 20.0
+POLL_INTERVAL_S = 0.05
+REAP_TIMEOUT_S = 20.0
 """How long tasks may take to end when their connection does."""
-REAP_LOST_S = 3.0
+LOST_NODE_REAP_TIMEOUT_S = 3.0
 """The same where a node is lost, whose tasks never end."""
-PATIENCE_S = 5.0
+LOST_TASK_GRACE_S = 5.0
 """A task that ends without a word may have been ended with the whole job: its signal may come a moment later."""
-PORTS = 3
+MAX_PORT_ATTEMPTS = 3
 """How many ports are tried before a launch fails because others take them."""
 _TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
-_NOWHERE = Position(0, 0, Phase.START, 0, "", "", 0.0)
+_NO_POSITION = Position(0, 0, Phase.START, 0, "", "", 0.0)
 
 
 @dataclass
-class _Seen:
+class _RankStatus:
     """What is known of one rank."""
 
     code: int | None = None
     report: dict[str, Any] | None = None
     errors: str = ""
-    position: Position = _NOWHERE
+    position: Position = _NO_POSITION
     said: float = 0.0
     """Time of its last word by its node's clock."""
     stopped: bool = False
@@ -65,15 +65,22 @@ class ClusterLaunch:
     """A running job: one step, one task for each rank."""
 
     def __init__(
-        self, job: Job, logs: Path, allocation: Allocation, nodes: list[str], *, target: str, stop: Stop
+        self,
+        job: Job,
+        logs: Path,
+        allocation: Allocation,
+        nodes: list[str],
+        *,
+        target: str,
+        stop: AllocationStop,
     ):
         """`nodes`: of every rank.  `stop` is told if a node is gone: then there cannot be another launch."""
         assert len(nodes) >= job.world, "fewer places than ranks"
         self.job, self.world, self.logs = job, job.world, logs
         self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
-        self._ranks = [_Seen() for _ in range(self.world)]
+        self._ranks = [_RankStatus() for _ in range(self.world)]
         self._listener: Listener | None = None
-        self._step: Step | None = None
+        self._step: SrunStep | None = None
         self._ports = 0
         self._asked_to_stop = False
         self._loss = ""
@@ -82,7 +89,7 @@ class ClusterLaunch:
         """Start all ranks.  Raises `OSError` if the shared folder has no room for their logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        self.job.save(self.logs / rank_child.JOB)
+        self.job.save(self.logs / task.JOB_FILE)
         self._begin()
 
     def _begin(self) -> None:
@@ -90,7 +97,7 @@ class ClusterLaunch:
         site, address = self._allocation.site, self._allocation.address
         token = secrets.token_hex(16)
         self._ports += 1
-        self._ranks = [_Seen() for _ in range(self.world)]
+        self._ranks = [_RankStatus() for _ in range(self.world)]
         self._listener = Listener(address, token=token)
         task.TaskLaunch(
             address=address,
@@ -156,12 +163,12 @@ class ClusterLaunch:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        end = time.monotonic() + rank_process.STACKS_TIMEOUT_S + rank_child.LOOK_S
+        end = time.monotonic() + rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S
         while time.monotonic() < end:
             self._look()
             if all(seen.dumped or seen.stopped or seen.code is not None for seen in self._ranks):
                 return
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def ask_to_stop(self) -> None:
         """Have the ranks write a checkpoint after the step that they are in, and end."""
@@ -177,13 +184,13 @@ class ClusterLaunch:
             self._listener = None
         if self._step is not None:
             self._loss = next((lost for rank in range(self.world) if (lost := self._lost(rank))), "")
-            self._step.end(REAP_LOST_S if self._loss else REAP_S)
+            self._step.end(LOST_NODE_REAP_TIMEOUT_S if self._loss else REAP_TIMEOUT_S)
             self._step = None
 
     def close(self, *, keep_logs: Path | None) -> None:
         """End it; the logs move to `keep_logs` where something failed."""
         self.kill()
-        (self.logs / task.FILE).unlink(missing_ok=True)
+        (self.logs / task.LAUNCH_FILE).unlink(missing_ok=True)
         if keep_logs is None:
             shutil.rmtree(self.logs, ignore_errors=True)
         elif keep_logs != self.logs and self.logs.exists():
@@ -197,7 +204,7 @@ class ClusterLaunch:
     def _lost(self, rank: int) -> str:
         """How the task of a rank that has not ended was lost, with its node; empty while it is there."""
         seen = self._ranks[rank]
-        patience = PATIENCE_S if seen.ended_alone else 0.0
+        patience = LOST_TASK_GRACE_S if seen.ended_alone else 0.0
         if seen.code is not None or not seen.gone or time.monotonic() - seen.gone_at < patience:
             return ""
         return f"{self._nodes[rank]}: {seen.gone}"
@@ -209,7 +216,7 @@ class ClusterLaunch:
         return (
             first.code not in (None, 0)
             and not first.position.begun
-            and self._ports < PORTS
+            and self._ports < MAX_PORT_ATTEMPTS
             and _TAKEN.search(said) is not None
         )
 
@@ -220,7 +227,7 @@ class ClusterLaunch:
         now, starts = time.monotonic(), self._step.starts
         over = self._step.code is not None
         if self._step.starts != starts:  # slurmctld is waited for: no hang of the ranks
-            self._ranks[0].position = _NOWHERE._replace(seconds=now)
+            self._ranks[0].position = _NO_POSITION._replace(seconds=now)
         for rank, message in self._listener.messages():
             if rank < self.world:
                 self._apply(rank, message, now)
@@ -228,9 +235,9 @@ class ClusterLaunch:
             if seen.code is not None or seen.gone:
                 continue
             seen.gone, seen.gone_at = self._listener.ended.get(rank, ""), now
-            seen.ended_alone = seen.gone == ENDED
-            if over and not self._listener.here(rank):
-                seen.gone, seen.ended_alone = f"its task did not start: {self._step.said()}", True
+            seen.ended_alone = seen.gone == TASK_ENDED
+            if over and not self._listener.has_connected(rank):
+                seen.gone, seen.ended_alone = f"its task did not start: {self._step.last_error_line()}", True
 
     def _apply(self, rank: int, message: Message, now: float) -> None:
         seen, what = self._ranks[rank], message["say"]
@@ -262,7 +269,9 @@ def free_port(address: str) -> int:
 class ClusterLauncher:
     """Starts jobs in one allocation.  Nothing else runs there, and a case is submitted once: no locks."""
 
-    def __init__(self, logs: Path, allocation: Allocation, nodes: list[str], target: str, stop: Stop):
+    def __init__(
+        self, logs: Path, allocation: Allocation, nodes: list[str], target: str, stop: AllocationStop
+    ):
         """`nodes`: of every rank."""
         self.logs, self._allocation, self._nodes = logs, allocation, nodes
         self._target, self._stop = target, stop

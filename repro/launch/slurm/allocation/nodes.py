@@ -1,4 +1,4 @@
-"""What the nodes of an allocation are, by their own word, and whether that is what the profile's system is."""
+"""Hardware reports of an allocation's nodes, their topology, and the comparison with the profile's system."""
 
 from __future__ import annotations
 
@@ -14,49 +14,48 @@ from typing import Any
 from repro.config import ConfigError
 from repro.config.system import System
 from repro.launch.failures import WRONG_HARDWARE
-from repro.launch.slurm.allocation import topology
 from repro.util.files import write_json
 
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 _MEMORY_SLACK = 0.08
-"""Part by which a card's memory may differ from its system file's: drivers and ECC take some."""
+"""Relative tolerance of a card's memory size; drivers and ECC reserve a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one task says of itself and its node.  Bytes, MHz."""
+    """Report of one task on itself and its node, in bytes and MHz."""
 
     node: str
-    """As SLURM calls it."""
+    """Name of the node in SLURM."""
     node_index: int
-    """Place of the node in the allocation (`SLURM_NODEID`)."""
+    """Index of the node in the allocation (`SLURM_NODEID`)."""
     local: int
-    """Place of the task on its node (`SLURM_LOCALID`)."""
+    """Index of the task on its node (`SLURM_LOCALID`)."""
     task: int
     """`SLURM_PROCID`."""
     tasks: int
     """`SLURM_NTASKS`."""
     pid: int = 0
     cores: int = 0
-    """That the task may use."""
+    """Number of cores that the task may use."""
     memory_bytes: int = 0
-    """Of the node."""
+    """Memory of the node, in bytes."""
     gpus: list[dict[str, Any]] = field(default_factory=list)
-    """That the task may use: `uuid` and what `repro.measure.provenance.gpus` says of each."""
+    """GPUs that the task may use: `uuid` and the fields of `repro.measure.provenance.gpus`."""
     processor: str = ""
     switches: str = ""
-    """Above the node, from the top (`.topology.switches`)."""
+    """Path of switches above the node (`switch_path`)."""
     links: dict[str, Any] = field(default_factory=dict)
-    """Between the GPUs of the node (`.topology.gpu_links`)."""
+    """Links between the GPUs of the node (`gpu_links`)."""
 
 
-def report(environment: dict[str, str], *, gpus: bool) -> NodeReport:
-    """What this task sees.  `environment` is SLURM's; GPUs are looked at only if `gpus`."""
+def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
+    """Return the report of this task.  `environment` is SLURM's; GPUs are queried only with `gpus`."""
     import psutil
 
     from repro.measure.provenance import cpu
-    from repro.util.resources import usable_cores
+    from repro.util.processes import usable_cores
 
     return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -69,15 +68,15 @@ def report(environment: dict[str, str], *, gpus: bool) -> NodeReport:
         memory_bytes=psutil.virtual_memory().total,
         gpus=visible_gpus(environment.get("CUDA_VISIBLE_DEVICES")) if gpus else [],
         processor=str(cpu()["model"]),
-        switches=topology.switches(environment),
-        links=topology.gpu_links() if gpus else {},
+        switches=switch_path(environment),
+        links=gpu_links() if gpus else {},
     )
 
 
 def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
-    """The GPUs that a rank of this task will see, asked of the driver; `visible` is CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that a rank of this task will see; `visible` is CUDA_VISIBLE_DEVICES, which NVML ignores.
 
-    NVML does not heed that variable, CUDA does: an index counts in the driver's order, a UUID may be cut short.
+    An index counts in the driver's order. A UUID may be a prefix.
     """
     from repro.measure.provenance import gpus, nvml
 
@@ -102,8 +101,8 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
     return seen
 
 
-def mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) -> str:
-    """Why runs on these nodes are none of `system`'s; empty if they are.  Starts with `WRONG_HARDWARE`."""
+def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) -> str:
+    """Return why runs on these nodes are not runs of `system`, from `WRONG_HARDWARE` on; empty if they are."""
     nodes: dict[str, list[NodeReport]] = {}
     for entry in reports:
         nodes.setdefault(entry.node, []).append(entry)
@@ -112,7 +111,7 @@ def mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) 
     for node, tasks in nodes.items():
         gpus = {gpu["uuid"]: gpu for task in tasks for gpu in task.gpus}
         has = _count(list(gpus.values()))
-        wrong = any(differs(gpu, system) for gpu in gpus.values())
+        wrong = any(is_other_gpu(gpu, system) for gpu in gpus.values())
         if wrong or len(gpus) < len(tasks):
             need = wanted if wrong or len(tasks) > 1 else f"1 x {device.name}"
             return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
@@ -128,8 +127,8 @@ def mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) 
     return ""
 
 
-def differs(gpu: dict[str, Any], system: System) -> bool:
-    """Whether a card is not the system's: its generation, its form, or the size of its memory."""
+def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
+    """Return whether generation, form or memory size of a card differ from the system's."""
     device = system.device
     capability = gpu.get("compute_capability")
     if capability and device.compute_capability and capability != device.compute_capability:
@@ -163,8 +162,8 @@ def _count(gpus: list[dict[str, Any]]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
 
 
-def place(reports: list[NodeReport], environment: dict[str, str]) -> dict[str, Any]:
-    """`provenance["slurm"]`: the job, its nodes and what they are; no address and no name of a person."""
+def slurm_provenance(reports: list[NodeReport], environment: dict[str, str]) -> dict[str, Any]:
+    """Return `provenance["slurm"]`: the job and the hardware of its nodes, without addresses and user names."""
     names = list(dict.fromkeys(entry.node for entry in reports))
     above = {entry.node: entry.switches for entry in reports if entry.switches}
     kinds: dict[str, dict[str, Any]] = {}
@@ -205,11 +204,62 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def file_of(folder: Path, task: int) -> Path:
-    """Where a task writes its report."""
+def report_path(folder: Path, task: int) -> Path:
+    """Return the path of a task's report."""
     return folder / f"report-{task}.json"
 
 
+def switch_path(environment: dict[str, str]) -> str:
+    """Return the path of switches above this node, `core.rack1`; empty where SLURM knows none.
+
+    SLURM sets `SLURM_TOPOLOGY_ADDR` to `core.rack1.n1` and its pattern to `switch.switch.node`.
+    """
+    names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    if len(names) != len(kinds):
+        return ""
+    return ".".join(name for name, kind in zip(names, kinds, strict=True) if kind == "switch")
+
+
+def gpu_links() -> dict[str, Any]:
+    """Return `nvlinks`, the active NVLinks of each GPU, and `pcie`, the number of GPU pairs by crossed PCIe component.
+
+    The result is empty without a driver or without its answer.
+    """
+    from repro.measure.provenance import nvml
+
+    with nvml() as n:
+        if n is None:
+            return {}
+        levels = {
+            n.NVML_TOPOLOGY_INTERNAL: "one board",
+            n.NVML_TOPOLOGY_SINGLE: "one switch",
+            n.NVML_TOPOLOGY_MULTIPLE: "several switches",
+            n.NVML_TOPOLOGY_HOSTBRIDGE: "a host bridge",
+            n.NVML_TOPOLOGY_NODE: "host bridges of one socket",
+            n.NVML_TOPOLOGY_SYSTEM: "the link between sockets",
+        }
+        handles = [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
+        pairs = [(a, b) for i, a in enumerate(handles) for b in handles[i + 1 :]]
+        try:
+            crossed = [levels.get(n.nvmlDeviceGetTopologyCommonAncestor(a, b), "unknown") for a, b in pairs]
+        except n.NVMLError:
+            crossed = []
+        found: dict[str, Any] = {"nvlinks": [_nvlinks(n, handle) for handle in handles]}
+        return found | {"pcie": {word: crossed.count(word) for word in sorted(set(crossed))}}
+
+
+def _nvlinks(n: Any, handle: Any) -> int:
+    """Return the number of active links. The driver refuses the query of a link that the card lacks."""
+    count = 0
+    for link in range(n.NVML_NVLINK_MAX_LINKS):
+        try:
+            count += n.nvmlDeviceGetNvLinkState(handle, link) == n.NVML_FEATURE_ENABLED
+        except n.NVMLError:
+            break
+    return count
+
+
 if __name__ == "__main__":
-    seen = report(dict(os.environ), gpus=True)
-    write_json(file_of(Path(sys.argv[1]), seen.task), asdict(seen))
+    seen = report_node(dict(os.environ), gpus=True)
+    write_json(report_path(Path(sys.argv[1]), seen.task), asdict(seen))

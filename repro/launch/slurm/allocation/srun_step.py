@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from repro.launch.slurm.site.profile import Profile
+from repro.launch.slurm.profile import Profile
 
-UNREACHABLE_S = 600.0
+SLURMCTLD_TIMEOUT_S = 600.0
 _UNREACHABLE = "Unable to contact slurm controller"
-_OUTER = (
+_CONTROLLER_VARIABLES = (
     *("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
     *("SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_WAIT", "SLURM_OVERLAP"),
 )
@@ -41,12 +41,14 @@ class Allocation:
         """Ranks that all nodes hold."""
         return self.nodes * self.per_node
 
-    def step(self, tasks: int, module: str, folder: Path) -> Step:
+    def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
         """`python -m MODULE FOLDER`, `tasks` times, neighbours on one node; srun's words go to a file in `folder`."""
-        return Step(command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err")
+        return SrunStep(
+            srun_command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err"
+        )
 
 
-def command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
+def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
     """The step's whole command line."""
     environment = site.environment
     wanted = {
@@ -71,14 +73,14 @@ def command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list
     return ["srun", *options, environment.python or sys.executable, "-m", *module]
 
 
-class Step:
+class SrunStep:
     """One `srun`, a child of this process."""
 
     def __init__(self, command: list[str], errors: Path):
         self._command, self._errors = command, errors
         self.starts = 0
         """How often srun was started: again for as long as `UNREACHABLE_S` while slurmctld does not answer."""
-        self._until = time.monotonic() + UNREACHABLE_S
+        self._until = time.monotonic() + SLURMCTLD_TIMEOUT_S
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -89,7 +91,11 @@ class Step:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=file,
-                env={key: value for key, value in os.environ.items() if not key.startswith(_OUTER)},
+                env={
+                    key: value
+                    for key, value in os.environ.items()
+                    if not key.startswith(_CONTROLLER_VARIABLES)
+                },
                 start_new_session=True,
             )
 
@@ -116,7 +122,7 @@ class Step:
             self._process.kill()
             self._process.wait()
 
-    def said(self) -> str:
+    def last_error_line(self) -> str:
         """The last line that srun or a task wrote to standard error."""
         lines = self._words().strip().splitlines()
         return lines[-1][:300] if lines else ""

@@ -18,18 +18,18 @@ REQUEUE = signal.SIGUSR2
 """submitit's signal: the job is preempted or near its time limit, and is to be requeued."""
 SIGNALS = (signal.SIGTERM, REQUEUE)
 """SLURM may send them to every process of a job, ranks and commands included; they are for the controller."""
-ASK_S = 5.0
-ACCOUNTED_S = 3.0
+SLURM_QUERY_TIMEOUT_S = 5.0
+ACCOUNTING_DELAY_S = 3.0
 """How long the accounting may lag behind."""
-KILL_S = 10.0
+MIN_KILL_WAIT_S = 10.0
 """Sites rarely give less than this between SIGTERM and SIGKILL (`KillWait`, 30 s by default)."""
-EARLY_S = 120.0
+TIME_LIMIT_WARNING_S = 120.0
 """SLURM warns of a time limit up to a minute before it was asked to; signals this near the end mean the limit."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
 """Why a job is completing that did not end by itself; `scancel` leaves no reason."""
 
 
-class Stop:
+class AllocationStop:
     """False until a signal comes or `give_up` is called; the watching loop acts on it."""
 
     def __init__(self, job: str, restarts: int = 0):
@@ -60,7 +60,9 @@ class Stop:
     @property
     def stop_s(self) -> float:
         """How long a checkpoint may take: SLURM kills soon after SIGTERM, and after the delay that follows SIGUSR2."""
-        return KILL_S if self.terminated else max(KILL_S, self.delay_s - 2 * KILL_S)
+        return (
+            MIN_KILL_WAIT_S if self.terminated else max(MIN_KILL_WAIT_S, self.delay_s - 2 * MIN_KILL_WAIT_S)
+        )
 
     @property
     def requeue(self) -> bool:
@@ -84,14 +86,14 @@ class Stop:
         """Why, for a record; empty while it goes on.  SLURM is asked once."""
         if self and not self._why:
             self._why = (
-                f"stopped by SLURM ({self.signal}): {meaning(self._job, self.delay_s, self._restarts)}"
+                f"stopped by SLURM ({self.signal}): {stop_reason(self._job, self.delay_s, self._restarts)}"
             )
         return self._why
 
 
-def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
+def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
     """What SLURM ends `job` for, as far as it says, while it has been started again `restarts` times."""
-    fields = dict(re.findall(r"(\w+)=(\S*)", _said(["scontrol", "show", "job", "-o", job])))
+    fields = dict(re.findall(r"(\w+)=(\S*)", _query_slurm(["scontrol", "show", "job", "-o", job])))
     state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
         return CANCELLED
@@ -109,20 +111,20 @@ def meaning(job: str, delay_s: float, restarts: int = 0) -> str:
     ends = _time(fields.get("EndTime", ""))
     if ends is None:
         return f"{PREEMPTED} or at its {TIME_LIMIT}"
-    return TIME_LIMIT if ends - time.time() < delay_s + EARLY_S else PREEMPTED
+    return TIME_LIMIT if ends - time.time() < delay_s + TIME_LIMIT_WARNING_S else PREEMPTED
 
 
 def _why_requeued(job: str, restarts: int) -> str:
     """Why SLURM took `job` back into the queue: by the accounting of its runs where there is one."""
-    until = time.monotonic() + ACCOUNTED_S
+    until = time.monotonic() + ACCOUNTING_DELAY_S
     while True:
-        runs = _said(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
+        runs = _query_slurm(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
         ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
         down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
         accounted = len(ended) > restarts  # of this run too
         if down or accounted or not runs or time.monotonic() > until:
             break
-        time.sleep(ACCOUNTED_S / 10)  # the accounting can only be asked: it has nothing to wait on
+        time.sleep(ACCOUNTING_DELAY_S / 10)  # the accounting can only be asked: it has nothing to wait on
     if down:
         return f"{NODE_FAILURE} of {', '.join(down)}"
     if accounted and ended[-1] == "PREEMPTED":
@@ -135,16 +137,18 @@ def _why_requeued(job: str, restarts: int) -> str:
 
 def _down(nodes: str) -> list[str]:
     """Which of `nodes`, written as SLURM does, are down."""
-    lines = _said(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"]).splitlines() if nodes else []
+    lines = _query_slurm(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"]).splitlines() if nodes else []
     states = (line.partition(" ") for line in lines)
     return sorted({name for name, _, state in states if state.startswith(("down", "fail"))})
 
 
-def _said(command: list[str]) -> str:
+def _query_slurm(command: list[str]) -> str:
     """What SLURM answers; nothing if it does not."""
     try:
-        with blocked():  # or a command that asks what a signal means dies of that signal
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+        with signals_blocked():  # or a command that asks what a signal means dies of that signal
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S, check=False
+            )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
@@ -159,7 +163,7 @@ def _time(text: str) -> float | None:
 
 
 @contextlib.contextmanager
-def blocked() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """What starts inside has `SIGNALS` blocked for life: a mask is inherited, and there is no moment without."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -1,71 +1,259 @@
-"""The task of one rank, which srun starts: it runs the rank as its child, says how it fares, never dies of it.
+"""The task of one rank, which srun starts: it runs the rank as a child process and reports its state.
 
-`python -m repro.launch.slurm.allocation.task FOLDER`.  A rank that is killed, runs out of memory or is stopped can say
-nothing; its task does.  When the controller closes the connection, or is gone, the task kills the rank and ends.
+`python -m repro.launch.slurm.allocation.task FOLDER`. The task reports for a rank that was killed, stopped or ran out
+of memory. It kills the rank and ends when the controller closes the connection or is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from repro.launch import rank_process
-from repro.launch.slurm.allocation.connection import Connection
-from repro.launch.slurm.allocation.rank_child import RankProcess
-from repro.launch.slurm.allocation.stop import SIGNALS
+from repro.launch.job import STOP_FILE, Job
+from repro.launch.local_launch import read_json, scratch_parent
+from repro.launch.rank import program as rank_program
+from repro.launch.rank_process import HeartbeatReader
+from repro.launch.slurm.allocation.connection import Connection, Message
+from repro.launch.slurm.allocation.stop import SIGNALS, signals_blocked
+from repro.launch.supervise import count_kernel_oom_kills
 
-FILE = "launch.json"
-POLL_S = 0.1
+RANK_FOLDER_PREFIX, LOCK_FILE, JOB_FILE = "repro-rank-", "lock", "job.json"
+POSITION_INTERVAL_S = 1.0
+LAUNCH_FILE = "launch.json"
+POLL_INTERVAL_S = 0.1
+
+
+class RankProcess:
+    """A rank's process, its short-lived files on this node, and its logs on the shared folder."""
+
+    def __init__(self, rendezvous: str, device: str, target: str, logs: Path, rank: int, world: int):
+        """`logs` also holds the job file."""
+        self.number, self._world, self._logs = rank, world, logs
+        self._device, self._rendezvous, self._target = device, rendezvous, target
+        self.code: int | None = None
+        """Exit code at the last `news`; None while the rank runs."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._lock = -1
+        self._heartbeats: HeartbeatReader | None = None
+        self._said = self._looked = 0.0
+        self._stopped = False
+        self._experiment = -1
+        self._experiments = 0
+        self._next = 0
+        self._failure: Message | None = None
+        self._stacks_before: int | None = None
+        """Number of stacks in the log at the last request; None without a pending request."""
+        self._oom_kills = count_kernel_oom_kills()
+
+    def start(self, environment: dict[str, str]) -> None:
+        """Start the rank; the first `news` reports an error of the start."""
+        try:
+            self._start(environment)
+        except OSError as error:
+            text = f"{type(error).__name__}: {error}"
+            self._failure = {
+                "code": 1,
+                "errno": error.errno,
+                "file": str(error.filename or self._logs),
+                "report": {"rank": self.number, "outcome": "error", "reason": f"not started: {text}"},
+            }
+
+    def _start(self, environment: dict[str, str]) -> None:
+        self._experiments = len(Job.load(self._logs / JOB_FILE).experiments)
+        self._folder, self._lock = claim_rank_folder()
+        shutil.copyfile(self._logs / JOB_FILE, self._folder / JOB_FILE)
+        self._heartbeats = HeartbeatReader(self._folder / "heartbeat", self._world)
+        command = rank_process.rank_command(
+            self._folder, self.number, device=self._device, rendezvous=self._rendezvous, target=self._target
+        )
+        stem = self._logs / f"rank-{self.number}"
+        with open(f"{stem}.out", "wb") as out, open(f"{stem}.err", "wb") as err, signals_blocked():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def news(self, now: float) -> Iterator[Message]:
+        """Yield the messages that the controller has not received; the last one reports the end."""
+        if self._process is None:
+            self.code = 1
+            yield {"say": "ended", "errors": "", **(self._failure or {"code": 1, "report": None})}
+            return
+        code = self._process.poll()
+        if code is None:
+            if now - self._looked >= POSITION_INTERVAL_S:
+                self._pass_on_stop()
+            if now - self._looked >= POSITION_INTERVAL_S or self._experiment_index() != self._experiment:
+                yield from self._position(now)
+            yield from self._results()
+            if (
+                self._stacks_before is not None
+                and rank_process.count_stacks(self._errors_file) > self._stacks_before
+            ):
+                self._stacks_before = None
+                yield {"say": "stacks"}
+            return
+        yield from self._position(now)
+        yield from self._results(last=True)
+        yield self._ended(code)
+        self.code = code
+
+    def _pass_on_stop(self) -> None:
+        """Forward the stop request. Ranks follow rank 0, whose task shares a node with the controller."""
+        if self._folder is not None and (self._logs / STOP_FILE).exists():
+            with contextlib.suppress(OSError):  # then it is killed, and goes on from its last checkpoint
+                (self._folder / STOP_FILE).touch()
+
+    def _experiment_index(self) -> int:
+        """Return the index of the rank's current experiment; -1 before the first."""
+        assert self._heartbeats is not None
+        position = self._heartbeats.position(self.number)
+        return position.experiment if position.begun else -1
+
+    def _position(self, now: float) -> Iterator[Message]:
+        self._looked = now
+        if self._heartbeats is None:
+            return
+        position = self._heartbeats.position(self.number)
+        stopped = self._process is not None and rank_process.is_stopped(self._process.pid)
+        if position.seconds == self._said and stopped == self._stopped:
+            return
+        self._said, self._stopped = position.seconds, stopped
+        self._experiment = position.experiment if position.begun else -1
+        # Each node has its own clock: the age goes over, and the controller's clock makes a time of it.
+        yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
+
+    def _results(self, last: bool = False) -> Iterator[Message]:
+        if self._folder is None:
+            return
+        while self._next < self._experiments:
+            result = read_json(rank_program.result_path(self._folder, self._next, self.number))
+            if result is not None:
+                yield {"say": "result", "index": self._next, "result": result}
+            elif not last:
+                return
+            self._next += 1
+
+    def _ended(self, code: int) -> Message:
+        assert self._folder is not None
+        report: dict[str, Any] | None = read_json(rank_program.rank_report_path(self._folder, self.number))
+        if report is None and code == -signal.SIGKILL and count_kernel_oom_kills() > self._oom_kills:
+            reason = "killed by the kernel, which ran out of memory"
+            report = {"rank": self.number, "outcome": "oom", "reason": reason}
+        errors = rank_process.read_error_log(self._logs, self.number)
+        return {"say": "ended", "code": code, "report": report, "errors": errors}
+
+    @property
+    def _errors_file(self) -> Path:
+        return rank_process.error_log_path(self._logs, self.number)
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the rank and its children."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def dump_stacks(self) -> None:
+        """Have the rank write its stacks to its log; `news` reports their arrival."""
+        self._stacks_before = rank_process.count_stacks(self._errors_file)
+        self._signal(rank_process.STACKS_SIGNAL)
+
+    def close(self) -> None:
+        """Kill the rank and remove its files on this node."""
+        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10.0)
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._folder = None
+
+
+def claim_rank_folder() -> tuple[Path, int]:
+    """Return a folder in this node's memory and its lock, and remove the folders of killed tasks."""
+    for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
+        with contextlib.suppress(OSError):  # somebody else's, or in use
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    folder = Path(tempfile.mkdtemp(prefix=RANK_FOLDER_PREFIX, dir=scratch_parent()))
+    partial = folder / f"{LOCK_FILE}.partial"
+    lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    partial.rename(folder / LOCK_FILE)
+    return folder, lock
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLaunch:
-    """What the tasks of one launch are told, in a file that only the user can read."""
+    """Parameters of the tasks of one launch, in a file that only the user can read."""
 
     address: str
-    """Of the first node."""
+    """Address of the first node."""
     port: int
-    """At which the controller listens."""
+    """Port of the controller."""
     token: str
     rendezvous: int
-    """The port at which rank 0 is to listen."""
+    """Port of rank 0."""
     per_node: int
     device: str
     target: str
     limited: bool
     """Whether the ranks have a memory limit."""
     interface: str
-    """By the profile; empty: the one that reaches the controller."""
+    """Interface of the profile; empty for the interface that reaches the controller."""
     variables: dict[str, str]
     umask: int
 
     def save(self, folder: Path) -> None:
-        """Write it to `folder`."""
-        descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Write the parameters to `folder`."""
+        descriptor = os.open(folder / LAUNCH_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
 
     @staticmethod
     def load(folder: Path) -> TaskLaunch:
-        """What `save` wrote."""
-        return TaskLaunch(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        """Read the parameters that `save` wrote."""
+        return TaskLaunch(**json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8")))
 
     def local_world(self, rank: int, world: int) -> int:
-        """Ranks on the node of `rank`."""
+        """Return the number of ranks on the node of `rank`."""
         first = rank // self.per_node * self.per_node
         return min(self.per_node, world - first)
 
 
-def environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Of the rank: this task's own, the profile's variables, and who it is.  `address`: of this node."""
-    interface = launch.interface or interface_of(address)
+def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
+    """Return the environment of the rank: the task's own, the profile's, and the rank's variables.
+
+    `address` is the address of this node.
+    """
+    interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
     cores = len(os.sched_getaffinity(0))
     per_task = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) or cores // local_world
@@ -91,8 +279,8 @@ def environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict
     return {**defaults, **os.environ, **chosen, **launch.variables, **ours}
 
 
-def interface_of(address: str) -> str:
-    """Name of this node's interface that has `address`; empty if none."""
+def interface_name(address: str) -> str:
+    """Return the name of this node's interface with `address`; empty if there is none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -102,7 +290,7 @@ def interface_of(address: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank to its end; the exit code is the rank's as a shell would give it."""
+    """Run one rank and return its exit code in the convention of a shell."""
     folder = Path(arguments[0])
     seen: list[int] = []
 
@@ -122,7 +310,7 @@ def main(arguments: list[str]) -> int:
     rendezvous = f"tcp://{launch.address}:{launch.rendezvous}"
     process = RankProcess(rendezvous, launch.device, launch.target, folder, rank, world)
     with contextlib.closing(process):
-        process.start(environment(launch, rank, world, connection.address))
+        process.start(task_environment(launch, rank, world, connection.address))
         while connection.open:
             for news in process.news(time.monotonic()):
                 connection.send(news)
@@ -134,7 +322,7 @@ def main(arguments: list[str]) -> int:
                     process.dump_stacks()
                 else:
                     connection.send({"say": "signal", "number": int(number)})
-            connection.wait(POLL_S)
+            connection.wait(POLL_INTERVAL_S)
     return 128 + signal.SIGKILL
 
 

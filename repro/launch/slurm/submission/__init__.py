@@ -1,5 +1,1 @@
-"""Submission of a suite as job arrays: selection of cases, packing into jobs, and the batch script.
-
-`check` and `doctor` test a profile against the cluster before submission. `dryrun` shows the jobs without submitting
-them.
-"""
+"""Submission of a suite as job arrays: the plan, checks of the profile against the cluster, and the batch scripts."""

@@ -1,4 +1,4 @@
-"""A look around from the nodes: `python -m repro.launch.slurm.submission.probe FOLDER` in a short job prints JSON."""
+"""Inspection of nodes: `python -m repro.launch.slurm.submission.probe FOLDER` in a short job prints JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from repro.launch.doctor.check import LIMITED, NO, YES, Check
-from repro.launch.slurm.allocation.nodes import differs
-from repro.launch.slurm.site.profile import Profile
-from repro.launch.slurm.site.scheduler import SchedulerError, call
-from repro.launch.slurm.submission import script
+from repro.launch.doctor import LIMITED, NO, YES, Check
+from repro.launch.slurm.allocation.nodes import is_other_gpu
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.scheduler import SchedulerError, run_slurm_command
+from repro.launch.slurm.submission import job_array
 
-WAIT_S = 300.0
-"""How long a node is waited for."""
+PROBE_TIMEOUT_S = 300.0
+"""Timeout of the inspection job, in seconds."""
 
 
-def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
+def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
     """What `look` says on each of `nodes` nodes.  Raises `SchedulerError`."""
     token = secrets.token_hex(8)
     marker = results / f".probe-{token}"
@@ -40,15 +40,14 @@ def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
     ):
         command += [f"--{option.replace('_', '-')}={value}"] if value else []
     if site.gpus_per_node and site.slurm.gpu_request != "none":
-        kind = f"{site.slurm.gpu_type}:" if site.slurm.gpu_type else ""
-        gpus = f"{kind}{site.gpus_per_node}"
+        gpus = f"{site.gpu_type_prefix}{site.gpus_per_node}"
         command.append(
             f"--gres=gpu:{gpus}" if site.slurm.gpu_request == "gres" else f"--gpus-per-node={gpus}"
         )
     python = shlex.quote(site.environment.python or sys.executable)
-    lines = [*script.setup(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
+    lines = [*job_array.setup_lines(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
     try:
-        output = call([*command, "bash", "-c", " && ".join(lines)], timeout_s=WAIT_S)
+        output = run_slurm_command([*command, "bash", "-c", " && ".join(lines)], timeout_s=PROBE_TIMEOUT_S)
     finally:
         marker.unlink(missing_ok=True)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -57,8 +56,8 @@ def run(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
     return found
 
 
-def look(marker: Path) -> dict[str, Any]:
-    """What this node has: plain JSON data."""
+def inspect_node(marker: Path) -> dict[str, Any]:
+    """Return the resources of this node as plain JSON data."""
     import psutil
 
     from repro.measure.provenance import gpus
@@ -91,8 +90,8 @@ def look(marker: Path) -> dict[str, Any]:
     }
 
 
-def judge(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    """Checks of what the nodes said, each with the nodes that it is about."""
+def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
+    """Yield checks of the inspected nodes `seen`."""
     hosts = ", ".join(node["host"] for node in seen)
     yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and the harness start there")
     blind = [f"{node['host']}: {node['folder']}" for node in seen if node["folder"]]
@@ -126,15 +125,15 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
 
 
 def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    from repro.config.systems import HERE, load
+    from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
-    system = None if site.system in HERE else load(site.system)
+    system = None if site.system in LOCAL_SYSTEMS else load_system_file(site.system)
     for node in seen:
         gpus = node["gpus"] or []
         text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"
         if len(gpus) < site.gpus_per_node:
             yield Check("GPUs there", NO, text, f"slurm.gpus_per_node is {site.gpus_per_node}", fatal=True)
-        elif system is not None and any(differs(gpu, system) for gpu in gpus):
+        elif system is not None and any(is_other_gpu(gpu, system) for gpu in gpus):
             meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
             yield Check("GPUs there", NO, text, meaning, fatal=True)
         else:
@@ -152,4 +151,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(Path(sys.argv[1]))))
+    print(json.dumps(inspect_node(Path(sys.argv[1]))))

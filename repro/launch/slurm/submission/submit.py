@@ -1,31 +1,43 @@
-"""`repro submit`: a suite becomes a few job arrays, or, with `--dry-run`, the text of their scripts."""
+"""Submission to SLURM: `repro submit` for a suite, and one job whose answer the submitting process waits for."""
 
 from __future__ import annotations
 
+import json
 import json as jsonlib
 import os
 import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from repro.config import ConfigError
-from repro.config.words import counted
-from repro.launch.slurm.following.registry import Registry, Submission, Submitted
-from repro.launch.slurm.following.states import Survey
-from repro.launch.slurm.site import profile
-from repro.launch.slurm.site.profile import Profile
-from repro.launch.slurm.site.scheduler import Scheduler, SchedulerError
-from repro.launch.slurm.submission import check, dryrun, script
-from repro.launch.slurm.submission.intent import Intent, intend
+from repro.config.words import count_noun
+from repro.launch.job import Interrupt, Job
+from repro.launch.slurm import profile
+from repro.launch.slurm.allocation.controller import ANSWER_FILE, JOB_FILE, RunAwaitedJob, RunBundle
+from repro.launch.slurm.case_states import CaseSurvey
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.registry import Registry, Submission, SubmittedArray
+from repro.launch.slurm.scheduler import JobState, Scheduler, SchedulerError
+from repro.launch.slurm.submission import job_array, profile_check, submission_plan
+from repro.launch.slurm.submission.job_array import JobArray
+from repro.launch.slurm.submission.submission_plan import SubmissionPlan, plan_submission
 from repro.results.store import Store
 from repro.util import extras
 
-PRIVATE = 0o077
+POLL_INTERVAL_S = 1.0
+SCHEDULER_TIMEOUT_S = 120.0
+"""Maximum time without an answer of SLURM, in seconds."""
+ANSWER_DELAY_S = 20.0
+"""Maximum delay of a file on a shared folder, and of a job that leaves the queue, in seconds."""
 
 
-def command(
+def submit_suite(
     suite: Path,
     profile_file: Path,
     results: Path,
@@ -36,68 +48,68 @@ def command(
     rerun: bool,
     json: bool,
 ) -> int:
-    """Submit what the store lacks of `suite` and no live job is at.  Returns 0, or 1 if `sbatch` failed.
+    """Submit the cases of `suite` without a record and without a live job.  Returns 0, or 1 if `sbatch` failed.
 
-    `exclude`: nodes to keep away from, beside those of the profile, as `sbatch --exclude` writes them.
-    Raises `ConfigError` before anything is submitted.  `dry`: the cluster is not asked at all.
+    `exclude`: excluded nodes in addition to those of the profile, as `sbatch --exclude` writes them.
+    Raises `ConfigError` before anything is submitted.  With `dry`, nothing is asked of the cluster.
     """
-    site = profile.load(profile_file)
+    site = profile.load_profile(profile_file)
     if exclude:
         site = replace(site, slurm=replace(site.slurm, exclude=[*site.slurm.exclude, exclude]))
     results = results.absolute()
-    check.folder(site, results)
+    profile_check.require_shared_folder(site, results)
     if dry:
-        intent = intend(suite, site, Store(results), only=only, move=move, rerun=rerun)
-        dryrun.show(intent, results, json=json)
+        planned = plan_submission(suite, site, Store(results), only=only, move=move, rerun=rerun)
+        submission_plan.print_dry_run(planned, results, json=json)
         return 0
     if site.private:
-        os.umask(PRIVATE)
-    extras.require("slurm")
+        os.umask(site.umask)
+    extras.require_extras("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
-    check.writable(site, results)
+    profile_check.require_writable_folder(site, results)
     with registry.submitting():
         try:
-            running = {} if rerun else Survey(registry, store, scheduler).live()
-            intent = intend(suite, site, store, only=only, move=move, rerun=rerun, running=running)
-            check.cluster(intent, scheduler)
+            running = {} if rerun else CaseSurvey(registry, store, scheduler).live()
+            planned = plan_submission(suite, site, store, only=only, move=move, rerun=rerun, running=running)
+            profile_check.require_partition_limits(planned, scheduler)
         except SchedulerError as error:
             raise ConfigError(
                 "--profile", str(profile_file), says=f"SLURM does not answer: {error}"
             ) from None
-        if not intent.cases:
-            _nothing(intent, json)
+        if not planned.cases:
+            _print_nothing_to_submit(planned, json)
             return 0
-        return _submit(intent, registry, store.newest, json)
+        return _submit_arrays(planned, registry, store.newest, json)
 
 
-def _submit(intent: Intent, registry: Registry, newest_record: int, json: bool) -> int:
-    submission = _written(intent, registry, newest_record)
+def _submit_arrays(planned: SubmissionPlan, registry: Registry, newest_record: int, json: bool) -> int:
+    submission = _write_submission(planned, registry, newest_record)
     folder = registry.path(submission)
     failure = ""
-    for place, array in enumerate(intent.arrays):
+    for place, array in enumerate(planned.arrays):
         bundles = [bundle.index for bundle in array.bundles]
         name = submission.arrays[place].job_name
-        wanted = script.parameters(array, intent.profile, name)
+        wanted = job_array.submitit_parameters(array, planned.profile, name)
         try:
-            job_id = submit_array(folder, bundles, wanted, intent.profile, array.shape.requeues)
+            job_id = submit_array(folder, bundles, wanted, planned.profile, array.shape.requeues)
         except SchedulerError as error:
             failure = str(error)
             break
         submission = submission.with_job(place, job_id)
         registry.write(submission)
         if not json:
-            print(f"job {job_id}: {dryrun.line(array)}")
+            print(f"job {job_id}: {submission_plan.describe_array(array)}")
     document = {
         "submission": submission.id,
         "jobs": [a.job_id for a in submission.arrays if a.job_id],
-        "cases": len(intent.cases),
+        "cases": len(planned.cases),
         "failure": failure,
     }
     if json:
         print(jsonlib.dumps(document))
     else:
-        dryrun.left_out(intent)
-        cases = counted(len(intent.cases), "case")
+        submission_plan.print_left_out(planned)
+        cases = count_noun(len(planned.cases), "case")
         print(f"submitted {cases} as {submission.id}; `repro status` says how they are")
     if failure:
         print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)
@@ -105,30 +117,44 @@ def _submit(intent: Intent, registry: Registry, newest_record: int, json: bool) 
 
 
 def submit_array(
-    folder: Path, bundles: list[int], wanted: dict[str, object], site: Profile, requeues: int
+    folder: Path, bundles: list[int], wanted: dict[str, Any], site: Profile, requeues: int
 ) -> str:
-    """Hand one array to submitit; SLURM's number of it.  Raises `SchedulerError`."""
-    import submitit
-
-    from repro.launch.slurm.allocation.entry import RunBundle
-
-    executor = submitit.SlurmExecutor(
-        folder / "submitit", max_num_timeout=requeues, python=script.python(site)
-    )
-    executor.update_parameters(**wanted)
-    try:
-        with executor.batch():  # of one it makes no array: SLURM's id then has no index
-            jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
-    except (submitit.core.utils.FailedSubmissionError, submitit.core.utils.FailedJobError) as error:
-        raise SchedulerError(" ".join(str(error).split())[:400]) from None
+    """Submit one array and return its job id.  Raises `SchedulerError`."""
+    executor = _executor(folder, wanted, site, requeues)
+    with (
+        _submission_errors(),
+        executor.batch(),
+    ):  # a batch of one makes no array: SLURM's id then has no index
+        jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     return str(jobs[0].job_id).split("_")[0]
 
 
-def _written(intent: Intent, registry: Registry, newest_record: int) -> Submission:
-    """The submission's folder with everything that its jobs read."""
-    identity = registry.new_id(intent.suite.name)
+def _executor(folder: Path, wanted: dict[str, Any], site: Profile, requeues: int) -> Any:
+    """Return submitit's executor for the parameters `wanted`."""
+    import submitit
+
+    python = job_array.python_command(site)
+    executor = submitit.SlurmExecutor(folder / "submitit", max_num_timeout=requeues, python=python)
+    executor.update_parameters(**wanted)
+    return executor
+
+
+@contextmanager
+def _submission_errors() -> Iterator[None]:
+    """Raise submitit's errors as `SchedulerError` of one line."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        yield
+    except (FailedSubmissionError, FailedJobError) as error:
+        raise SchedulerError(" ".join(str(error).split())[:400]) from None
+
+
+def _write_submission(planned: SubmissionPlan, registry: Registry, newest_record: int) -> Submission:
+    """Create the folder of the submission with all files that its jobs read."""
+    identity = registry.new_id(planned.suite.name)
     arrays = [
-        Submitted(
+        SubmittedArray(
             bundles=[bundle.index for bundle in array.bundles],
             nodes=array.shape.nodes,
             tasks_per_node=array.shape.tasks_per_node,
@@ -136,29 +162,103 @@ def _written(intent: Intent, registry: Registry, newest_record: int) -> Submissi
             partition=array.shape.partition,
             job_name=f"repro-{identity}-{place}",
         )
-        for place, array in enumerate(intent.arrays)
+        for place, array in enumerate(planned.arrays)
     ]
     submission = Submission(
         id=identity,
         created=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        suite=intent.suite.name,
-        suite_file=intent.suite.file,
-        profile=intent.profile.file,
-        system=intent.profile.system,
+        suite=planned.suite.name,
+        suite_file=planned.suite.file,
+        profile=planned.profile.file,
+        system=planned.profile.system,
         newest_record=newest_record,
         arrays=arrays,
     )
     folder = registry.path(submission)
     folder.mkdir(parents=True)
-    shutil.copyfile(intent.profile.file, folder / "profile.toml")
-    intent.work().save(folder)
+    shutil.copyfile(planned.profile.file, folder / "profile.toml")
+    planned.work().save(folder)
     registry.write(submission)
     return submission
 
 
-def _nothing(intent: Intent, json: bool) -> None:
+def _print_nothing_to_submit(planned: SubmissionPlan, json: bool) -> None:
     if json:
         print(jsonlib.dumps({"submission": None, "jobs": [], "cases": 0, "failure": ""}))
         return
-    dryrun.left_out(intent)
+    submission_plan.print_left_out(planned)
     print("nothing to submit")
+
+
+def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str, *, target: str) -> str:
+    """Submit one job and return its id.  `folder` exists on every node; `array` has a shape and no bundles.
+
+    Raises `SchedulerError`.
+    """
+    job.save(folder / JOB_FILE)
+    shutil.copyfile(site.file, folder / "profile.toml")
+    wanted = job_array.submitit_parameters(array, site, name)
+    options = {key: value for key, value in wanted["additional_parameters"].items() if key != "requeue"}
+    wanted["additional_parameters"] = options | {"no_requeue": True}
+    executor = _executor(folder, wanted, site, 0)
+    with _submission_errors():
+        return str(executor.submit(RunAwaitedJob(str(folder), target)).job_id)
+
+
+def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+    """Return the answer of the job after it has left the queue; an interrupt cancels the job.
+
+    A job without an answer has the outcome `error`.
+    """
+    scheduler, last, heard = Scheduler(), "", time.monotonic()
+    while not interrupt:
+        try:
+            state = scheduler.jobs([job_id]).get(job_id)
+            heard = time.monotonic()
+        except SchedulerError as error:
+            if time.monotonic() - heard > SCHEDULER_TIMEOUT_S:
+                return _failed_answer(f"SLURM does not answer any more: {error}")
+            time.sleep(POLL_INTERVAL_S)
+            continue
+        if state is None or not state.live:
+            patience = ANSWER_DELAY_S if state is None or state.state == "COMPLETED" else POLL_INTERVAL_S
+            return _read_answer(folder, patience) or _failed_answer(_describe_end(job_id, state, folder))
+        said = f"job {job_id} is {state.state}" + (f": {state.reason}" if state.reason else "")
+        if said != last and not quiet:
+            print(f"{said} {state.nodes}".strip(), file=sys.stderr)
+        last = said
+        time.sleep(POLL_INTERVAL_S)
+    try:
+        scheduler.cancel([job_id])
+        end = time.monotonic() + ANSWER_DELAY_S
+        while time.monotonic() < end and scheduler.jobs([job_id]).get(job_id, JobState(state="GONE")).live:
+            time.sleep(POLL_INTERVAL_S)
+    except SchedulerError as error:
+        return _failed_answer(f"job {job_id} could not be cancelled: {error}")
+    return {"outcome": "interrupted", "reason": f"cancelled job {job_id}", "results": []}
+
+
+def _read_answer(folder: Path, seconds: float) -> dict[str, Any] | None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            answer: dict[str, Any] = json.loads((folder / ANSWER_FILE).read_text(encoding="utf-8"))
+            return answer
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                return None
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _failed_answer(reason: str) -> dict[str, Any]:
+    return {"outcome": "error", "reason": reason, "results": []}
+
+
+def _describe_end(job_id: str, state: JobState | None, folder: Path) -> str:
+    """Return the state of the job and the last line that its first task wrote to standard error."""
+    word = f"{state.state} {state.reason}".strip() if state is not None else "an unknown state"
+    lines = []
+    for path in sorted((folder / "submitit").glob("*_0_log.err")):
+        lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = f": {lines[-1][:300]}" if lines else ""
+    return f"job {job_id} ended in {word}{said}"

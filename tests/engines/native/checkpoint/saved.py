@@ -11,7 +11,7 @@ import torch
 from repro.config import Experiment, Layout, Model
 from repro.engines.native.checkpoint import index
 from repro.launch.rank.checkpoints import CheckpointPlace
-from repro.launch.rank.experiment import Run
+from repro.launch.rank.experiment import ExperimentRun
 from repro.parallel import mesh as meshes
 from tests.training import TINY, tiny
 
@@ -41,11 +41,11 @@ def experiment(
     return tiny(layout, model, steps=steps, **settings)
 
 
-def start(experiment: Experiment, root: Path, device: str = "cpu") -> Run:
+def start(experiment: Experiment, root: Path, device: str = "cpu") -> ExperimentRun:
     layout = experiment.layout
-    mesh = meshes.distributed(layout, device) if layout.world > 1 else meshes.single()
+    mesh = meshes.distributed_mesh(layout, device) if layout.world > 1 else meshes.single_rank_mesh()
     place = CheckpointPlace(root, root / "stop") if experiment.training.checkpoint_every else None
-    return Run(experiment, mesh, torch.device(device), lambda step, phase: None, place)
+    return ExperimentRun(experiment, mesh, torch.device(device), lambda step, phase: None, place)
 
 
 def train(experiment: Experiment, root: Path, until: int = WHOLE, device: str = "cpu") -> dict[str, Any]:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout
 from repro.engines.native.checkpoint import files, index
-from repro.engines.native.checkpoint.region import Rectangle, matrix_rows
-from repro.engines.native.checkpoint.state import STATES
+from repro.engines.native.checkpoint.state import STATES, Rectangle, matrix_rows
 from repro.launch.job import Stopped
-from repro.launch.rank.checkpoints import ABOUT
+from repro.launch.rank.checkpoints import TRAINING_FILE
 from repro.launch.rank.device_settings import DETERMINISTIC_ENVIRONMENT
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, WHOLE, checkpoint, experiment, start, train
 from tests.launch.runs import fill, small_disk
@@ -45,7 +44,7 @@ def on(layout: Layout, request: pytest.FixtureRequest) -> Any:
 
 def whole(folder: Path) -> dict[str, Tensor]:
     """Every state of every parameter, complete."""
-    loaded = index.load(folder)
+    loaded = index.read_index(folder)
     found = {}
     with files.Reader() as reader:
         read = index.reading(folder, loaded, reader)
@@ -188,7 +187,7 @@ def test_each_rank_writes_only_what_it_owns(tmp_path: Path, two: RankPool) -> No
     for name in ("dp2-z0", "dp2-z3", "tp2", "pp2"):
         written = experiment(LAYOUTS[name])
         two.run(train, written, tmp_path / name, HALF)
-        loaded = index.load(checkpoint(tmp_path / name, written))
+        loaded = index.read_index(checkpoint(tmp_path / name, written))
         total = 0
         for parameter, pieces in loaded.pieces.items():
             covered = sum(piece.rectangle.size for piece in pieces)
@@ -310,7 +309,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_does_not_end_the_run(
         assert result["checkpoints"]["written"] == [HALF]
         (failure,) = result["checkpoints"]["failures"]
         assert failure["step"] == WHOLE
-        assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / ABOUT}"
+        assert failure["reason"] == f"rank 0: No space left on device: {disk / full.key / TRAINING_FILE}"
         assert result["loss"] == uninterrupted
         (disk / "filler").unlink()
         assert index.complete(disk / full.key) == [HALF]

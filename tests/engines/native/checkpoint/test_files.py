@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from repro.config import ConfigError
 from repro.engines.native.checkpoint import files, index
-from repro.engines.native.checkpoint.region import Rectangle, matrix_rows, rectangles
+from repro.engines.native.checkpoint.state import Rectangle, matrix_rows, rectangles
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start, train
 from tests.launch.runs import synced
 
@@ -77,9 +77,9 @@ def test_any_cut_can_be_read_from_any_other(
         patch.setattr(files, "SLICE", slice_)
         patch.setattr(files, "GAP", gap)
         path = tmp_path / "rank-0.safetensors"
-        entries = [(files.FileEntry("a.b", "weight", cut), of(cut)) for cut in written]
-        files.write(path, entries, {"a.b": (rows, width)}, lambda: None)
-        found, shapes = files.contents(path)
+        entries = [(files.TensorEntry("a.b", "weight", cut), of(cut)) for cut in written]
+        files.write_rank_file(path, entries, {"a.b": (rows, width)}, lambda: None)
+        found, shapes = files.read_contents(path)
         assert shapes == {"a.b": (rows, width)}
         assert [entry for entry, _ in found] == [entry for entry, _ in entries]
         for wanted in read:
@@ -106,10 +106,10 @@ def test_small_gaps_are_read_over_and_larger_ones_are_not(
     monkeypatch.setattr(files, "SLICE", slice_)
     monkeypatch.setattr(files, "GAP", gap)
     whole, path = Rectangle(0, 4, 0, 10), tmp_path / "rank-0.safetensors"
-    files.write(
-        path, [(files.FileEntry("a", "weight", whole), torch.zeros(40))], {"a": (4, 10)}, lambda: None
+    files.write_rank_file(
+        path, [(files.TensorEntry("a", "weight", whole), torch.zeros(40))], {"a": (4, 10)}, lambda: None
     )
-    ((_, at),) = files.contents(path)[0]
+    ((_, at),) = files.read_contents(path)[0]
     with files.Reader() as reader:
         reader.read(path, at, whole, Rectangle(0, 4, 2, columns), torch.empty(4, columns))
         assert reader.bytes_read == 4 * elements
@@ -216,7 +216,7 @@ def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path) -> None:
-    loaded = index.load(folder)
+    loaded = index.read_index(folder)
     path = index.rank_file(folder, 0)
     path.write_bytes(path.read_bytes()[:-4])
     name, (last,) = max(loaded.pieces.items(), key=lambda row: row[1][-1].offsets[-1])

@@ -1,0 +1,167 @@
+"""Seconds that a device spends on a call, without the time of the host, and the table of all cases.
+
+Before each call, the clock writes a buffer larger than the last-level cache. Operands are then not cached, and the call
+starts as soon as the device has written the buffer. Two events around the call are the device's clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repro.kernels.bench.case import KERNEL
+
+FLUSH_BYTES = 2**29
+"""Size of the buffer: several times the last-level cache (50 MiB on H100), and 0.1 ms or more to write."""
+
+
+class HostClock:
+    """Clock of the host. It runs calls and adds up their seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def total_seconds(self) -> float:
+        """Return the seconds of all calls, a timer for pytest-benchmark, which takes differences."""
+        return self.seconds
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Run the call and add its seconds."""
+        began = time.perf_counter()
+        call()
+        self.seconds += time.perf_counter() - began
+
+
+class DeviceClock(HostClock):
+    """Clock of a device."""
+
+    def __init__(self, event: Callable[[], Any] | None = None, flush: Callable[[], Any] | None = None):
+        """Measure torch's current device; tests pass their own events and flush."""
+        super().__init__()
+        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._flush = flush or self._write
+        self._buffer: Tensor | None = None
+
+    def run(self, call: Callable[[], Any]) -> None:
+        start, stop = self._event(), self._event()
+        self._flush()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        self.seconds += start.elapsed_time(stop) / 1e3
+
+    def _write(self) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._buffer.zero_()
+
+
+def benchmark_clock(device: torch.device) -> HostClock:
+    """Return the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def median_seconds(clock: HostClock, calls: list[Callable[[], Any]], rounds: int, warm: int = 3) -> float:
+    """Return the median seconds of `rounds` calls that take turns."""
+    times = []
+    for i in range(warm + rounds):
+        before = clock.total_seconds()
+        clock.run(calls[i % len(calls)])
+        times.append(clock.total_seconds() - before)
+    return statistics.median(times[warm:])
+
+
+def copy_bandwidth(clock: HostClock, device: torch.device, size: int = 2**29, rounds: int = 20) -> float:
+    """Return the bytes that torch's copy of `size` bytes reads and writes per second."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / median_seconds(clock, [lambda: target.copy_(source)], rounds)
+
+
+def overhead_seconds(
+    call: Callable[[], Any], calls: int = 200, rounds: int = 5, wait: Callable[[], Any] | None = None
+) -> float:
+    """Return the host's seconds per call without waiting for the device, the best of `rounds` of `calls`."""
+    wait = wait or (torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
+    best = float("inf")
+    for _ in range(rounds):
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - began) / calls)
+    wait()
+    return best
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """Time of one case by one implementation."""
+
+    case: str
+    who: str
+    dtype: str
+    seconds: float
+    """Median seconds of the device."""
+    nbytes: int
+    goal: float
+    overhead_s: float | None = None
+    """Seconds of the host to queue a call on small tensors; None except for our kernels."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Necessary traffic in bytes/s."""
+        return self.nbytes / self.seconds
+
+
+def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
+    """Return the lines of a table. `copy` is in bytes/s. Each case begins with our kernel."""
+    lines = [
+        f"copy: {copy / 1e9:,.0f} GB/s",
+        f"{'':<32}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'queue us':>10}",
+    ]
+    last = ("", "")
+    for row in _sorted_rows(rows):
+        ours = _row_of(rows, row, KERNEL)
+        head = (row.case, row.dtype)
+        name, dtype = head if head != last else ("", "")
+        last = head
+        share, goal = row.bandwidth / copy, f"{row.goal:.0%}" if row.goal and row.who == KERNEL else ""
+        missed = " *" if row.who == KERNEL and row.goal and share < row.goal else ""
+        times = f"{row.seconds / ours.seconds:.2f}" if ours else ""
+        queue = f"{row.overhead_s * 1e6:.1f}" if row.overhead_s is not None else ""
+        lines.append(
+            f"{name:<32}{dtype:<6}{row.who:<16}{row.seconds * 1e6:>10.1f}{row.bandwidth / 1e9:>9.0f}"
+            f"{share:>9.0%}{goal:>7}{times:>10}{queue:>10}{missed}"
+        )
+    if any(line.endswith(" *") for line in lines):
+        lines.append("* below its goal, which is for an H200 or A100")
+    slower = sorted({f"{row.case} {row.dtype}: {row.who}" for row in rows if _is_faster(rows, row)})
+    return lines + [f"faster than the kernel: {text}" for text in slower]
+
+
+def as_data(rows: Sequence[BenchRow]) -> list[dict[str, Any]]:
+    """Return the rows as plain data, in the order of the table, with their `bytes_per_s`."""
+    return [{**asdict(row), "bytes_per_s": row.bandwidth} for row in _sorted_rows(rows)]
+
+
+def _row_of(rows: Sequence[BenchRow], like: BenchRow, who: str) -> BenchRow | None:
+    same = (row for row in rows if (row.case, row.dtype, row.who) == (like.case, like.dtype, who))
+    return next(same, None)
+
+
+def _is_faster(rows: Sequence[BenchRow], row: BenchRow) -> bool:
+    ours = _row_of(rows, row, KERNEL)
+    return ours is not None and row.seconds < ours.seconds
+
+
+def _sorted_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows by case and dtype in order of appearance, with our kernel first."""
+    order = {key: i for i, key in enumerate(dict.fromkeys((row.case, row.dtype) for row in rows))}
+    return sorted(rows, key=lambda row: (order[row.case, row.dtype], row.who != KERNEL))

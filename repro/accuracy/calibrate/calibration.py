@@ -1,0 +1,260 @@
+"""Calibration of a machine: check the options, measure on its ranks and write the system file.
+
+The ranks run on this machine or on nodes that SLURM allocates.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from repro.accuracy.calibrate import plan
+from repro.accuracy.calibrate.document import system_tables, toml_text
+from repro.config.errors import ConfigError, require
+from repro.config.files import check_writable
+from repro.config.sizes import at_most
+from repro.config.suites import load_suite
+from repro.config.systems import LOCAL_SYSTEMS, parse_system, system_names
+from repro.launch import local_capacity
+from repro.launch.job import Interrupt, Job
+from repro.launch.local_launch import run_once
+from repro.measure.local_system import discover, load_system
+from repro.util import files
+from repro.util.processes import usable_cores
+
+TARGET = "repro.accuracy.calibrate.target:run_rank"
+TWIN_TARGET = "repro.accuracy.calibrate.target:run_rank_of_twin"
+DEFAULT_CORE_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Outcome of a calibration, and the system file if the outcome is `ok`."""
+
+    outcome: str
+    """`ok`, or the failure of an experiment."""
+    reason: str
+    signal: int
+    """Signal that stopped the calibration; 0 for none."""
+    seconds: float
+    path: Path
+    document: dict[str, Any] = field(default_factory=dict)
+    """Tables of the system file."""
+
+
+def calibrate(
+    system: str,
+    gpus: int,
+    output: Path | None,
+    profile: Path | None,
+    nodes: int,
+    quick: bool,
+    suites: Sequence[Path] = (),
+    *,
+    quiet: bool,
+) -> Calibrated:
+    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
+
+    `gpus` counts the ranks of each node. `suites` replace the steps of usual sizes by the steps of these suites: their
+    twins run on emulated networks, so only single messages are measured. `quiet` silences standard error.
+
+    Raises:
+        ConfigError: An option is wrong, or two options contradict each other.
+    """
+    path = _checked_output(output or Path(f"{system}-calibrated.toml"))
+    if profile is None and nodes:
+        raise ConfigError("--nodes", nodes, says="needs --profile, whose cluster has them")
+    if profile is not None and suites:
+        right = "goes without --profile: a twin runs on this machine"
+        raise ConfigError("--suite", str(suites[0]), says=right)
+    machine: Machine = (
+        LocalMachine(system, gpus, target=TWIN_TARGET if suites else TARGET)
+        if profile is None
+        else ClusterNodes(system, profile, nodes or 1, gpus, path)
+    )
+    if suites:
+        experiments = plan.suite_experiments(
+            list(map(load_suite, suites)), machine.system, machine.ranks, quick
+        )
+    else:
+        experiments = plan.step_experiments(
+            machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
+        )
+    began = time.perf_counter()
+    with Interrupt() as interrupt:
+        answer = machine.measure(Job(experiments=experiments), interrupt, quiet=quiet)
+    document: dict[str, Any] = {}
+    if answer["outcome"] == "ok" and not interrupt:
+        document = system_tables(
+            system,
+            machine.precision,
+            answer["results"],
+            repeats=experiments[0].training.steps,
+            load=answer["load"],
+            quick=quick,
+            site=allocation_facts(answer["place"]) if "place" in answer else None,
+        )
+        parse_system(document, name=path.stem, file=str(path))
+        files.replace_file(path, toml_text(document))
+    seconds = round(time.perf_counter() - began, 1)
+    return Calibrated(answer["outcome"], answer.get("reason", ""), interrupt.signal, seconds, path, document)
+
+
+def _checked_output(path: Path) -> Path:
+    """Return `path` if a system file can be written to it; check before the measurement, which takes minutes."""
+    require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
+    require(
+        path.stem not in system_names(),
+        "--output",
+        str(path),
+        f"a file that is not called as the packaged system {path.stem}",
+    )
+    check_writable("--output", path)
+    return path
+
+
+class Machine(Protocol):
+    """Machine or cluster on which the ranks run."""
+
+    system: str
+    """System name of an experiment; it selects processor cores or GPUs."""
+    ranks: int
+    per_node: int
+    precision: str
+
+    def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the `load` before they started.
+
+        An allocation adds `place`: see `repro.launch.slurm.allocation.nodes.slurm_provenance`.
+        """
+
+
+class LocalMachine:
+    """This machine."""
+
+    def __init__(self, system: str, gpus: int, *, target: str):
+        """Check the options.
+
+        `gpus` counts the ranks; 0 stands for all GPUs, or for 2 ranks on cores. `target` names the function of a rank.
+
+        Raises:
+            ConfigError: The machine does not have the requested devices.
+        """
+        self.target = target
+        if system not in local_capacity.DEVICES:
+            known = ", ".join(local_capacity.DEVICES)
+            expected = f"one of {known}: what can be measured is the machine at hand, or with "
+            raise ConfigError("--system", system, f"{expected}--profile a cluster")
+        require(gpus >= 0, "--gpus", gpus, "a number of ranks, 1 or more")
+        self.system, on_cpu = system, local_capacity.DEVICES[system] == "cpu"
+        visible = 0 if on_cpu else local_capacity.count_cuda_devices()
+        if not on_cpu and visible == 0:
+            raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
+        if not on_cpu and gpus > visible:
+            raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
+        if on_cpu:
+            at_most("--gpus", gpus, local_capacity.max_ranks())
+        self.ranks = gpus or (min(DEFAULT_CORE_RANKS, usable_cores()) if on_cpu else visible)
+        self.per_node = self.ranks
+        self.precision = "fp32" if on_cpu else discover().best_precision
+
+    def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        if not quiet:
+            print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
+        load = round(os.getloadavg()[0], 2)
+        ending, results = run_once(job, interrupt, target=self.target)
+        return {"outcome": ending.outcome, "reason": ending.reason, "results": results, "load": load}
+
+
+class ClusterNodes:
+    """Nodes of a cluster in one SLURM job."""
+
+    def __init__(self, system: str, profile_file: Path, nodes: int, per_node: int, output: Path):
+        """Check the options against the profile and the partition.
+
+        `per_node` counts the ranks of a node; 0 stands for all ranks that the profile allows. The nodes must share the
+        folder of `output`.
+
+        Raises:
+            ConfigError: The cluster does not have the requested nodes, or SLURM does not answer.
+        """
+        from repro.launch.slurm import profile
+        from repro.launch.slurm.submission import profile_check
+
+        self.site = profile.load_profile(profile_file)
+        expected = f"{self.site.system}, which the nodes of {profile_file} are"
+        require(system == self.site.system, "--system", system, expected)
+        most = self.site.ranks_per_node
+        require(nodes >= 1, "--nodes", nodes, "a number of nodes, 1 or more")
+        require(
+            0 <= per_node <= most, "--gpus", per_node, f"1 to {most}, the ranks of a node by {profile_file}"
+        )
+        self.folder = output.absolute().parent
+        profile_check.require_shared_folder(self.site, self.folder, option="--output", noun="file")
+        self.system, self.nodes, self.per_node = system, nodes, per_node or most
+        self.ranks = nodes * self.per_node
+        on_cpu = local_capacity.DEVICES.get(system) == "cpu"
+        # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
+        self.precision = (
+            "fp32" if on_cpu else "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
+        )
+        self._check_partition()
+
+    def _check_partition(self) -> None:
+        from repro.launch.slurm.scheduler import Scheduler, SchedulerError, check_partition
+        from repro.launch.slurm.submission import profile_check
+
+        file = self.site.file
+        try:
+            known = Scheduler().partitions()
+        except SchedulerError as error:
+            raise ConfigError("--profile", file, says=f"SLURM does not answer: {error}") from None
+        partition = check_partition(known, self.site.slurm.partition, file=file, where="slurm")
+        profile_check.require_node_resources(self.site, partition)
+        expected = f"at most {partition.nodes}, what partition {partition.name} has"
+        require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
+
+    def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
+        from repro.launch.slurm.submission import submit
+        from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
+
+        slurm = self.site.slurm
+        shape = ArrayShape(
+            nodes=self.nodes,
+            tasks_per_node=self.per_node,
+            time_min=parse_time_limit(slurm.time_limit),
+            partition=slurm.partition,
+        )
+        array = JobArray(shape=shape, bundles=())
+        folder = Path(tempfile.mkdtemp(prefix=".repro-calibrate-", dir=self.folder))
+        answer: dict[str, Any] = {"outcome": "error"}
+        try:
+            number = submit.submit_job(folder, job, self.site, array, "repro-calibrate", target=TARGET)
+            if not quiet:
+                print(f"job {number}: {self.nodes} nodes x {self.per_node} ranks", file=sys.stderr)
+            answer = submit.wait_for_answer(number, folder, interrupt, quiet=quiet)
+        except SchedulerError as error:
+            answer |= {"reason": f"sbatch failed: {error}", "results": []}
+        finally:
+            if answer["outcome"] not in ("ok", "interrupted"):
+                print(f"what the job wrote: {folder}", file=sys.stderr)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        return answer
+
+
+def allocation_facts(place: dict[str, Any]) -> dict[str, Any]:
+    """Return job, partition and nodes of an allocation as facts of a system file."""
+    return {
+        "slurm_job": place["job_id"],
+        **({"slurm_partition": place["partition"]} if place["partition"] else {}),
+        "slurm_nodes": ",".join(place["nodes"]),
+    }

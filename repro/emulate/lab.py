@@ -1,0 +1,108 @@
+"""`repro lab`: one emulated network for each user, which stays until it is stopped, and the check of requirements."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from repro.config import ConfigError, EmulatedNetwork
+from repro.emulate.network import NetworkFacts, NoNetwork, RunningNetwork, request_network, start_keeper
+from repro.util import extras
+from repro.util.files import write_json
+
+
+@cache
+def missing_requirement() -> str:
+    """Return one line about what emulated networks need and this machine lacks; empty if a trial network works."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces, which only Linux has"
+    if not extras.is_installed("pyroute2"):
+        return extras.missing_package_hint("pyroute2")
+    if not shutil.which("nsenter"):
+        return "nsenter, of util-linux"
+    try:
+        RunningNetwork(EmulatedNetwork(nodes=1, ranks_per_node=2)).close()
+    except NoNetwork as error:
+        return (
+            "network namespaces, which root may make, or any user where user namespaces are allowed "
+            f"(sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces): {error}"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class LabNetwork:
+    """A running network of the lab."""
+
+    network: EmulatedNetwork
+    facts: NetworkFacts
+
+
+def _state_file() -> Path:
+    return Path(tempfile.gettempdir()) / f"repro-lab-{os.getuid()}.json"
+
+
+def _start_time(process: int) -> float:
+    """Return the time at which a process started.  Raises `ProcessLookupError`."""
+    import psutil
+
+    try:
+        return float(psutil.Process(process).create_time())
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(process) from None
+
+
+def find_network() -> LabNetwork | None:
+    """Return the running network; None if there is none or its keeper has ended."""
+    try:
+        found = json.loads(_state_file().read_text(encoding="utf-8"))
+        began = _start_time(found["facts"]["keeper"])
+    except (OSError, ValueError):
+        return None
+    if began != found["began"]:
+        return None
+    return LabNetwork(EmulatedNetwork(**found["network"]), NetworkFacts(**found["facts"]))
+
+
+def start_network(network: EmulatedNetwork) -> LabNetwork:
+    """Make a network that stays.
+
+    Raises:
+        ConfigError: A network is running already.
+        NoNetwork: The network cannot be made.
+    """
+    if (running := find_network()) is not None:
+        raise ConfigError("lab", str(running.network), says="is up; `repro lab down` takes it down")
+    keeper = start_keeper("--stay")
+    try:
+        facts = request_network(keeper, network)
+        state = {"network": asdict(network), "facts": asdict(facts), "began": _start_time(keeper.pid)}
+        write_json(_state_file(), state)
+    except BaseException:
+        keeper.kill()
+        keeper.wait()
+        raise
+    return LabNetwork(network, facts)
+
+
+def stop_network() -> bool:
+    """Stop the running network, and return whether there was one."""
+    running = find_network()
+    if running is not None:
+        os.kill(running.facts.keeper, signal.SIGKILL)
+    _state_file().unlink(missing_ok=True)
+    return running is not None
+
+
+def require_network() -> LabNetwork:
+    """Return the running network.  Raises `ConfigError` if there is none."""
+    if (running := find_network()) is None:
+        raise ConfigError("lab", says="no network is up; `repro lab up` makes one")
+    return running

@@ -1,0 +1,133 @@
+"""Data of the training steps on a rank: input batches, and the series of losses, gradient norms and loss scales.
+
+On CUDA, a separate stream copies the next batch from page-locked memory to one of two buffers, while the step before
+reads the other buffer. The host does not wait.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.engines.native.part import MicroBatch
+from repro.model.data import TokenStream
+from repro.model.gpt import BatchPosition
+from repro.parallel.zero.optimizer import Norms
+
+MAX_CONSECUTIVE_SKIPPED_STEPS = 50
+"""Consecutive skipped steps after which fp16 training counts as diverged."""
+
+
+class _Prefetched(NamedTuple):
+    """Batch whose copy to the device has begun."""
+
+    step: int
+    batch: Tensor
+    copied: torch.cuda.Event
+
+
+class BatchLoader:
+    """Loader of the samples of one replica in the global batch of each step."""
+
+    def __init__(self, stream: TokenStream, layout: Layout, rank: int, device: torch.device):
+        self._stream, self._layout, self._device = stream, layout, device
+        self._first = layout.index_of("dp", rank) * layout.replica_batch
+        """Index of the replica's first sample in the global batch."""
+        self._copies = self._copy_stream()
+        self._buffers: tuple[Tensor, ...] = ()
+        """Two buffers [2, replica_batch, seq] on the device, for even and odd steps."""
+        self._step_began: torch.cuda.Event | None = None
+        """Start of the newest step, after which the buffer of the step before is free."""
+        self._prefetched: _Prefetched | None = None
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether `prefetch` overlaps the copy with the step before."""
+        return self._copies is not None
+
+    def prefetch(self, step: int) -> None:
+        """Begin to copy the samples of a step; call this after `micro_batches` of the step before."""
+        if self._copies is None or (self._prefetched is not None and self._prefetched.step == step):
+            return
+        samples = self._host_batch(step).pin_memory()
+        if not self._buffers:
+            self._buffers = tuple(torch.empty_like(samples, device=self._device) for _ in range(2))
+            # Earlier users of this memory are on the current stream.
+            self._step_began = torch.cuda.current_stream(self._device).record_event()
+        assert self._step_began is not None
+        self._copies.wait_event(self._step_began)
+        batch = self._buffers[step % 2]
+        with torch.cuda.stream(self._copies):
+            batch.copy_(samples, non_blocking=True)
+        self._prefetched = _Prefetched(step, batch, self._copies.record_event())
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step, valid until `prefetch` of the step after the next."""
+        self.prefetch(step)
+        if self._prefetched is None:
+            batch = self._host_batch(step).to(self._device)
+        else:
+            now = torch.cuda.current_stream(self._device)
+            self._step_began = now.record_event()
+            now.wait_event(self._prefetched.copied)
+            batch = self._prefetched.batch
+        (tokens, targets), size = batch, self._layout.micro_batch
+        return [
+            MicroBatch(tokens[k : k + size], targets[k : k + size], BatchPosition(step, self._first + k))
+            for k in range(0, self._layout.replica_batch, size)
+        ]
+
+    def _host_batch(self, step: int) -> Tensor:
+        """Return tokens and targets on the host, [2, replica_batch, seq]."""
+        first = step * self._layout.global_batch + self._first
+        samples = self._stream.samples(first, self._layout.replica_batch)
+        return torch.stack((samples[:, :-1], samples[:, 1:]))
+
+    def _copy_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of the copies; None on a device without streams."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+
+class Diverged(FloatingPointError):
+    """Error of a loss or gradient norm that is not finite."""
+
+
+@dataclass
+class StepHistory:
+    """Losses, gradient norms and loss scales of all steps; device tensors until `read`."""
+
+    norms: list[Norms] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
+    loss_scale: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+    def read(self, fp16: bool) -> None:
+        """Copy the new values to the host.  Raises `Diverged`."""
+        if self.norms:
+            shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
+            for loss, gradient, overflow in torch.stack(shape).tolist():
+                step = len(self.loss)
+                if fp16 and overflow:
+                    self.skipped.append(step)
+                    if self.skipped[-MAX_CONSECUTIVE_SKIPPED_STEPS:] == list(
+                        range(step - MAX_CONSECUTIVE_SKIPPED_STEPS + 1, step + 1)
+                    ):
+                        raise Diverged(
+                            f"{MAX_CONSECUTIVE_SKIPPED_STEPS} steps in a row overflowed, up to step {step}"
+                        )
+                elif not math.isfinite(loss) or not math.isfinite(gradient):
+                    what = "loss" if not math.isfinite(loss) else "gradient norm"
+                    value = loss if what == "loss" else gradient
+                    raise Diverged(f"{what} is {value} at step {step}")
+                self.loss.append(loss)
+                self.grad_norm.append(gradient if math.isfinite(gradient) else None)
+        self.loss_scale += [float(scale) for scale in self.scales]
+        self.norms.clear()
+        self.scales.clear()

@@ -1,0 +1,200 @@
+"""States of all submitted cases, from SLURM, from the files of their jobs, and from the store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from repro.config import Experiment
+from repro.launch.failures import failure_class
+from repro.launch.slurm.allocation.bundle import Bundle
+from repro.launch.slurm.registry import Registry, Submission
+from repro.launch.slurm.scheduler import JobState, Scheduler
+from repro.results.schema import ExperimentRecord
+from repro.results.select import by_key
+from repro.results.store import Store
+
+PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
+REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
+STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED)
+_MEANING = {
+    "CANCELLED": ("interrupted", "cancelled (scancel)"),
+    "TIMEOUT": ("interrupted", "the job reached its time limit (slurm.time_limit of the profile)"),
+    "DEADLINE": ("interrupted", "the job reached its deadline, a time limit"),
+    "NODE_FAIL": ("interrupted", "node failure"),
+    "BOOT_FAIL": ("interrupted", "node failure: it did not boot"),
+    "OUT_OF_MEMORY": ("interrupted", "the job ran out of host memory"),
+    "PREEMPTED": ("interrupted", "preempted and not requeued"),
+    "REVOKED": ("interrupted", "cancelled by the scheduler"),
+}
+"""Outcome and reason of a case that left no record, by the last state of its job.  What came from outside is no
+result of the case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseState:
+    """One experiment of one submission."""
+
+    submission: str
+    suite: str
+    name: str
+    key: str
+    bundle: int
+    job: str
+    """`12_3`; empty where `sbatch` never answered."""
+    state: str
+    """One of `STATES`."""
+    detail: str = ""
+    """Step and rate, why it waits, or the outcome's reason."""
+    outcome: str = ""
+    """Of the record in the store; for lost ones what `.collect` would record."""
+    job_state: str = ""
+    """SLURM's word for its job; empty where nobody knows it any more."""
+    nodes: str = ""
+    restarts: int = 0
+    recorded: bool = False
+    """Whether the store has a record of this submission's run."""
+
+    @property
+    def failure(self) -> str:
+        """The class of what went wrong; empty if nothing did, or not yet."""
+        return failure_class(self.outcome, self.detail, self.job_state) if self.outcome else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self) | {"failure": self.failure}
+
+
+def outcome_without_record(job: JobState | None) -> tuple[str, str]:
+    """Outcome and reason of a case that left no record, from how its job ended."""
+    if job is None:
+        return "error", "lost: SLURM does not know the job any more and it left no record"
+    outcome, reason = _MEANING.get(job.state, ("error", f"the job ended as {job.state} without a record"))
+    parts = [reason]
+    if job.nodes:
+        parts.append(f"on {job.nodes}")
+    if job.exit_code not in ("", "0:0"):
+        parts.append(f"exit code {job.exit_code}")
+    if job.reason and job.reason.lower() not in ("nonzeroexitcode", "prolog"):
+        parts.append(job.reason)
+    return outcome, ", ".join(parts)
+
+
+class CaseSurvey:
+    """Every case's state, read once."""
+
+    def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
+        self.registry, self.store, self.scheduler = registry, store, scheduler
+
+    def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
+        """All cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
+        chosen = self.registry.all() if submissions is None else submissions
+        jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
+        latest = by_key(self.store.records())
+        found: list[CaseState] = []
+        for submission in chosen:
+            ids = submission.jobs()
+            for bundle in self.registry.work(submission).bundles:
+                job_id = ids.get(bundle.index, "")
+                job = jobs.get(job_id)
+                state = self.registry.state(submission, bundle.index)
+                found += [
+                    _case(submission, bundle, experiment, job_id, job, state, latest.get(experiment.key))
+                    for experiment in bundle.experiments
+                ]
+        return found
+
+    def live(self) -> dict[str, str]:
+        """Keys of experiments that a live job has yet to finish -> the job."""
+        return {case.key: case.job for case in self.cases() if case.state in (PENDING, RUNNING, REQUEUED)}
+
+
+def _case(
+    submission: Submission,
+    bundle: Bundle,
+    experiment: Experiment,
+    job_id: str,
+    job: JobState | None,
+    said: dict[str, Any],
+    record: ExperimentRecord | None,
+) -> CaseState:
+    """Where `experiment` stands; `said` is what its allocation wrote last."""
+    own = record if record is not None and _is_later(record, submission) else None
+    base = CaseState(
+        submission=submission.id,
+        suite=submission.suite,
+        name=experiment.name,
+        key=experiment.key,
+        bundle=bundle.index,
+        job=job_id,
+        state=PENDING,
+        nodes=(job.nodes if job else "") or ",".join(said.get("nodes", [])),
+        restarts=max(int(said.get("restarts", 0)), job.restarts if job else 0),
+        job_state=job.state if job else "",
+        recorded=own is not None,
+    )
+    if own is not None and own.conclusive:
+        return replace(base, state=DONE, detail=own.reason, outcome=own.outcome)
+    if not job_id:
+        return replace(base, state=UNSUBMITTED, detail="`repro submit` was stopped before sbatch answered")
+    stopped = own is not None and own.outcome == "interrupted"
+    if own is not None and not stopped:
+        return replace(base, state=FAILED, detail=own.reason, outcome=own.outcome)
+    if job is not None and job.live:
+        return _live(base, job, said)
+    outcome, reason = outcome_without_record(job)
+    if own is not None and stopped and own.reason != reason:  # it said so itself, and did not start again
+        reason = f"{own.reason}; {reason}" if job is not None else own.reason
+        outcome = own.outcome
+    lost = replace(base, state=LOST, detail=reason, outcome=outcome)
+    return replace(lost, state=CANCELLED) if lost.failure == "cancelled" else lost
+
+
+def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
+    """A case without an outcome whose job waits or runs."""
+    current, stopped = said.get("current") or {}, said.get("stopped") or {}
+    if job.waiting:
+        state = REQUEUED if base.restarts or stopped else PENDING
+        held = f"`scontrol release {base.job}` lets it start" if "held" in job.reason.lower() else ""
+        parts = (stopped.get("reason", ""), job.reason, held)
+        return replace(base, state=state, detail=", ".join(part for part in parts if part))
+    if base.name != current.get("case"):
+        turns = current.get("compare") and base.name in current["names"]
+        detail = f"takes turns with {current['case']}" if turns else "its job runs, its turn comes"
+        return replace(base, state=RUNNING, detail=detail)
+    rate = current.get("steps_per_s")
+    place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
+    return replace(base, state=RUNNING, detail=place + (f", {rate:.2f} steps/s" if rate else ""))
+
+
+def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
+    """Whether the record was appended after the submission; clocks of a login and a compute node may differ."""
+    if submission.newest_record is None:
+        return _parse_time(record.written) >= _parse_time(submission.created)
+    return record.order > submission.newest_record
+
+
+def _parse_time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
+    """States of the cases, and what the site could not tell.
+
+    Of a case that was submitted more than once the last submission counts, unless `every`.  Raises
+    `SchedulerError`.
+    """
+    scheduler = Scheduler()
+    cases = CaseSurvey(registry, store, scheduler).cases()
+    if not every:
+        cases = list({case.key: case for case in cases}.values())
+    return cases, list(dict.fromkeys(scheduler.warnings))
+
+
+def status_exit_code(cases: list[CaseState]) -> int:
+    """The command's exit code."""
+    states = {case.state for case in cases}
+    if states & {PENDING, RUNNING, REQUEUED}:
+        return 3
+    return 1 if states - {DONE} else 0

@@ -1,0 +1,236 @@
+"""Commands on submissions: `repro logs`, `repro cancel` and `repro collect`."""
+
+from __future__ import annotations
+
+import difflib
+import json as jsonlib
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from repro.config import ConfigError
+from repro.config.words import count_noun
+from repro.launch.slurm.allocation.bundle import Bundle
+from repro.launch.slurm.case_states import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LOST,
+    PENDING,
+    REQUEUED,
+    RUNNING,
+    CaseState,
+    CaseSurvey,
+)
+from repro.launch.slurm.registry import Registry, Submission
+from repro.launch.slurm.scheduler import Scheduler, SchedulerError
+from repro.results.measured import experiment_record
+from repro.results.schema import ExperimentRecord
+from repro.results.store import Store
+
+LOG_TAIL_BYTES = 8000
+MAX_LISTED_NAMES = 8
+
+
+def print_logs(results: Path, name: str, rank: int | None) -> int:
+    """Print the end of the logs of the case `name` in its newest submission; of one rank, or of its job."""
+    registry = Registry(results)
+    submission, bundle, key = find_case(registry, name)
+    folder = registry.path(submission)
+    job = submission.jobs().get(bundle.index, "")
+    ranks = folder / "logs" / str(bundle.index) / _log_folder(registry, submission, bundle, name, key)
+    if rank is None:
+        files = sorted((folder / "submitit").glob(f"{job}_0_log.*")) if job else []
+        _print_tails(files, f"job {job or 'none'} of {name}")
+        found = sorted(ranks.glob("rank-*.err"), key=lambda path: int(path.stem.partition("-")[2]))
+        if found:
+            print(f"ranks: {', '.join(path.stem.partition('-')[2] for path in found)}; --rank R shows one")
+        return 0
+    if not 0 <= rank < bundle.world:
+        raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
+    files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
+    _print_tails(files, f"rank {rank} of {name} (logs are kept while it runs, and of failures)")
+    return 0
+
+
+def _log_folder(registry: Registry, submission: Submission, bundle: Bundle, name: str, key: str) -> str:
+    """Where the logs of the case's ranks are: cases that share a launch share it while that runs."""
+    running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
+    if name not in running:
+        return key
+    return next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])
+
+
+def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
+    """The newest submission and bundle of the case `name`, and its key.  Raises `ConfigError`."""
+    known: list[str] = []
+    for submission in reversed(registry.all()):
+        for bundle in registry.work(submission).bundles:
+            for experiment in bundle.experiments:
+                if experiment.name == name:
+                    return submission, bundle, experiment.key
+                known.append(experiment.name)
+    hint = list_names(name, known) if known else "none: nothing was submitted with these results"
+    raise ConfigError("case", name, f"a submitted case: {hint}")
+
+
+def list_names(name: str, known: list[str]) -> str:
+    """`known` for one line: all if they are few, else those most like `name`, and how many there are."""
+    names = list(dict.fromkeys(known))
+    if len(names) <= MAX_LISTED_NAMES:
+        return ", ".join(names)
+    shown = difflib.get_close_matches(name, names, n=MAX_LISTED_NAMES, cutoff=0.3) or names[:MAX_LISTED_NAMES]
+    return f"{', '.join(shown)} ({len(shown)} of {len(names)})"
+
+
+def _print_tails(files: list[Path], what: str) -> None:
+    if not files:
+        print(f"no log: {what}")
+    for path in files:
+        data = path.read_bytes()
+        print(
+            f"==> {path}"
+            + (f" (last {LOG_TAIL_BYTES} of {len(data)} bytes)" if len(data) > LOG_TAIL_BYTES else "")
+        )
+        print(data[-LOG_TAIL_BYTES:].decode(errors="replace").rstrip())
+
+
+def cancel_jobs(results: Path, what: str) -> int:
+    """Cancel the live jobs of `what`: a suite's name or file, a submission, a case or a glob of cases; empty: all.
+
+    A job whose other cases do not match goes too, and that is said: SLURM ends jobs, not cases.
+    """
+    registry, scheduler = Registry(results), Scheduler()
+    if not registry.all():
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    try:
+        open_cases = [
+            case
+            for case in CaseSurvey(registry, Store(results), scheduler).cases()
+            if case.state in (PENDING, RUNNING, REQUEUED)
+        ]
+        files = {submission.id: submission.suite_file for submission in registry.all()}
+
+        def matches(name: str, suite: str, submission: str) -> bool:
+            return not what or what in (suite, submission, files[submission]) or fnmatchcase(name, what)
+
+        chosen = [case for case in open_cases if matches(case.name, case.suite, case.submission)]
+        if not chosen:
+            known = list_names(what, [case.name for case in open_cases]) or "none"
+            raise ConfigError("cancel", what, f"a suite, submission or case that waits or runs: {known}")
+        jobs = list(dict.fromkeys(case.job for case in chosen))
+        names = {case.name for case in chosen}
+        for case in open_cases:
+            if case.job in jobs and case.name not in names:
+                print(f"{case.name} goes too: it shares job {case.job}")
+        scheduler.cancel(jobs)
+    except SchedulerError as error:
+        raise ConfigError("SLURM", says=f"does not answer: {error}") from None
+    what = f"{count_noun(len(jobs), 'job')} of {count_noun(len(names), 'case')}"
+    print(f"cancelled {what}; `repro collect` records what they leave")
+    return 0
+
+
+def collect_records(results: Path, into: Path | None, json: bool) -> int:
+    """Record lost and cancelled cases, verify every record, and copy what `into` lacks.
+
+    Returns 0 if every case of the last submissions is done or still under way, 1 if some failed.
+    """
+    registry, scheduler = Registry(results), Scheduler()
+    submissions = registry.all()
+    if not submissions and into is None:
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    with Store(results) as store:
+        try:
+            cases = CaseSurvey(registry, store, scheduler).cases() if submissions else []
+        except SchedulerError as error:
+            raise ConfigError("SLURM", says=f"does not answer: {error}") from None
+        cases = list({case.key: case for case in cases}.values())
+        written = [case for case in cases if case.state in (LOST, CANCELLED) and not case.recorded]
+        for case in written:
+            store.append(lost_record(registry, case))
+        records = store.records()
+        copied = copy_records(store, into) if into is not None else 0
+    failed = [case for case in cases if case.state in (FAILED, LOST, CANCELLED)]
+    document = {
+        "cases": [case.as_dict() for case in cases],
+        "recorded": [case.name for case in written],
+        "records": len(records),
+        "copied": copied,
+        "skipped_lines": store.skipped,
+        "bad_nodes": count_bad_nodes(cases),
+        "warnings": list(dict.fromkeys(scheduler.warnings)),
+    }
+    if json:
+        print(jsonlib.dumps(document))
+    else:
+        _print_collected(document, cases, results, into)
+    return 1 if failed else 0
+
+
+def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
+    """The record of a case whose job ended without one.  Its outcome is never conclusive: it runs again."""
+    submission = next(s for s in registry.all() if s.id == case.submission)
+    work = registry.work(submission)
+    experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
+    job = {"job_id": case.job, "nodes": case.nodes, "restarts": case.restarts, "state": case.job_state}
+    return experiment_record(
+        experiment,
+        [],
+        suite=submission.suite,
+        provenance={"slurm": job},
+        wall_s=0.0,
+        outcome=case.outcome,
+        reason=case.detail,
+    )
+
+
+def copy_records(store: Store, into: Path) -> int:
+    """Append to the store at `into` what it lacks of `store`, by id; how many that were."""
+    with Store(into) as mine:
+        return mine.take_over(store)
+
+
+def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
+    """Nodes that a failure names, with the number of cases that it cost: candidates for `slurm.exclude`."""
+    counts: dict[str, int] = {}
+    for case in cases:
+        if case.failure in ("node-failure", "lost-node", "wrong-hardware"):
+            for node in _named_nodes(case):
+                counts[node] = counts.get(node, 0) + 1
+    return counts
+
+
+def _named_nodes(case: CaseState) -> list[str]:
+    """The nodes that the reason of a failure names among those that the case had; all of them if it names none."""
+    from submitit.slurm.slurm import _parse_node_list
+
+    nodes = [node for node in _parse_node_list(case.nodes) if node] if case.nodes else []
+    words = case.detail.replace(",", " ").replace(":", " ").replace(";", " ").split()
+    return [node for node in nodes if node in words] or nodes
+
+
+def _print_collected(
+    document: dict[str, Any], cases: list[CaseState], results: Path, into: Path | None
+) -> None:
+    for remark in document["skipped_lines"]:
+        print(f"note: {remark}", file=sys.stderr)
+    for warning in document["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    for case in cases:
+        if case.state not in (DONE,) and case.outcome:
+            print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
+    for node, count in document["bad_nodes"].items():
+        failures = count_noun(count, "failure")
+        print(f"node {node} is named in {failures}: `repro submit --exclude {node}` keeps away from it")
+    done = sum(case.state == DONE for case in cases)
+    still = sum(case.state in (PENDING, RUNNING, REQUEUED) for case in cases)
+    print(
+        f"{done} of {len(cases)} cases done"
+        + (f", {still} still wait or run" if still else "")
+        + f"; {len(document['recorded'])} lost or cancelled ones recorded now"
+    )
+    print(f"{document['records']} records in {results}/records")
+    if into is not None:
+        print(f"{document['copied']} of them are new in {into}/records")

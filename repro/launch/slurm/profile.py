@@ -1,0 +1,247 @@
+"""A profile: how one site's SLURM is asked for what a suite needs.  A TOML file, ready ones are in `slurm/`.
+
+Only what the file says is asked for: an empty partition, account or constraint leaves it to the site.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from repro.config.errors import ConfigError, require
+from repro.config.files import build_dataclass, read_toml
+from repro.config.suites import PROFILES
+from repro.launch.slurm.scheduler import parse_time_limit
+
+REQUESTS = ("gpus-per-node", "gres", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What `sbatch` is asked for."""
+
+    partition: str = ""
+    """Empty: the site's default."""
+    account: str = ""
+    """Who pays."""
+    qos: str = ""
+    """Quality of service."""
+    constraint: str = ""
+    """Features that nodes must have, as `sbatch --constraint` writes them."""
+    exclude: list[str] = field(default_factory=list)
+    """Nodes that are not to be used."""
+    gpus_per_node: int = 0
+    """GPUs of a node, one rank each; 0: processor cores only."""
+    gpu_type: str = ""
+    """As the site calls it: `v100`; empty: any."""
+    gpu_request: str = "gpus-per-node"
+    """`gpus-per-node` or `gres`: how the site wants GPUs to be asked for; `none`: it gives whole nodes."""
+    tasks_per_node: int = 0
+    """Ranks of a node where there are no GPUs; 0: as many as there are GPUs, or 1."""
+    cpus_per_task: int = 0
+    """Cores of a rank; 0: the site's default."""
+    memory: str = ""
+    """Host memory of a node (`0`: all of it, `64GB`); empty: the site's default."""
+    exclusive: bool = True
+    """Whole nodes: others on it would be measured too."""
+    time_limit: str = "01:00:00"
+    """Of one job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
+    array_parallelism: int = 4
+    """Elements of one job array that may run at once."""
+    cases_per_job: int = 1
+    """Cases of one shape that follow each other in one allocation; its time limit is for all of them."""
+    requeues: int = 10
+    """How often a job that reached its time limit is requeued before it is left as failed."""
+    signal_delay_s: int = 90
+    """Warning before the time limit, in seconds, in which the running case is stopped."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further options of `sbatch`: `{ reservation = "bench" }`."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, f"one of {', '.join(REQUESTS)}"
+        )
+        for key, value in self._texts():
+            require(value.isprintable(), key, value, "text of one line, as it becomes a line of the script")
+        parse_time_limit(self.time_limit)
+        for key in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        for key in ("array_parallelism", "cases_per_job", "signal_delay_s"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "1 or more")
+        self.leave_time("time_limit", self.time_limit)
+
+    def leave_time(self, key: str, time_limit: str) -> None:
+        """Raise `ConfigError` where a job of `time_limit`, named `key`, would be told to stop as soon as it starts."""
+        expected = f"longer than signal_delay_s, {self.signal_delay_s} s: so long before its end a job is told to stop"
+        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as sbatch is asked
+        require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """What becomes options of `sbatch`, by key."""
+        for key in ("partition", "account", "qos", "constraint", "gpu_type", "memory"):
+            yield key, getattr(self, key)
+        yield from (("exclude", node) for node in self.exclude)
+        for name, value in self.options.items():
+            yield f"options.{name}", value
+            spelled = re.fullmatch(r"[\w-]+", name)
+            require(spelled is not None, "options", name, "names of options of sbatch, without --")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a job sets up before its ranks start."""
+
+    modules: list[str] = field(default_factory=list)
+    """`module load` of each."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines, for example `source /shared/venv/bin/activate`."""
+    python: str = ""
+    """The interpreter on the nodes; empty: the one that submits."""
+    container: str = ""
+    """Image for `srun --container-image` (pyxis); empty: none.  The ranks are inside; the job's controller is outside,
+    with the interpreter that submits."""
+    container_mounts: str = ""
+    """`srun --container-mounts`."""
+    interface: str = ""
+    """Network interface of collectives (`ib0`), for NCCL's sockets and for gloo; empty: they choose."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every rank: `{ NCCL_IB_HCA = "mlx5" }`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where results go."""
+
+    shared: str = ""
+    """A folder that every node sees under this path; results must be below it.  Empty: the working folder is one."""
+    private: bool = True
+    """Whether what is written can be read by the user only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseClass:
+    """What differs for some cases: `[[case]]` tables, of which the first that matches counts."""
+
+    match: str
+    """Glob of experiment names."""
+    nodes: int = 0
+    """Nodes to spread the ranks over; 0: as few as hold them."""
+    time_limit: str = ""
+    """As in `slurm.time_limit`; empty: that one."""
+    partition: str = ""
+    """As in `slurm.partition`; empty: that one."""
+    requeues: int | None = None
+    """As in `slurm.requeues`; left out: that many.  A training of weeks goes on from its checkpoint each time."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.match), "match", self.match, "a glob of names of experiments")
+        require(self.nodes >= 0, "nodes", self.nodes, "0 or more")
+        require(self.requeues is None or self.requeues >= 0, "requeues", self.requeues, "0 or more")
+        if self.time_limit:
+            parse_time_limit(self.time_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One site."""
+
+    system: str = "local"
+    """What its nodes are, a name of `repro systems`; `local`: processor cores, gloo."""
+    description: str = ""
+    """One line for people."""
+    slurm: Slurm = field(default_factory=Slurm)
+    environment: Environment = field(default_factory=Environment)
+    storage: Storage = field(default_factory=Storage)
+    price_per_gpu_hour: float = 0.0
+    """What a GPU costs for an hour, in any currency."""
+    case: tuple[CaseClass, ...] = ()
+    file: str = ""
+    """Where it was read."""
+
+    def __post_init__(self) -> None:
+        price = self.price_per_gpu_hour
+        require(price >= 0, "price_per_gpu_hour", price, "0 (not known) or more")
+        for entry in self.case:
+            if entry.time_limit:
+                self.slurm.leave_time(f"case {entry.match}.time_limit", entry.time_limit)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node; 0: ranks run on processor cores."""
+        return self.slurm.gpus_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Most ranks of a node."""
+        return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
+
+    @property
+    def private(self) -> bool:
+        """Whether only the user can read the files."""
+        return self.storage.private
+
+    @property
+    def umask(self) -> int:
+        """File mode mask of a job's processes."""
+        return 0o077 if self.private else 0o022
+
+    @property
+    def gpu_type_prefix(self) -> str:
+        """Prefix of a GPU count in `sbatch` options: `v100:`, or empty for any type."""
+        return f"{self.slurm.gpu_type}:" if self.slurm.gpu_type else ""
+
+    def class_of(self, name: str) -> CaseClass:
+        """What the profile says of the experiment called `name`."""
+        found = (entry for entry in self.case if fnmatchcase(name, entry.match))
+        return next(found, CaseClass(match="*"))
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
+    path = PROFILES.find(path)
+    return parse_profile(read_toml(path), file=str(path))
+
+
+def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
+    """The profile in the tables of a file.  Raises `ConfigError`."""
+    tables = dict(data)
+    for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):
+        if key in tables:
+            tables[key] = build_dataclass(cls, tables[key], file=file, where=key)
+    rows = tables.get("case", [])
+    if not isinstance(rows, list):
+        raise ConfigError("case", rows, "tables [[case]]", file=file)
+    tables["case"] = tuple(
+        build_dataclass(CaseClass, row, file=file, where=f"case number {number}")
+        for number, row in enumerate(rows, 1)
+    )
+    if "file" in tables:
+        raise ConfigError("file", tables["file"], says="unknown key", file=file)
+    profile = build_dataclass(Profile, tables | {"file": file}, file=file)
+    _check_system(profile)
+    return profile
+
+
+def _check_system(profile: Profile) -> None:
+    """The system exists and has as many GPUs in a node as the profile asks for at most."""
+    from repro.config.systems import LOCAL_SYSTEMS
+    from repro.config.systems import load_system_file as load_system
+
+    gpus = profile.slurm.gpus_per_node
+    if profile.system in LOCAL_SYSTEMS:
+        return
+    try:
+        system = load_system(profile.system)
+    except ConfigError as error:
+        raise error.within(file=profile.file) from None
+    devices = system.devices_per_node.value
+    if gpus < 1:
+        expected = f"the GPUs of a node of {profile.system}, 1 or more"
+        raise ConfigError("gpus_per_node", gpus, expected, file=profile.file, where="slurm")
+    if devices is not None and gpus > devices:
+        expected = f"at most {devices:.0f}, what a node of {profile.system} has"
+        raise ConfigError("gpus_per_node", gpus, expected, file=profile.file, where="slurm")

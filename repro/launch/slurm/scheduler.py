@@ -1,0 +1,273 @@
+"""Queries of SLURM: jobs, partitions, nodes and time limits, in a few calls for any number of jobs.
+
+`squeue` reports waiting and running jobs, and `sacct` ended jobs. On a site without accounting, `scontrol` reports jobs
+for a few minutes after their end (MinJobAge). The end of an older job is unknown, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from repro.config.errors import ConfigError
+
+COMMAND_TIMEOUT_S = 30.0
+WAITING = frozenset(
+    (
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
+        *("SPECIAL_EXIT", "RESV_DEL_HOLD"),
+    )
+)
+"""States of a job that waits for nodes."""
+LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+"""States of a job that may still run."""
+UNKNOWN = "UNKNOWN"
+_MAX_IDS_PER_CALL = 200
+"""Maximum number of job ids in one command line."""
+_TIME_LIMIT = re.compile(
+    r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?$",
+)
+UNLIMITED = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """One job, or one element of an array."""
+
+    state: str
+    """State in SLURM: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, ..."""
+    reason: str = ""
+    """SLURM's reason for the wait (`Resources`) or for the end."""
+    nodes: str = ""
+    """`n[1-2]`; empty before it runs."""
+    exit_code: str = ""
+    """`code:signal`."""
+    restarts: int = 0
+    """Number of requeues."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the job may still run."""
+        return self.state in LIVE
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the job waits for nodes."""
+        return self.state in WAITING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One line of `sinfo`."""
+
+    name: str
+    default: bool
+    available: bool
+    limit_min: float
+    """Time limit of a job, in minutes."""
+    nodes: int
+    gpus: int
+    """Maximum number of GPUs of a node."""
+    gpu_types: tuple[str, ...]
+    cores: int
+    """Minimum number of cores of a node."""
+
+
+class SchedulerError(RuntimeError):
+    """Failed query of SLURM; `str` names the command and its error in one line."""
+
+
+def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    """Return the standard output of a command.  Raises `SchedulerError` if it is missing, fails or does not end."""
+    if shutil.which(command[0]) is None:
+        raise SchedulerError(f"{command[0]}: not found: is this a login node of the cluster?")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{command[0]}: no answer in {timeout_s:g} s: is slurmctld up?") from None
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise SchedulerError(f"{command[0]}: {said or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+class Scheduler:
+    """Queries of SLURM. `warnings` collects the queries that the site cannot answer."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def jobs(self, ids: Iterable[str]) -> dict[str, JobState]:
+        """Return states of jobs by id, `12` or `12_3` for an array's element. Unknown jobs are absent.
+
+        Raises `SchedulerError` if the queue cannot be read.
+        """
+        wanted = set(ids)
+        if not wanted:
+            return {}
+        found = {key: job for key, job in self._queue().items() if key in wanted}
+        rest = {key for key in wanted if key not in found or not found[key].live}
+        if rest:
+            found |= {key: job for key, job in self._ended(rest).items() if key in rest}
+        return found
+
+    def _queue(self) -> dict[str, JobState]:
+        """Return the waiting and running jobs of this user."""
+        command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N"]
+        rows = (line.split("|") for line in run_slurm_command(command).splitlines())
+        return {
+            row[0]: JobState(state=row[1], reason=_clean(row[2]), nodes=row[3])
+            for row in rows
+            if len(row) == 4
+        }
+
+    def _ended(self, ids: set[str]) -> dict[str, JobState]:
+        try:
+            return _accounted_jobs(ids)
+        except SchedulerError as error:
+            self.warnings.append(
+                f"no accounting on this cluster ({error}): how a job ended is known for a few minutes only,"
+                " and by what it wrote itself"
+            )
+        return _remembered_jobs(ids)
+
+    def partitions(self) -> dict[str, Partition]:
+        """Return all partitions by name.  Raises `SchedulerError`."""
+        found: dict[str, Partition] = {}
+        for line in run_slurm_command(["sinfo", "-h", "-o", "%P|%a|%l|%D|%G|%c"]).splitlines():
+            name, up, limit, nodes, gres, cores = line.split("|")
+            clean = name.rstrip("*")
+            gpus = _gpus(gres)
+            old = found.get(clean)
+            found[clean] = Partition(
+                name=clean,
+                default=name.endswith("*"),
+                available=up == "up",
+                limit_min=parse_time_limit(limit),
+                nodes=int(nodes) + (old.nodes if old else 0),
+                gpus=max(sum(gpus.values()), old.gpus if old else 0),
+                gpu_types=tuple(sorted({*gpus, *(old.gpu_types if old else ())} - {""})),
+                cores=min(int(cores.rstrip("+")), old.cores if old else 1 << 30),
+            )
+        return found
+
+    def cancel(self, ids: list[str]) -> None:
+        """Cancel jobs.  Raises `SchedulerError`."""
+        for start in range(0, len(ids), _MAX_IDS_PER_CALL):
+            run_slurm_command(["scancel", *ids[start : start + _MAX_IDS_PER_CALL]])
+
+
+def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
+    """Return the last run of each job from the accounting database."""
+    found: dict[str, JobState] = {}
+    arrays = sorted({key.split("_")[0] for key in ids})
+    for start in range(0, len(arrays), _MAX_IDS_PER_CALL):
+        command = ["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason,NodeList,ExitCode"]
+        for line in run_slurm_command(
+            [*command, "-j", ",".join(arrays[start : start + _MAX_IDS_PER_CALL])]
+        ).splitlines():
+            row = line.split("|")
+            if len(row) != 5:
+                continue
+            # "CANCELLED by 1000"
+            state = row[1].split()[0] if row[1] else UNKNOWN
+            job = JobState(state=state, reason=_clean(row[2]), nodes=_clean(row[3]), exit_code=row[4])
+            found |= dict.fromkeys(expand(row[0]), job)
+    return found
+
+
+def _remembered_jobs(ids: set[str]) -> dict[str, JobState]:
+    """Return the jobs that slurmctld still has in memory."""
+    found: dict[str, JobState] = {}
+    for line in run_slurm_command(["scontrol", "show", "job", "-o"]).splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if "JobId" not in fields:
+            continue
+        element = fields.get("ArrayTaskId")
+        key = f"{fields['ArrayJobId']}_{element}" if element else fields["JobId"]
+        job = JobState(
+            state=fields.get("JobState", UNKNOWN),
+            reason=_clean(fields.get("Reason", "")),
+            nodes=_clean(fields.get("NodeList", "")),
+            exit_code=fields.get("ExitCode", ""),
+            restarts=int(fields.get("Restarts", "0")),
+        )
+        found |= {key: job for key in expand(key) if key in ids}
+    return found
+
+
+def expand(job_id: str) -> list[str]:
+    """Return the elements of a job id: `12_[0-2,5%4]` is `12_0 12_1 12_2 12_5`."""
+    found = re.fullmatch(r"(\d+)_\[?([\d,\-]+)(?:%\d+)?\]?", job_id)
+    if found is None:
+        return [job_id]
+    keys = []
+    for part in found.group(2).split(","):
+        first, _, last = part.partition("-")
+        keys += [f"{found.group(1)}_{index}" for index in range(int(first), int(last or first) + 1)]
+    return keys
+
+
+def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
+    """Return the partition called `name`, or the default one for an empty name.  Raises `ConfigError`."""
+    known = ", ".join(sorted(partitions))
+    if name:
+        if name not in partitions:
+            raise ConfigError(
+                "partition", name, says=f"no such partition here; known are {known}", file=file, where=where
+            )
+        return partitions[name]
+    for partition in partitions.values():
+        if partition.default:
+            return partition
+    expected = f"is empty, and the cluster has no default; known are {known}"
+    raise ConfigError("partition", says=expected, file=file, where=where)
+
+
+def _gpus(gres: str) -> dict[str, int]:
+    """Return the GPUs of a node by type, from `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"\bgpu:(?:([\w\-.]+):)?(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def _clean(text: str) -> str:
+    """Return a field of SLURM's output, empty for its placeholders."""
+    return "" if text in ("None", "None assigned", "(null)", "Unknown") else text
+
+
+def parse_time_limit(text: str) -> float:
+    """Return the minutes of a limit: `90` (minutes), `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
+
+    `UNLIMITED` and `infinite` are infinity.  Raises `ConfigError` for anything else.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE", "N/A"):
+        return UNLIMITED
+    found = _TIME_LIMIT.match(text.strip())
+    if found is None:
+        raise ConfigError("time_limit", text, "HH:MM:SS, D-HH:MM:SS or a number of minutes")
+    days, first, second, third = (int(part) if part else None for part in found.group("d", "a", "b", "c"))
+    assert first is not None
+    if days is not None:
+        return days * 1440 + first * 60 + (second or 0) + (third or 0) / 60
+    if third is not None:
+        return first * 60 + (second or 0) + third / 60
+    return first + (second or 0) / 60
+
+
+def format_time_limit(total_minutes: float) -> str:
+    """`HH:MM:SS`, with days where there are any: `1-02:30:00`."""
+    if math.isinf(total_minutes):
+        return "UNLIMITED"
+    seconds = round(total_minutes * 60)
+    days, seconds = divmod(seconds, 86400)
+    text = f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    return f"{days}-{text}" if days else text

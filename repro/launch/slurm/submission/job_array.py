@@ -1,0 +1,147 @@
+"""Job arrays: tasks packed by shape, and the sbatch script of an array. submitit writes the script."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.config import Experiment
+from repro.launch.plan import Task
+from repro.launch.slurm.allocation.bundle import Bundle
+from repro.launch.slurm.profile import Profile
+from repro.launch.slurm.scheduler import parse_time_limit
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ArrayShape:
+    """Resources of each element of an array."""
+
+    nodes: int
+    tasks_per_node: int
+    time_min: float
+    partition: str
+    requeues: int = 0
+    """Number of restarts of an element that reaches its time limit."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.tasks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArray:
+    """Bundles of one shape, which one `sbatch` submits."""
+
+    shape: ArrayShape
+    bundles: tuple[Bundle, ...]
+
+    def node_hours(self) -> float:
+        """Return the node-hours of all elements at the time limit."""
+        return len(self.bundles) * self.shape.nodes * self.shape.time_min / 60
+
+
+def count_nodes(world: int, per_node: int, at_least: int = 0) -> int:
+    """Return the fewest nodes, `at_least` or more, that hold `world` ranks evenly with at most `per_node` each.
+
+    SLURM starts the same number of tasks on every node, and the paper's layouts mean neighbours by rank.
+    """
+    least = max(at_least, -(-world // per_node), 1)
+    return next(nodes for nodes in range(min(least, world), world + 1) if world % nodes == 0)
+
+
+def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
+    """Return the nodes and the time limit that `profile` assigns to `experiment`."""
+    case = profile.class_of(experiment.name)
+    world = experiment.layout.world
+    nodes = count_nodes(world, profile.ranks_per_node, case.nodes)
+    return ArrayShape(
+        nodes=nodes,
+        tasks_per_node=world // nodes,
+        time_min=parse_time_limit(case.time_limit or profile.slurm.time_limit),
+        partition=case.partition or profile.slurm.partition,
+        requeues=profile.slurm.requeues if case.requeues is None else case.requeues,
+    )
+
+
+def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
+    """Return job arrays for `tasks`, largest first, as large jobs wait longest for nodes."""
+    groups: dict[ArrayShape, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(array_shape(task.experiments[0], profile), []).append(task)
+    found, index = [], 0
+    for shape in sorted(groups, reverse=True):
+        members = groups[shape]
+        bundles = []
+        for start in range(0, len(members), profile.slurm.cases_per_job):
+            chunk = tuple(members[start : start + profile.slurm.cases_per_job])
+            bundles.append(Bundle(index=index, tasks=chunk))
+            index += 1
+        found.append(JobArray(shape=shape, bundles=tuple(bundles)))
+    return found
+
+
+def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dict[str, Any]:
+    """Return submitit's parameters (`SlurmExecutor.update_parameters`) for `array`."""
+    slurm, shape = profile.slurm, array.shape
+    wanted: dict[str, Any] = {
+        "job_name": job_name,
+        "partition": shape.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": ",".join(slurm.exclude),
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": slurm.cpus_per_task,
+        "mem": slurm.memory,
+        "time": max(1, int(shape.time_min)),
+        "signal_delay_s": slurm.signal_delay_s,
+        "array_parallelism": slurm.array_parallelism,
+        "setup": setup_lines(profile),
+        # One task, the controller; it starts the ranks, and has no GPU or core for itself.
+        "srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
+        "exclusive": slurm.exclusive,
+        # Neighbours by rank share a node: the layout's order says who they are.
+        "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
+    }
+    if slurm.gpus_per_node and slurm.gpu_request != "none":
+        # Whole nodes where they are exclusive; else what the ranks use.
+        gpus = slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node
+        key, value = ("gpus_per_node", f"{profile.gpu_type_prefix}{gpus}")
+        if slurm.gpu_request == "gres":
+            key, value = "gres", f"gpu:{profile.gpu_type_prefix}{gpus}"
+        wanted[key] = value
+    return {key: value for key, value in wanted.items() if value not in ("", 0, False, [], None)}
+
+
+def setup_lines(profile: Profile) -> list[str]:
+    """Return the shell lines that run before the ranks start."""
+    environment = profile.environment
+    lines = ["umask 077"] if profile.private else []
+    lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
+    lines += environment.setup
+    return lines + [f"export {key}={shlex.quote(value)}" for key, value in environment.variables.items()]
+
+
+def python_command(profile: Profile) -> str:
+    """Return the controller's interpreter as a shell word.  A container has no srun: the controller is outside."""
+    inside = profile.environment.container
+    return shlex.quote(sys.executable if inside else profile.environment.python or sys.executable)
+
+
+def batch_script(array: JobArray, profile: Profile, job_name: str, folder: Path) -> str:
+    """Return the script that submitit writes for `sbatch` with its folder `folder`."""
+    from submitit.slurm import slurm
+
+    count = len(array.bundles)
+    command = f"{python_command(profile)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return slurm._make_sbatch_string(
+        command=command,
+        folder=folder,
+        map_count=count if count > 1 else None,
+        **submitit_parameters(array, profile, job_name),
+    )

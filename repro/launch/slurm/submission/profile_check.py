@@ -1,0 +1,240 @@
+"""Checks of a profile against the cluster: errors before a submission, and the rows of `repro doctor --profile`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from repro.config import ConfigError
+from repro.config.words import count_noun
+from repro.launch.doctor import LIMITED, NO, YES, Check, gpu
+from repro.launch.slurm.profile import CaseClass, Profile
+from repro.launch.slurm.scheduler import (
+    Partition,
+    Scheduler,
+    SchedulerError,
+    check_partition,
+    format_time_limit,
+    parse_time_limit,
+    run_slurm_command,
+)
+from repro.launch.slurm.submission import job_array, probe
+from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
+from repro.launch.slurm.submission.submission_plan import SubmissionPlan
+
+SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
+
+
+def require_shared_folder(
+    site: Profile, path: Path, *, option: str = "--results", noun: str = "folder"
+) -> None:
+    """Raise `ConfigError` if `path`, the value of `option`, is not below the shared folder of the site."""
+    if not site.storage.shared:
+        return
+    shared = Path(site.storage.shared).expanduser()
+    if not path.resolve().is_relative_to(shared.resolve()):
+        raise ConfigError(option, str(path), f"a {noun} below {shared}, the shared folder of {site.file}")
+
+
+def require_writable_folder(site: Profile, results: Path) -> None:
+    """Raise `ConfigError` if the results cannot be written to the shared folder."""
+    place = Path(site.storage.shared).expanduser() if site.storage.shared else results
+    try:
+        if site.storage.shared and not place.is_dir():
+            raise FileNotFoundError(2, os.strerror(2), str(place))
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        expected = f"a folder that can be written here and on the nodes ({error.strerror}: {error.filename})"
+        raise ConfigError("shared", str(place), expected, file=site.file, where="storage") from None
+
+
+def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> None:
+    """Raise `ConfigError` for an array that its partition refuses, `SchedulerError` if SLURM does not answer."""
+    partitions = scheduler.partitions()
+    for array in planned.arrays:
+        shape = array.shape
+        partition = check_partition(partitions, shape.partition, file=planned.profile.file, where="slurm")
+        name = array.bundles[0].experiments[0].name
+        require_node_resources(planned.profile, partition)
+        if shape.time_min > partition.limit_min:
+            expected = (
+                f"at most {format_time_limit(partition.limit_min)}, the limit of partition {partition.name}"
+            )
+            _refuse(planned, "time_limit", format_time_limit(shape.time_min), expected)
+        if shape.nodes > partition.nodes:
+            expected = (
+                f"at most {partition.nodes} nodes in partition {partition.name}; {name} has {shape.world} ranks,"
+                f" {shape.tasks_per_node} on a node: leave it out with --only, or name another partition"
+            )
+            _refuse(planned, "nodes", shape.nodes, expected)
+
+
+def require_node_resources(site: Profile, partition: Partition) -> None:
+    """Raise `ConfigError` if the partition is down or its nodes lack the resources of the profile."""
+    slurm = site.slurm
+    if not partition.available:
+        raise ConfigError(
+            "partition", partition.name, "a partition that is up", file=site.file, where="slurm"
+        )
+    if slurm.gpus_per_node > partition.gpus and slurm.gpu_request != "none":
+        expected = f"at most {partition.gpus}, what a node of partition {partition.name} has"
+        raise ConfigError("gpus_per_node", slurm.gpus_per_node, expected, file=site.file, where="slurm")
+    wanted = slurm.gpu_type.lower()
+    known = [kind.lower() for kind in partition.gpu_types]
+    if wanted and slurm.gpu_request != "none" and wanted not in known:
+        expected = (
+            f"one of {', '.join(partition.gpu_types) or 'none'}, the types of partition {partition.name}"
+        )
+        raise ConfigError("gpu_type", slurm.gpu_type, expected, file=site.file, where="slurm")
+    cores = slurm.cpus_per_task * site.ranks_per_node
+    if cores > partition.cores:
+        expected = (
+            f"at most {partition.cores // site.ranks_per_node}: a node of partition {partition.name} has"
+            f" {partition.cores} cores for {site.ranks_per_node} ranks"
+        )
+        raise ConfigError("cpus_per_task", slurm.cpus_per_task, expected, file=site.file, where="slurm")
+
+
+def _refuse(planned: SubmissionPlan, key: str, value: object, expected: str) -> None:
+    raise ConfigError(key, value, expected, file=planned.profile.file, where="slurm")
+
+
+def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
+    """Yield all checks of a profile; the first fatal failure of a query ends them."""
+    gpus = (
+        f"{site.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node" if site.gpus_per_node else "gloo"
+    )
+    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "cases of this system run here")
+    missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
+    if missing:
+        yield Check(
+            "SLURM", NO, f"no {', '.join(missing)} on the path", "run this on a login node", fatal=True
+        )
+        return
+    scheduler = Scheduler()
+    try:
+        version = run_slurm_command(["sinfo", "--version"]).strip()
+        partitions = scheduler.partitions()
+    except SchedulerError as error:
+        yield Check("SLURM", NO, str(error), "slurmctld must answer", fatal=True)
+        return
+    yield Check("SLURM", YES, version, "jobs can be submitted")
+    yield _accounting()
+    yield _results_folder(site, results)
+    try:
+        partition = check_partition(partitions, site.slurm.partition, file=site.file, where="slurm")
+    except ConfigError as error:
+        yield Check("partition", NO, str(error), "change slurm.partition", fatal=True)
+        return
+    yield _partition("partition", site, partition, site.slurm.time_limit)
+    for entry in site.case:
+        yield _case(site, entry, partitions)
+    yield from _gpus(site, partition)
+    yield from gpu.check_profile_binding(site.slurm.options, site.gpus_per_node)
+    accepted = _request(site)
+    yield accepted
+    if nodes and not accepted.fatal:
+        yield from _probe(site, results, nodes)
+
+
+def _accounting() -> Check:
+    try:
+        run_slurm_command(["sacct", "-n", "-X", "-j", "1"])
+    except SchedulerError as error:
+        meaning = "how a job ended is known while slurmctld remembers it (MinJobAge), else by what it wrote"
+        return Check("accounting", LIMITED, str(error), meaning)
+    return Check("accounting", YES, "sacct answers", "how every job ended is known")
+
+
+def _results_folder(site: Profile, results: Path) -> Check:
+    try:
+        require_shared_folder(site, results)
+        require_writable_folder(site, results)
+    except ConfigError as error:
+        return Check("folder", NO, str(error), "results must be where every node sees them", fatal=True)
+    shared = site.storage.shared or "storage.shared is empty: taken for shared"
+    return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "takes results")
+
+
+def _partition(name: str, site: Profile, partition: Partition, time_limit: str) -> Check:
+    found = f"{partition.name}: {partition.nodes} nodes, limit {format_time_limit(partition.limit_min)}"
+    where = "slurm" if name == "partition" else name
+    if not partition.available:
+        return Check(name, NO, f"{found}, down", f"change {where}.partition", fatal=True)
+    if parse_time_limit(time_limit) > partition.limit_min:
+        text = f"{found}; {where}.time_limit is {time_limit}"
+        return Check(name, NO, text, f"shorten {where}.time_limit", fatal=True)
+    most = partition.nodes * site.ranks_per_node
+    return Check(name, YES, found, f"cases of up to {most} ranks")
+
+
+def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
+    """Check the partition of a `[[case]]` table; a failure is not fatal, as other cases do not need it."""
+    name, wanted = f"case {entry.match}", entry.partition or site.slurm.partition
+    try:
+        partition = check_partition(partitions, wanted, file=site.file, where=name)
+    except ConfigError as error:
+        return Check(name, LIMITED, str(error), "these cases are refused")
+    found = _partition(name, site, partition, entry.time_limit or site.slurm.time_limit)
+    return replace(found, state=LIMITED, fatal=False) if found.fatal else found
+
+
+def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
+    if not site.gpus_per_node:
+        return
+    if site.slurm.gpu_request == "none":
+        yield Check("GPUs", LIMITED, "not asked for (gpu_request = none)", "nodes come with all they have")
+        return
+    types = ", ".join(partition.gpu_types) or "no type"
+    found = f"{partition.gpus} a node, {types}"
+    wanted = site.slurm.gpu_type
+    if site.gpus_per_node > partition.gpus:
+        yield Check(
+            "GPUs", NO, f"{found}; slurm.gpus_per_node is {site.gpus_per_node}", "lower it", fatal=True
+        )
+    elif wanted and wanted.lower() not in [kind.lower() for kind in partition.gpu_types]:
+        yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "name one of these", fatal=True)
+    else:
+        yield Check("GPUs", YES, found, "one rank each")
+
+
+def _request(site: Profile) -> Check:
+    """Check with `sbatch --test-only` whether SLURM accepts a job of this profile."""
+    tasks = site.ranks_per_node
+    shape = ArrayShape(
+        nodes=1,
+        tasks_per_node=tasks,
+        time_min=parse_time_limit(site.slurm.time_limit),
+        partition=site.slurm.partition,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.sh"
+        path.write_text(
+            job_array.batch_script(JobArray(shape=shape, bundles=()), site, "repro-doctor", Path(folder))
+        )
+        try:
+            run_slurm_command(["sbatch", "--test-only", str(path)])
+        except SchedulerError as error:
+            return Check(
+                "request", NO, str(error), "see account, qos, constraint, memory, options", fatal=True
+            )
+    return Check(
+        "request", YES, f"sbatch takes a node with {tasks} ranks", "jobs of this profile are accepted"
+    )
+
+
+def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
+    print(f"waiting for a job on {count_noun(nodes, 'node')} to look from there ...", file=sys.stderr)
+    try:
+        seen = probe.probe_nodes(site, results, nodes)
+    except SchedulerError as error:
+        yield Check("nodes", NO, str(error), "see environment.setup and environment.python", fatal=True)
+        return
+    yield from probe.check_nodes(site, seen)

@@ -1,0 +1,183 @@
+"""Operators that a process issues, counted from outside of any engine: collectives with their bytes, and kernels.
+
+Collectives of `torch.distributed` are operators like others, whoever calls them (Python, DDP's C++ reducer, DTensor's
+functional collectives).  A dispatch mode sees them with their tensors and process group.  Payloads and sent bytes are
+those of `repro.parallel.ledger`; barriers and receives count nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from repro.kernels import ran
+from repro.parallel.ledger import SEND, CommLedger
+from repro.parallel.mesh import Mesh
+
+COMPILER = "torch._dynamo"
+"""Module of torch's compiler, whose import takes longer than most traces and steps."""
+_MESSAGES: dict[str, tuple[str, str]] = {
+    "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
+    "c10d::broadcast_": ("broadcast", "tensors"),
+    "c10d::reduce_": ("reduce", "tensors"),
+    "c10d::allgather_": ("all_gather", "output_tensors"),
+    "c10d::allgather_coalesced_": ("all_gather", "output_lists"),
+    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "c10d::alltoall_": ("all_to_all", "input_tensors"),
+    "c10d::alltoall_base_": ("all_to_all", "input"),
+    "c10d::send": (SEND, "tensors"),
+    "_c10d_functional::all_reduce": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "_c10d_functional::broadcast": ("broadcast", "input"),
+    "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "result"),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "result"),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "result"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
+    "_c10d_functional::isend": (SEND, "tensor"),
+}
+"""Operator -> collective, and the argument (or `result`) that is the full message."""
+_WITHOUT_PAYLOAD = {
+    *("c10d::barrier", "c10d::monitored_barrier_"),
+    *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
+}
+ALL_OPERATORS = "every operator"
+"""Name of all operators together without a choice of kernels: on a CPU, or under `kernels = "reference"`."""
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode without torch's guard against its compiler, which imports it and slows every operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def has_wrapper_type(types: Iterable[type]) -> bool:
+    """Return whether an operator has arguments of a wrapper type such as DTensor.
+
+    A mode that returns `NotImplemented` for them sees the resulting operators on the rank's own tensors.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Prevent operators on `meta` from importing torch's compiler inside the context.
+
+    The first call of most Python shape functions imports the compiler in order to exclude the function from
+    compilation.  The import takes seconds and keeps tensors alive.  A stand-in module replaces the compiler, unless the
+    compiler is imported already.
+    """
+    if COMPILER in sys.modules:
+        yield
+        return
+    stand_in: Any = ModuleType(COMPILER)
+    stand_in.disable = lambda function, *_, **__: function
+    sys.modules[COMPILER] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[COMPILER]
+
+
+class CollectiveCounter(UncompiledMode):
+    """Counts the collectives of a step, as a context manager.
+
+    Groups of the mesh have its names; other groups are named by their ranks.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.ledger = CommLedger()
+        self._names = group_names(mesh)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if has_wrapper_type(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        name = func._schema.name
+        of_group = any(
+            argument.name in ("process_group", "group_name") for argument in func._schema.arguments
+        )
+        if not of_group or name in _WITHOUT_PAYLOAD:
+            return
+        if name not in _MESSAGES:
+            raise RuntimeError(f"{name}: a collective of which _MESSAGES does not say what it sends")
+        op, message = _MESSAGES[name]
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | {
+            **kwargs,
+            "result": out,
+        }
+        ranks = _ranks(given)
+        payload = sum(leaf.nbytes for leaf in tree_leaves(given[message]) if isinstance(leaf, Tensor))
+        if len(ranks) > 1:
+            self.ledger.count(op, self._names.get(frozenset(ranks), str(ranks)), len(ranks), payload, "")
+
+
+def group_names(mesh: Mesh) -> dict[frozenset[int], str]:
+    """Return the names of the mesh's groups.  Of equal groups the first of dp, tp, pp, embedding and world counts."""
+    groups = (mesh.world, mesh.embedding, mesh.pp, mesh.tp, mesh.dp)
+    return {frozenset(group.ranks): group.name for group in groups if group.size > 1}
+
+
+def _ranks(given: Mapping[str, Any]) -> list[int]:
+    """Return the ranks of the collective's process group."""
+    group = given.get("process_group")
+    if group is None:
+        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return dist.get_process_group_ranks(group)
+
+
+class KernelCounter:
+    """Counts the kernel calls of one experiment in a process that several experiments share."""
+
+    def __init__(self, device_type: str, *, plain: bool):
+        """`plain`: whether the layout requests torch's operators."""
+        self._otherwise = "torch: kernels = reference" if plain else f"torch: on {device_type}"
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the calls inside the context for this experiment."""
+        before = ran()
+        try:
+            yield
+        finally:
+            self._calls += ran() - before
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Return by operator: `cuda`, `torch: REASON`, or both."""
+        found: dict[str, list[str]] = {}
+        for name, how in sorted(self._calls):
+            found.setdefault(name, []).append(how)
+        return found or {ALL_OPERATORS: [self._otherwise]}

@@ -1,0 +1,192 @@
+"""Exact counts from the sizes of a model: parameters, bytes of model states, and floating-point operations.
+
+Parameters.  With l layers, width h, MLP width f, head width times heads a, vocabulary V and longest sequence s, a GPT
+has
+
+    (V + s) h + l (4 a h + 3 a + h  +  2 f h + f + h  +  4 h) + 2 h
+
+For a = h and f = 4h this is 12 l h^2 (1 + 13/(12 h)) + (V + s) h + 2 h: Megatron's eq. 2 (2104.04473 sec. 5) and the
+final LayerNorm, which that equation omits.  Other layers have 2 (a + k) h with keys and values of width k, 3 f h with
+SwiGLU, and their own norms and biases.
+
+FLOP.  A product of m x k and k x n has 2 m k n operations, and only matrices count, as in the appendix of 2104.04473.
+The forward pass of one layer over B samples of s tokens has
+
+    queries, keys, values, output    8 B s h a
+    scores and their use             4 B s^2 a      (including the masked causal half)
+    MLP                              4 B s h f
+
+For a = h and f = 4h this is 24 B s h^2 + 4 B s^2 h, and the logits have 2 B s h V.  A backward pass has twice the FLOP
+of its forward pass.  Model FLOP are 3 passes, 72 B s l h^2 (1 + s/6h + V/12lh).  Recomputation repeats the forward pass
+of the layers but not of the logits: eq. 3, F = 96 B s l h^2 (1 + s/6h + V/16lh).  With keys and values of width k the
+first line is 4 B s h (a + k), and with SwiGLU the third line is 6 B s h f.
+"""
+
+from __future__ import annotations
+
+from repro.config.errors import require
+from repro.config.model import Model
+from repro.config.system import System
+
+TOKEN_TYPES = 2
+"""BERT's segments A and B."""
+RELATIVE_BUCKETS = 32
+"""Buckets of T5's relative position bias, one scalar per bucket and head."""
+K = 12
+"""Optimizer bytes per parameter: fp32 master weight, momentum and variance (1910.02054 sec. 3.1)."""
+GPT2_FLOPS_FORMULA = (
+    "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
+)
+"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, for records."""
+GENERAL_FLOPS_FORMULA = (
+    "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V, "
+    "keys of width k, m matrices of the MLP; recomputing layers 4 l"
+)
+"""Formula of `model_flops` and `hardware_flops` for other layers, for records."""
+
+
+def parameters_by_part(model: Model) -> dict[str, int]:
+    """Return the parameters by part; the parts depend on the architecture and sum to `total_parameters`.
+
+    `gpt`: by default biases on all linear layers, LayerNorms with weight and bias, and an output tied to the embedding.
+    `bert`: the pre-training model of 1810.04805, with pooler and both heads (masked words, next sentence);
+    the word head's matrix is tied to the embedding.
+    `t5`: version 1.0 of 1910.10683: no biases, RMS norms, one relative position bias a stack, tied output.
+    """
+    return {"gpt": _gpt, "bert": _bert, "t5": _t5}[model.architecture](model)
+
+
+def total_parameters(model: Model) -> int:
+    """Return the number of parameters, each counted once."""
+    return sum(parameters_by_part(model).values())
+
+
+def _gpt(model: Model) -> dict[str, int]:
+    h = model.hidden
+    found = {
+        "token_embedding": model.vocab * h,
+        "position_embedding": model.seq * h if model.positions == "learned" else 0,
+        "attention": model.layers * _attention(model),
+        "mlp": model.layers * _mlp(model),
+        "norms": model.layers * count_layer_norms(model) + (1 + model.embedding_norm) * count_norm(model),
+        "output": 0 if model.tied else model.vocab * h,
+    }
+    return {part: size for part, size in found.items() if size}
+
+
+def count_norm(model: Model) -> int:
+    """Return the parameters of one norm: weight and bias, or the weight alone."""
+    return model.hidden if model.norm == "rms" else 2 * model.hidden
+
+
+def count_layer_norms(model: Model) -> int:
+    """Return the parameters of a layer's norms."""
+    return count_norm(model) if model.blocks == "parallel-one-norm" else 2 * count_norm(model)
+
+
+def count_row_biases(model: Model) -> int:
+    """Return the biases of a layer's two matrices whose outputs are summed over tp."""
+    return 2 * model.hidden if model.biases == "all" else 0
+
+
+def count_keys_and_values(model: Model) -> int:
+    """Return the parameters of a layer's keys and values: matrices and biases."""
+    return (model.hidden + (model.biases != "none")) * 2 * model.key_heads * model.head_width
+
+
+def _attention(model: Model) -> int:
+    """Return the parameters of query, key, value and output matrices with their biases."""
+    inner, h = model.heads * model.head_width, model.hidden
+    return (
+        (h + (model.biases != "none")) * inner
+        + count_keys_and_values(model)
+        + inner * h
+        + count_row_biases(model) // 2
+    )
+
+
+def _mlp(model: Model) -> int:
+    """Return the parameters of an MLP's two or three matrices with their biases."""
+    biases = (model.mlp_matrices - 1) * model.ffn_width if model.biases == "all" else 0
+    return model.mlp_matrices * model.hidden * model.ffn_width + biases + count_row_biases(model) // 2
+
+
+def _bert(model: Model) -> dict[str, int]:
+    h = model.hidden
+    return {
+        "token_embedding": model.vocab * h,
+        "position_embedding": model.seq * h,
+        "token_types": TOKEN_TYPES * h,
+        "attention": model.layers * _attention(model),
+        "mlp": model.layers * _mlp(model),
+        "norms": (2 * model.layers + 1) * 2 * h,
+        "pooler": h * h + h,
+        "word_head": h * h + h + 2 * h + model.vocab,
+        "sentence_head": 2 * h + 2,
+    }
+
+
+def _t5(model: Model) -> dict[str, int]:
+    h, encoder, decoder = model.hidden, model.layers, model.decoder_layers
+    attention = 4 * h * model.heads * model.head_width
+    return {
+        "token_embedding": model.vocab * h,
+        "position_bias": 2 * RELATIVE_BUCKETS * model.heads,
+        "attention": (encoder + 2 * decoder) * attention,
+        "mlp": (encoder + decoder) * 2 * h * model.ffn_width,
+        "norms": (2 * encoder + 1 + 3 * decoder + 1) * h,
+    }
+
+
+def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
+    """Return the bytes per device of `psi` fp16 parameters, their fp16 gradients and Adam's states (1910.02054 sec. 5).
+
+    Stage 0: (4 + K) Psi;  1, P_os: 4 Psi + K Psi / Nd;  2, P_os+g: 2 Psi + (2 + K) Psi / Nd;
+    3, P_os+g+p: (4 + K) Psi / Nd.  Shards are not padded here, as in the paper.
+    """
+    assert nd >= 1
+    kept = {0: 4 + k, 1: 4, 2: 2, 3: 0}[stage]
+    return psi * (kept + (4 + k - kept) / nd)
+
+
+def flops_formula(model: Model) -> str:
+    """Return the formula of `model_flops` and `hardware_flops` for `model`."""
+    return GENERAL_FLOPS_FORMULA if model.kv_heads or model.mlp_matrices != 2 else GPT2_FLOPS_FORMULA
+
+
+def layers_forward(model: Model, seq: int, samples: int) -> int:
+    """Return the FLOP of all layers' forward pass over `samples` of `seq` tokens.
+
+    Raises `ConfigError` for an architecture other than gpt.
+    """
+    require(model.architecture == "gpt", "model", model.name, "a gpt; other models are only counted")
+    inner = model.heads * model.head_width
+    keys = model.key_heads * model.head_width
+    mlp = 2 * model.mlp_matrices * model.hidden * model.ffn_width
+    per_token = 4 * model.hidden * (inner + keys) + 4 * seq * inner + mlp
+    return model.layers * samples * seq * per_token
+
+
+def logits_forward(model: Model, seq: int, samples: int) -> int:
+    """Return the FLOP of the forward product with the embedding, or with the head's own matrix."""
+    return 2 * samples * seq * model.hidden * model.vocab
+
+
+def model_flops(model: Model, seq: int, samples: int) -> int:
+    """Return the FLOP of forward and backward over `samples` of `seq` tokens, without recomputation."""
+    return 3 * (layers_forward(model, seq, samples) + logits_forward(model, seq, samples))
+
+
+def hardware_flops(model: Model, seq: int, samples: int, recompute: bool) -> int:
+    """Return the FLOP that devices execute: with `recompute` the layers run forward twice."""
+    repeated = layers_forward(model, seq, samples) if recompute else 0
+    return model_flops(model, seq, samples) + repeated
+
+
+def utilisation(model_flops_per_s: float, devices: int, system: System, precision: str) -> float | None:
+    """Return the MFU: FLOP/s of the model without recomputation over the peak of `devices` (2204.02311 sec. 4.1).
+
+    None means that the device's peak at `precision` is unknown.
+    """
+    peak = system.device.peak_flops.get(precision)
+    return None if peak is None or not peak.value else model_flops_per_s / devices / peak.value

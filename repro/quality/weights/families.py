@@ -1,0 +1,357 @@
+"""Families of models in transformers' format. `FAMILIES` lists all of them.
+
+A family converts configurations and names of tensors in both directions. Its functions are `_NAME_sizes` (keys of our
+model), `_NAME_layer` (tensors of a layer) and `_NAME_configuration` (keys of transformers).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from repro.config import ConfigError, Model
+from repro.quality.weights.family import (
+    TO_GELUS,
+    Config,
+    Family,
+    first_of,
+    fused_layer,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    whole,
+)
+from repro.quality.weights.rows import Counterpart, Stretch, same
+
+DEFAULT_SEQ = 2048
+"""Tokens of a sample for a BLOOM or Falcon configuration without a length; ALiBi has no maximum."""
+NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Names of the norms of attention and MLP in NeoX and BLOOM."""
+
+
+# GPT-2: the matrices are `Conv1D`s, stored as [in, out]; query, key and value are one of them, side by side.
+
+
+def _gpt2_sizes(config: Config) -> dict[str, Any]:
+    return {
+        "layers": config["n_layer"],
+        "hidden": config["n_embd"],
+        "heads": config["n_head"],
+        "vocab": config["vocab_size"],
+        "seq": config.get("n_positions") or config["n_ctx"],
+        "ffn": config.get("n_inner") or 0,
+        "mlp": gelu(config, "activation_function", "gelu_new"),
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
+    h, f, inner = model.hidden, model.ffn_width, model.heads * model.head_width
+    for part, name, linears in (
+        ("attention", "ln_1", (("qkv", "attn.c_attn", h, 3 * inner), ("out", "attn.c_proj", inner, h))),
+        ("mlp", "ln_2", (("up", "mlp.c_fc", h, f), ("down", "mlp.c_proj", f, h))),
+    ):
+        ours, theirs = f"blocks.{i}.{part}", f"h.{i}"
+        yield from norm(f"{theirs}.{name}", f"{ours}.norm", model)
+        for matrix, conv, inputs, outputs in linears:
+            yield same(f"{theirs}.{conv}.weight", f"{ours}.{matrix}", inputs, outputs, transposed=True)
+            yield same(f"{theirs}.{conv}.bias", f"{ours}.{matrix}_bias", outputs)
+
+
+def _gpt2_configuration(model: Model) -> dict[str, Any]:
+    return {
+        "activation_function": TO_GELUS.get(model.mlp),
+        "layer_norm_epsilon": model.norm_eps,
+        "n_layer": model.layers,
+        "n_embd": model.hidden,
+        "n_head": model.heads,
+        "n_positions": model.seq,
+        "n_ctx": model.seq,
+        "n_inner": model.ffn_width,
+    }
+
+
+GPT2 = Family(
+    name="GPT-2",
+    types=("gpt2",),
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    head="lm_head.weight",
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    tokens="wte.weight",
+    positions="wpe.weight",
+    norms={"ln_f": "head.norm"},
+    sizes=_gpt2_sizes,
+    layer=_gpt2_layer,
+    configuration=_gpt2_configuration,
+    passed_over=re.compile(r"h\.\d+\.attn\.(?:masked_)?bias"),
+)
+
+
+# Llama and Mistral, and Qwen2, whose query, key and value have biases: all projections are matrices of their own.
+
+
+def _llama_sizes(config: Config) -> dict[str, Any]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width, keys = config.get("head_dim") or 0, config.get("num_key_value_heads") or heads
+    qwen2 = config["model_type"] == "qwen2"
+    seq = config["max_position_embeddings"]
+    if qwen2 and config.get("use_sliding_window"):
+        right = "false: attention that reaches back a window alone is not in our GPT"
+        raise ConfigError("use_sliding_window", True, right)
+    if config["model_type"] == "mistral" and config.get("sliding_window"):
+        seq = min(seq, config["sliding_window"])  # so far it is ordinary attention
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": keys if keys != heads else 0,
+        "head_dim": width if width * heads != hidden else 0,
+        "ffn": config["intermediate_size"],
+        "vocab": config["vocab_size"],
+        "seq": seq,
+        "norm": "rms",
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "mlp": "swiglu",
+        "biases": "qkv" if qwen2 else "none",
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        **rotary(config),
+    }
+
+
+def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
+    theirs, attention, mlp = f"layers.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
+    h, f, biased = model.hidden, model.ffn_width, model.biases == "qkv"
+    inner = model.heads * model.head_width
+    yield from norm(f"{theirs}.input_layernorm", f"{attention}.norm", model)
+    for k, name in enumerate("qkv"):
+        rows = _qkv_rows(attention, model, k)
+        yield from linear(f"{theirs}.self_attn.{name}_proj", h, rows, biased=biased)
+    yield same(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
+    yield from norm(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
+    for name, at in (("gate", 0), ("up", f)):
+        yield from linear(f"{theirs}.mlp.{name}_proj", h, whole(f"{mlp}.up", f, at), biased=False)
+    yield same(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
+
+
+def _qkv_rows(block: str, model: Model, k: int) -> Callable[[str], tuple[Stretch, ...]]:
+    """The rows of query, key or value (k = 0, 1, 2)."""
+    width, inner = model.head_width, model.heads * model.head_width
+    if model.key_heads == model.heads:
+        return whole(f"{block}.qkv", inner, k * inner)
+    if k == 0:
+        return whole(f"{block}.q", inner)
+    first = range((k - 1) * width, 2 * model.key_heads * width, 2 * width)  # each head's key, then its value
+    return lambda ending: tuple(Stretch(f"{block}.kv{ending}", row, width) for row in first)
+
+
+def _llama_configuration(model: Model) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_heads,
+        "head_dim": model.head_width,
+        "intermediate_size": model.ffn_width,
+        "max_position_embeddings": model.seq,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+    }
+
+
+LLAMA = Family(
+    name="Llama",
+    types=("llama", "mistral"),
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    head="lm_head.weight",
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    tokens="embed_tokens.weight",
+    norms={"norm": "head.norm"},
+    sizes=_llama_sizes,
+    layer=_llama_layer,
+    configuration=_llama_configuration,
+    passed_over=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+)
+QWEN2 = replace(
+    LLAMA,
+    name="Qwen2",
+    types=("qwen2",),
+    architecture="Qwen2ForCausalLM",
+    fixed={"hidden_act": "silu"},
+)
+
+
+# GPT-NeoX and Pythia: query, key and value are one matrix, head by head.
+
+
+def _neox_sizes(config: Config) -> dict[str, Any]:
+    told = config.get("rope_parameters") or {}
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "ffn": config["intermediate_size"],
+        "vocab": config["vocab_size"],
+        "seq": config["max_position_embeddings"],
+        "norm_eps": config.get("layer_norm_eps", 1e-5),
+        "mlp": gelu(config, "hidden_act", "gelu"),
+        "blocks": "parallel" if config.get("use_parallel_residual", True) else "sequential",
+        "rotary_fraction": float(told.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        **rotary(config),
+    }
+
+
+def _neox_configuration(model: Model) -> dict[str, Any]:
+    turned = {"rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_fraction}
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.ffn_width,
+        "max_position_embeddings": model.seq,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_act": TO_GELUS.get(model.mlp),
+        "use_parallel_residual": model.blocks == "parallel",
+        "rotary_pct": model.rotary_fraction,
+        "rotary_emb_base": model.rotary_base,
+        "rope_parameters": {"rope_type": "default", **turned},
+    }
+
+
+NEOX = Family(
+    name="GPT-NeoX",
+    types=("gpt_neox",),
+    architecture="GPTNeoXForCausalLM",
+    prefix="gpt_neox.",
+    head="embed_out.weight",
+    fixed={"attention_bias": True},
+    tokens="embed_in.weight",
+    norms={"final_layer_norm": "head.norm"},
+    sizes=_neox_sizes,
+    layer=partial(fused_layer, stem="layers", attention="attention", norms=NORMS),
+    configuration=_neox_configuration,
+    passed_over=re.compile(r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)"),
+)
+
+
+# BLOOM: ALiBi, a norm after the embedding; query, key and value are one matrix, head by head.
+
+
+def _bloom_sizes(config: Config) -> dict[str, Any]:
+    return {
+        "layers": first_of(config, "n_layer", "num_hidden_layers"),
+        "hidden": first_of(config, "hidden_size", "n_embed"),
+        "heads": first_of(config, "n_head", "num_attention_heads"),
+        "vocab": config["vocab_size"],
+        "seq": config.get("seq_length") or DEFAULT_SEQ,
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "positions": "alibi",
+        "embedding_norm": True,
+        "tied": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _bloom_configuration(model: Model) -> dict[str, Any]:
+    return {
+        "n_layer": model.layers,
+        "hidden_size": model.hidden,
+        "n_head": model.heads,
+        "seq_length": model.seq,
+        "layer_norm_epsilon": model.norm_eps,
+    }
+
+
+BLOOM = Family(
+    name="BLOOM",
+    types=("bloom",),
+    architecture="BloomForCausalLM",
+    prefix="transformer.",
+    head="lm_head.weight",
+    fixed={"apply_residual_connection_post_layernorm": False},
+    tokens="word_embeddings.weight",
+    norms={"word_embeddings_layernorm": "embed.norm", "ln_f": "head.norm"},
+    sizes=_bloom_sizes,
+    layer=partial(fused_layer, stem="h", attention="self_attention", norms=NORMS),
+    configuration=_bloom_configuration,
+)
+
+
+# Falcon: attention and MLP in parallel, shared keys and values; 7B has one norm per layer, 40B and later two.
+
+
+def _falcon_sizes(config: Config) -> dict[str, Any]:
+    heads, hidden = first_of(config, "num_attention_heads", "n_head"), config["hidden_size"]
+    later = bool(config.get("new_decoder_architecture"))
+    alone = not later and config.get("multi_query", True)
+    keys = 1 if alone else config.get("num_kv_heads") or heads
+    two = later and config.get("num_ln_in_parallel_attn") in (None, 2)
+    return {
+        "layers": first_of(config, "num_hidden_layers", "n_layer"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": keys if keys != heads else 0,
+        "ffn": config.get("ffn_hidden_size") or 0,
+        "vocab": config["vocab_size"],
+        "seq": config.get("max_position_embeddings") or DEFAULT_SEQ,
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "mlp": gelu(config, "activation", "gelu"),
+        "blocks": "parallel" if two else "parallel-one-norm",
+        "biases": "all" if config.get("bias") else "none",
+        "tied": bool(config.get("tie_word_embeddings", True)),
+        **rotary(config),
+    }
+
+
+def _falcon_layer(model: Model, i: int) -> Iterator[Counterpart]:
+    norms = ("ln_attn", "ln_mlp") if model.blocks == "parallel" else ("input_layernorm",)
+    yield from fused_layer(model, i, stem="h", attention="self_attention", norms=norms)
+
+
+def _falcon_configuration(model: Model) -> dict[str, Any]:
+    later = model.blocks == "parallel" or model.key_heads not in (1, model.heads)
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_kv_heads": model.key_heads,
+        "multi_query": model.key_heads == 1,
+        "new_decoder_architecture": later,
+        "num_ln_in_parallel_attn": (2 if model.blocks == "parallel" else 1) if later else None,
+        "ffn_hidden_size": model.ffn_width,
+        "max_position_embeddings": model.seq,
+        "layer_norm_epsilon": model.norm_eps,
+        "activation": TO_GELUS.get(model.mlp),
+        "bias": model.biases == "all",
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
+    }
+
+
+FALCON = Family(
+    name="Falcon",
+    types=("falcon", "RefinedWebModel", "RefinedWeb"),
+    architecture="FalconForCausalLM",
+    prefix="transformer.",
+    head="lm_head.weight",
+    fixed={"parallel_attn": True, "alibi": False},
+    tokens="word_embeddings.weight",
+    norms={"ln_f": "head.norm"},
+    sizes=_falcon_sizes,
+    layer=_falcon_layer,
+    configuration=_falcon_configuration,
+)
+
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, QWEN2, NEOX, BLOOM, FALCON)
+"""All families, in the order in which an export tries them."""

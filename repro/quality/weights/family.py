@@ -1,0 +1,179 @@
+"""The interface of a family of transformers' models, and conversions that several families share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from repro.config import ConfigError, Model
+from repro.quality.weights.rows import Counterpart, Stretch, same
+from repro.quality.weights.source import TOKENS
+
+HEAD = "head.output"
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
+"""Our names (tanh approximation and exact) by their names."""
+TO_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
+NEVER = re.compile(r"(?!)")
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models.  Names of tensors are without `prefix`, which old files lack."""
+
+    name: str
+    """Name in messages."""
+    types: tuple[str, ...]
+    """`model_type` of what is read; the first one is written."""
+    architecture: str
+    """Class in transformers."""
+    prefix: str
+    head: str
+    """Name of the output matrix, without prefix; files of tied models may contain it too."""
+    fixed: Config
+    """Keys with one value that our GPT supports; it is also the default of the key."""
+    tokens: str
+    """Name of the token embedding."""
+    norms: Mapping[str, str]
+    """Norms outside layers: their names to ours."""
+    sizes: Callable[[Config], dict[str, Any]]
+    """Conversion of their configuration to keys of our model; raises `KeyError` for a missing key."""
+    layer: Callable[[Model, int], Iterator[Counterpart]]
+    """Tensors of layer i."""
+    configuration: Callable[[Model], dict[str, Any]]
+    """Conversion of our model to their configuration, without the vocabulary and the `fixed` keys."""
+    positions: str = ""
+    """Name of the position embedding; empty without one."""
+    passed_over: re.Pattern[str] = NEVER
+    """Names of tensors that are not weights: masks and wavelengths in old files."""
+
+    def model(self, config: Config, name: str) -> Model:
+        """Return our model of a configuration.  Raises `ConfigError` for a layer that our GPT lacks."""
+        for key, right in self.fixed.items():
+            value = config.get(key, right)
+            if value != right:
+                raise ConfigError(key, value, f"{right}, as our GPT has it")
+        try:
+            return Model(name=name, **self.sizes(config))
+        except KeyError as error:
+            says = f"is missing from {self.name}'s configuration"
+            raise ConfigError(str(error.args[0]), says=says) from None
+        except TypeError as error:
+            raise ConfigError("sizes", says=f"must be whole numbers: {error}") from None
+
+    def counterparts(self, model: Model) -> Iterator[Counterpart]:
+        """Yield all tensors of a model."""
+        yield same(self.tokens, TOKENS, model.vocab, model.hidden)
+        if self.positions:
+            yield same(self.positions, "embed.positions", model.seq, model.hidden)
+        for theirs, ours in self.norms.items():
+            yield from norm(theirs, ours, model)
+        for i in range(model.layers):
+            yield from self.layer(model, i)
+        if not model.tied:
+            yield same(self.head, HEAD, model.vocab, model.hidden)
+
+    def document(self, model: Model, vocab: int) -> dict[str, Any]:
+        """Return the content of `config.json` for a model."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.types[0],
+            **self.fixed,
+            **self.configuration(model),
+            "tie_word_embeddings": model.tied,
+            "vocab_size": vocab,
+            # Ids beyond the vocabulary make transformers warn; not every model has an end of text of its own.
+            "bos_token_id": vocab - 1,
+            "eos_token_id": vocab - 1,
+            "torch_dtype": "float32",
+        }
+
+
+def norm(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
+    """Yield the weight of a norm, and its bias if it has one."""
+    yield same(f"{theirs}.weight", ours, model.hidden)
+    if model.norm == "layer":
+        yield same(f"{theirs}.bias", f"{ours}_bias", model.hidden)
+
+
+def linear(
+    theirs: str, inputs: int, stretches: Callable[[str], tuple[Stretch, ...]], *, biased: bool
+) -> Iterator[Counterpart]:
+    """Yield a matrix [out, in] and its bias. `stretches` maps the ending of our names, empty or `_bias`, to rows."""
+    of_weight = stretches("")
+    rows = sum(stretch.rows for stretch in of_weight)
+    yield Counterpart(f"{theirs}.weight", (rows, inputs), of_weight)
+    if biased:
+        yield Counterpart(f"{theirs}.bias", (rows,), stretches("_bias"))
+
+
+def whole(ours: str, rows: int, first: int = 0) -> Callable[[str], tuple[Stretch, ...]]:
+    """Return the `stretches` of one parameter for `linear`."""
+    return lambda ending: (Stretch(ours + ending, first, rows),)
+
+
+def by_group(block: str, model: Model) -> Callable[[str], tuple[Stretch, ...]]:
+    """Return the `stretches` of a fused matrix that stores queries, key and value of each key head together."""
+    width, keys = model.head_width, model.key_heads
+    queries = model.heads // keys * width
+
+    def stretches(ending: str) -> tuple[Stretch, ...]:
+        found = []
+        for group in range(keys):
+            if keys == model.heads:  # one parameter: all queries, all keys, all values
+                ours = f"{block}.qkv{ending}"
+                found += [Stretch(ours, (k * keys + group) * width, width) for k in range(3)]
+            else:  # two, of which the other one is by heads as well
+                found.append(Stretch(f"{block}.q{ending}", group * queries, queries))
+                found.append(Stretch(f"{block}.kv{ending}", group * 2 * width, 2 * width))
+        return tuple(found)
+
+    return stretches
+
+
+def fused_layer(
+    model: Model, i: int, *, stem: str, attention: str, norms: tuple[str, ...]
+) -> Iterator[Counterpart]:
+    """Yield the tensors of layer i where its four matrices have the names of Megatron-LM.
+
+    `norms` are the names of the norms of attention and of the MLP; with one name, the MLP has no norm.
+    """
+    theirs, ours, h, f = f"{stem}.{i}", f"blocks.{i}", model.hidden, model.ffn_width
+    for name, part in zip(norms, ("attention", "mlp"), strict=False):
+        yield from norm(f"{theirs}.{name}", f"{ours}.{part}.norm", model)
+    for name, inputs, stretches in (
+        (f"{attention}.query_key_value", h, by_group(f"{ours}.attention", model)),
+        (f"{attention}.dense", model.heads * model.head_width, whole(f"{ours}.attention.out", h)),
+        ("mlp.dense_h_to_4h", h, whole(f"{ours}.mlp.up", f)),
+        ("mlp.dense_4h_to_h", f, whole(f"{ours}.mlp.down", h)),
+    ):
+        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=model.biases == "all")
+
+
+def first_of(config: Config, *keys: str) -> Any:
+    """Return the value of the first key that is not None; raises `KeyError` of the first key."""
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise KeyError(keys[0])
+
+
+def rotary(config: Config) -> dict[str, Any]:
+    """Return our keys of rotary positions; newer versions of transformers store theirs in a table."""
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = told.get("rope_type", told.get("type", "default"))
+    if kind != "default":
+        right = "default: wavelengths that are scaled are not in our GPT"
+        raise ConfigError("rope_type", kind, right)
+    base = told.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
+    return {"positions": "rotary", "rotary_base": float(base)}
+
+
+def gelu(config: Config, key: str, default: str) -> str:
+    """Return our name of their GELU."""
+    value = config.get(key, default)
+    if value not in GELUS:
+        raise ConfigError(key, value, f"one of {', '.join(GELUS)}, which our GPT has")
+    return GELUS[value]

@@ -1,0 +1,329 @@
+"""Figures of interleaved comparisons: ratios of strategies, engines, and twins over the bandwidth of a link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from repro.config import TwinOf
+from repro.config.experiment import TWIN_RATIO
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    STAGE_NAMES,
+    Drawing,
+    Record,
+    make_axes,
+    set_grid,
+    zero_stage,
+)
+from repro.results.schema import ComparisonRecord
+from repro.util import units
+from repro.util.units import GB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+RATIOS_TITLE = "Throughput of compared strategies"
+RATIOS_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
+
+MAX_COMPARISONS = 40
+"""Lines; more are no picture."""
+
+
+def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
+    """One line a comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
+    newest = sorted(comparisons, key=lambda r: r.order, reverse=True)[:MAX_COMPARISONS]
+    shown = sorted(newest, key=lambda r: (r.baseline.name, r.subject.name))
+    if not shown:
+        return Drawing("comparison", RATIOS_TITLE, "No comparison in the store.", (), RATIOS_COMMAND)
+
+    figure, axes = make_axes(1.3 + 0.32 * len(shown))
+    for y, record in enumerate(shown):
+        low, high, ratio = record.low, record.high, record.ratio
+        rounds = _round_ratios(record)
+        axes.scatter(rounds, [y + 0.24] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
+        known = low is not None and high is not None
+        colour = ORANGE if high is not None and high < 1 else BLUE
+        if known:
+            axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
+        fill = colour if known else "white"
+        axes.scatter(ratio, y, s=46, color=fill, edgecolors=INK if known else colour, linewidths=1, zorder=4)
+        words = f"{ratio:.2f} {units.interval(low, high)}"
+        axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.set_yticks(range(len(shown)), [f"{r.subject.name}  /  {r.baseline.name}" for r in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    ends = [1.0, *(x for r in shown for x in (r.low, r.high, r.ratio, *_round_ratios(r)) if x is not None)]
+    margin = 0.06 * max(0.2, max(ends) - min(ends))
+    axes.set_xlim(min(ends) - margin, max(ends) + margin)
+    axes.set_xlabel("samples/s, subject over baseline (right of 1: the subject is faster)")
+    set_grid(axes, "x")
+
+    rounds = sorted({r.rounds for r in shown})
+    caption = (
+        f"The pairs ran interleaved (A B A B ...) in {' or '.join(map(str, rounds))} rounds. Large dots: "
+        "median of the rounds' ratios; bars: its 95 % bootstrap interval (BCa); small dots: single rounds. "
+        "Orange: the whole interval is below 1."
+    )
+    if len(comparisons) > len(shown):
+        caption += f" The newest {len(shown)} of {len(comparisons):,}."
+    if rounds[0] <= 5:
+        caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
+    return Drawing("comparison", RATIOS_TITLE, caption, tuple(r.at for r in shown), "", figure)
+
+
+def _round_ratios(record: ComparisonRecord) -> list[float]:
+    return [subject / baseline for baseline, subject in record.pairs if baseline]
+
+
+ENGINES_SUITE = "engines"
+ENGINES_TITLE = "The same step by engine and strategy"
+ENGINES_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
+ENGINE_STYLES = {
+    "native": ("this suite", BLUE),
+    "torch": ("torch", ORANGE),
+    "deepspeed": ("DeepSpeed", GREEN),
+    "megatron": ("Megatron-core", PURPLE),
+}
+
+STRATEGIES = (*STAGE_NAMES.values(), "TP", "PP")
+
+
+class _EngineBar(NamedTuple):
+    strategy: str
+    engine: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
+    """Bars over strategies, one colour an engine; times over ours with the interval of their comparison."""
+    shown = {
+        r.key: r
+        for r in records
+        if r.suite == ENGINES_SUITE and r.name.startswith("speed-") and r.outcome == "ok"
+    }
+    turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
+    if not turns:
+        return Drawing(
+            "engines", ENGINES_TITLE, "No comparison of engines in the store.", (), ENGINES_COMMAND
+        )
+    members = {key: shown[key] for c in turns for key in (c.baseline.key, c.subject.key)}
+    held, sent = [], []
+    for record in members.values():
+        strategy, name = _strategy_of(record), record.experiment.engine
+        held.append(_EngineBar(strategy, name, record.metrics["memory.states_bytes"] / 1e6))
+        sent.append(_EngineBar(strategy, name, record.metrics["comm.sent_bytes"] / 1e6))
+    times = [_EngineBar(_strategy_of(shown[key]), "native", 1.0) for key in {c.baseline.key for c in turns}]
+    for c in turns:
+        subject = shown[c.subject.key]
+        low, high = (1 / end if end else None for end in (c.high, c.low))
+        times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
+
+    from matplotlib.patches import Patch
+
+    figure, panels = make_axes(6.6, rows=3)
+    _draw_grouped_bars(panels[0], times, "seconds a step, ours = 1")
+    _draw_grouped_bars(panels[1], held, "MB of model states")
+    _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends a step")
+    here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
+    handles = [Patch(color=ENGINE_STYLES[name][1], label=ENGINE_STYLES[name][0]) for name in here]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(here))
+
+    libraries = {str(r.software["name"]) for r in members.values() if r.software} - {"repro"}
+    rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
+    caption = (
+        f"{_describe_setup(list(members.values()))} The engines took turns in {rounds} rounds; lines on the times are "
+        "95 % intervals. Model states as they lie when the gradients are there, of the fullest rank; messages as a "
+        f"ring sends them, of libraries counted from outside. {', '.join(sorted(libraries))}."
+    )
+    missing = "" if here == list(ENGINE_STYLES) else ENGINES_COMMAND
+    return Drawing("engines", ENGINES_TITLE, caption, tuple(r.at for r in members.values()), missing, figure)
+
+
+def _draw_grouped_bars(axes: Axes, bars: list[_EngineBar], label: str) -> None:
+    import pandas as pd
+    import seaborn as sns
+
+    frame = pd.DataFrame(bars)
+    strategies = [name for name in STRATEGIES if name in set(frame["strategy"])]
+    engines = [name for name in ENGINE_STYLES if name in set(frame["engine"])]
+    sns.barplot(
+        frame,
+        x="strategy",
+        y="value",
+        hue="engine",
+        order=strategies,
+        hue_order=engines,
+        palette=[ENGINE_STYLES[name][1] for name in engines],
+        saturation=1,
+        errorbar=None,
+        gap=0.08,
+        lw=0,
+        ax=axes,
+    )
+    known = {(bar.strategy, bar.engine): bar for bar in bars}
+    for container, engine in zip(axes.containers, engines, strict=False):
+        for patch in container:
+            middle = patch.get_x() + patch.get_width() / 2
+            bar = known[strategies[round(middle)], engine]
+            if bar.low and bar.high:
+                axes.vlines(middle, bar.low, bar.high, color=INK, lw=1)
+            words: dict[str, Any] = {"ha": "center", "fontsize": 7, "textcoords": "offset points"}
+            axes.annotate(f"{bar.value:.3g}", (middle, bar.high or bar.value), (0, 4), **words)
+    axes.set(xlabel="", ylabel=label)
+    axes.margins(y=0.16)
+    set_grid(axes, "y")
+    if (legend := axes.get_legend()) is not None:
+        legend.remove()
+
+
+def _strategy_of(record: Record) -> str:
+    layout = record.experiment.layout
+    return "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else STAGE_NAMES[zero_stage(record)]
+
+
+def _describe_setup(members: list[Record]) -> str:
+    one = members[0].experiment
+    return (
+        f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, "
+        f"{one.layout.global_batch} samples of {one.seq} tokens a step."
+    )
+
+
+SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
+"""The row of the ledger whose comparison the sweeps are of."""
+LARGER_TWIN_SUITE = "windtunnel_3p75x"
+SWEEPS = {
+    "windtunnel_between": ("between", "GB/s of a node's link to the others, in the original"),
+    "windtunnel_within": ("within", "GB/s that a GPU gets inside its node, which nobody published"),
+}
+SWEEPS_TITLE = "DeepSpeed's 3.75x against the bandwidth of the links"
+SWEEPS_COMMAND = "repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE))
+
+
+class _TwinComparison(NamedTuple):
+    """One comparison of twins."""
+
+    suite: str
+    twin: TwinOf
+    """Of the subject."""
+    record: ComparisonRecord
+
+    @property
+    def predicted(self) -> tuple[float, float]:
+        """The ratio of the originals and that of the twins."""
+        return self.twin.numbers[TWIN_RATIO]
+
+
+def draw_bandwidth_sweeps(
+    records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
+) -> Drawing:
+    """A panel a sweep: measured ratios with their intervals over the time model's curves, and the `published` one."""
+    found = _twin_comparisons(records, comparisons)
+    shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
+    shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
+    if not shown:
+        return Drawing(
+            "windtunnel", SWEEPS_TITLE, "No sweep of an emulated link in the store.", (), SWEEPS_COMMAND
+        )
+    single = [p for p in found if p.suite == LARGER_TWIN_SUITE]
+    figure, panels = make_axes(3.4, columns=len(shown), sharey=True, squeeze=False)
+    for axes, (sweep, points) in zip(panels[0], shown.items(), strict=True):
+        _draw_sweep(axes, sweep, points, single, published)
+    panels[0][0].set_ylabel("samples/s, DeepSpeed over Megatron")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    used = [*single, *(p for points in shown.values() for p in points)]
+    rounds = "/".join(map(str, sorted({p.record.rounds for p in used})))
+    caption = (
+        "Small twins that train behind slow links, in turns with their baseline; lines and band are 95 % intervals of "
+        f"{rounds} rounds. The curves are the time model's, of the originals and of these twins, which no step entered."
+    )
+    missing = "" if len(shown) == len(SWEEPS) and single else SWEEPS_COMMAND
+    ran = tuple(p.record.at for p in used)
+    return Drawing("windtunnel", SWEEPS_TITLE, caption, ran, missing, figure)
+
+
+def _twin_comparisons(
+    records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
+) -> list[_TwinComparison]:
+    """The newest comparison of each pair, for every suite that has it: two sweeps may share a point."""
+    twins: dict[str, dict[str, TwinOf]] = {}
+    for record in records:
+        if record.experiment.twin is not None and record.outcome == "ok":
+            twins.setdefault(record.key, {})[record.suite] = record.experiment.twin
+    newest: dict[tuple[str, str, str], _TwinComparison] = {}
+    for c in sorted(comparisons, key=lambda c: c.order):
+        for suite, twin in twins.get(c.subject.key, {}).items():
+            if TWIN_RATIO in twin.numbers:
+                newest[suite, c.baseline.key, c.subject.key] = _TwinComparison(suite, twin, c)
+    return list(newest.values())
+
+
+def _draw_sweep(
+    axes: Axes,
+    sweep: str,
+    points: Sequence[_TwinComparison],
+    single: Sequence[_TwinComparison],
+    published: float | None,
+) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    link, label = SWEEPS[sweep]
+
+    def link_rate(point: _TwinComparison) -> float:
+        return float(getattr(point.twin, link)) / GB
+
+    points = sorted(points, key=link_rate)
+    rates = [link_rate(p) for p in points]
+    axes.plot(
+        rates, [p.predicted[0] for p in points], color=MUTED, lw=1.2, ls="--", label="predicted, originals"
+    )
+    axes.plot(rates, [p.predicted[1] for p in points], color=ORANGE, lw=1.4, label="predicted, twins")
+    ends = [(x, p.record.low, p.record.high) for x, p in zip(rates, points, strict=True)]
+    known = [(x, low, high) for x, low, high in ends if low is not None and high is not None]
+    if known:
+        x, low, high = zip(*known, strict=True)
+        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, lw=0)
+        axes.vlines(x, low, high, color=BLUE, lw=1.2)
+    axes.plot(
+        rates, [p.record.ratio for p in points], color=BLUE, marker="o", ms=5, lw=1.2, label="measured, twins"
+    )
+    for p in single:
+        axes.plot(
+            [link_rate(p)],
+            [p.record.ratio],
+            marker="D",
+            ms=6,
+            color=BLUE,
+            mec=INK,
+            ls="none",
+            label="a larger twin",
+        )
+    if published is not None:
+        axes.axhline(published, color=INK, lw=0.8, ls=":")
+        if link == "between" and single:
+            axes.plot(
+                [link_rate(single[0])],
+                [published],
+                marker="*",
+                ms=11,
+                color=INK,
+                ls="none",
+                label="published",
+            )
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)
+    axes.set_ylim(0, 1.08 * max(axes.get_ylim()[1], published or 0.0))
+    set_grid(axes, "y")

@@ -1,0 +1,331 @@
+"""Figures of training losses: the parity group, the long convergence runs, and any results that a user selects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from repro.report.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Drawing,
+    Record,
+    dp_degree,
+    make_axes,
+    set_grid,
+    successful_records,
+    zero_stage,
+)
+from repro.results.curves import ROUNDING, distances, root_mean_square
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+PARITY_PREFIX, SINGLE_PROCESS = "parity-", "parity-single"
+PARITY_TITLE = "Loss under every strategy, against one process"
+PARITY_COMMAND = "repro run suites/smoke.toml --only 'parity-*'"
+PARITY_TOLERANCE = 1e-5
+MIN_DRAWN_DIFFERENCE = 1e-9
+"""Where a difference of exactly zero is drawn on the log axis; fp32 losses near 5 cannot differ by less."""
+
+
+def draw_parity(records: list[Record]) -> Drawing:
+    """Left: the curves, one over the other.  Right: relative difference at every step, a line a strategy."""
+    shown = [r for r in successful_records(records, PARITY_PREFIX) if r.series.loss]
+    single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
+    if single is None:
+        missing = (
+            f"No record of {SINGLE_PROCESS}, which the others are compared with."
+            if shown
+            else "No record of parity-*."
+        )
+        return Drawing("loss", PARITY_TITLE, missing, (), PARITY_COMMAND)
+    others = sorted(
+        (r for r in shown if r is not single),
+        key=lambda r: (_strategy_order(_strategy_of(r)), zero_stage(r), r.name),
+    )
+    reference = single.series.loss or []
+
+    rows = max(3.2, 1.1 + 0.24 * len(others))
+    figure, (left, right) = make_axes(rows, 1, 2, width_ratios=(1, 1.35))
+    named: dict[str, Any] = {}
+    for record in [single, *others]:
+        kind = _strategy_of(record)
+        seen = [(step, loss) for step, loss in enumerate(record.series.loss or (), 1) if loss is not None]
+        steps, losses = [step for step, _ in seen], [loss for _, loss in seen]
+        (line,) = left.plot(
+            steps, losses, color=STRATEGY_COLOURS[kind], linestyle=STRATEGY_DASHES[kind], linewidth=1.6
+        )
+        named.setdefault(kind, line)
+    left.legend(named.values(), named.keys(), loc="upper right")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.set_xlabel("optimizer step")
+    left.set_ylabel("loss (nats per token)")
+    left.set_title("loss curves, overlaid")
+    set_grid(left, "y")
+
+    for y, record in enumerate(others):
+        drawn = [max(d, MIN_DRAWN_DIFFERENCE) for d in distances(record.series.loss or [], reference)]
+        colour = STRATEGY_COLOURS[_strategy_of(record)]
+        right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
+        if drawn:
+            right.scatter(max(drawn), y, s=34, color=colour, edgecolors=INK, linewidths=0.8, zorder=3)
+    right.axvline(PARITY_TOLERANCE, color=INK, linewidth=1.2, linestyle="--")
+    right.text(PARITY_TOLERANCE * 1.25, -0.55, "tolerance", ha="left", va="bottom", fontsize=8)
+    right.set_xscale("log")
+    right.set_xlim(MIN_DRAWN_DIFFERENCE * 0.6, max(1e-3, *right.get_xlim()) if others else 1e-3)
+    right.set_xticks([MIN_DRAWN_DIFFERENCE, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+    right.set_xticklabels(["equal", "1e-8", "1e-7", "1e-6", "1e-5", "1e-4", "1e-3"])
+    right.minorticks_off()
+    right.set_yticks(range(len(others)), [r.name.removeprefix(PARITY_PREFIX) for r in others])
+    right.set_ylim(len(others) - 0.4, -0.9)
+    right.set_xlabel("relative difference to one process, every step")
+    right.set_title("distance from one process (largest outlined)")
+    set_grid(right, "x")
+
+    differences = [d for r in others for d in distances(r.series.loss or [], reference)]
+    absent = sum(loss is None for r in [single, *others] for loss in r.series.loss or ())
+    caption = (
+        f"Loss of {single.experiment.model.name} from the same seed, text and global batch over "
+        f"{len(reference)} steps: {len(others)} strategies against one process. Largest relative difference at any "
+        f"step: {max(differences, default=0):.1e} (tolerance {PARITY_TOLERANCE:.0e} in fp32)."
+    )
+    if absent:
+        caption += f" {absent} loss values were NaN and are not drawn."
+    return Drawing(
+        "loss",
+        PARITY_TITLE,
+        caption,
+        tuple(r.at for r in [single, *others]),
+        "" if others else PARITY_COMMAND,
+        figure,
+    )
+
+
+STRATEGY_COLOURS = {
+    "one process": INK,
+    "ZeRO 0-3": BLUE,
+    "tensor parallel": ORANGE,
+    "tensor x ZeRO": GREEN,
+    "recomputation": PURPLE,
+    "other": GREY,
+}
+"""By kind, in the order of the lines."""
+STRATEGY_DASHES = {
+    "one process": "-",
+    "ZeRO 0-3": (0, (4, 1.5)),
+    "tensor parallel": (0, (1, 1)),
+    "tensor x ZeRO": (0, (3, 1.25, 1.5, 1.25)),
+    "recomputation": (0, (5, 1, 1, 1)),
+    "other": (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25)),
+}
+"""Curves that lie on each other are told apart by what shows between the dashes."""
+
+
+def _strategy_of(record: Record) -> str:
+    layout = record.experiment.layout
+    if record.name == SINGLE_PROCESS:
+        return "one process"
+    if layout.recompute:
+        return "recomputation"
+    if layout.tp > 1:
+        return "tensor x ZeRO" if dp_degree(record) > 1 else "tensor parallel"
+    return "ZeRO 0-3" if dp_degree(record) > 1 else "other"
+
+
+def _strategy_order(kind: str) -> int:
+    return list(STRATEGY_COLOURS).index(kind)
+
+
+CONVERGENCE_SUITE, REFERENCE_RUN = "convergence", "fp32"
+CONTROL_PREFIX, FAULT_PREFIX, SEED_PREFIX, BATCH_PREFIX = "order-", "fault-", "seed-", "batch-"
+CONVERGENCE_TITLE = "One loss curve under every layout"
+CONVERGENCE_COMMAND = "repro run suites/convergence.toml"
+STEPS_PER_POINT = 10
+"""Steps whose distances are drawn as one point: those of single steps cross zero."""
+FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
+LAYOUT_COLOURS = {
+    "data parallel, ZeRO 1-3": BLUE,
+    "tensor parallel": ORANGE,
+    "pipelines": GREEN,
+    "two of these": PURPLE,
+    "DeepSpeed": VERMILION,
+}
+PRECISION_COLOURS = {"fp16": VERMILION, "bf16": BLUE}
+
+
+def draw_convergence(records: Sequence[Record]) -> Drawing:
+    """Left: loss.  Middle: distance of fp32 layouts from one process.  Right: of 16 bits from fp32, and other seeds."""
+    found = successful_records([record for record in records if record.suite == CONVERGENCE_SUITE], "")
+    ran = [
+        r
+        for r in found
+        if r.series.loss and None not in r.series.loss and not r.name.startswith(BATCH_PREFIX)
+    ]
+    reference = next((record for record in ran if record.name == REFERENCE_RUN), None)
+    controls = [record for record in ran if record.name.startswith(CONTROL_PREFIX)]
+    if reference is None or not controls:
+        return Drawing(
+            "convergence",
+            CONVERGENCE_TITLE,
+            "No curve of one process with its controls.",
+            (),
+            CONVERGENCE_COMMAND,
+        )
+    faults = [record for record in ran if record.name.startswith(FAULT_PREFIX)]
+    seeds = [record for record in ran if record.name.startswith(SEED_PREFIX)]
+    fine = {id(record) for record in (reference, *controls, *faults, *seeds)}
+    layouts = [r for r in ran if id(r) not in fine and r.experiment.layout.precision == "fp32"]
+    short = [r for r in ran if id(r) not in fine and r.experiment.layout.precision != "fp32"]
+
+    figure, (left, middle, right) = make_axes(4.6, 1, 3, width_ratios=(0.9, 1.3, 0.9))
+    _draw_losses(left, reference, layouts, short, seeds)
+    _draw_distances(middle, reference, controls, layouts, faults)
+    _draw_precisions(right, reference, short, seeds)
+    largest = max((max(_distances(r, reference)) for r in layouts), default=0.0)
+    explained = max(max(_distances(r, reference)) for r in controls)
+    steps = len(reference.series.loss or ())
+    caption = (
+        f"{reference.experiment.model.name} on text for {steps} steps: {len(layouts)} layouts in fp32 and {len(short)} "
+        f"in 16 bits against one process in fp32, relative, root mean squares of {STEPS_PER_POINT} steps. Largest "
+        f"difference at any step of an fp32 layout: {largest:.1e}, of one process with its sums in another order: "
+        f"{explained:.1e}. Dotted: small faults, which are no rounding."
+    )
+    missing = "" if layouts and faults and short and seeds else CONVERGENCE_COMMAND
+    return Drawing("convergence", CONVERGENCE_TITLE, caption, tuple(r.at for r in ran), missing, figure)
+
+
+def _draw_losses(
+    axes: Axes, reference: Record, layouts: list[Record], short: list[Record], seeds: list[Record]
+) -> None:
+    for label, records, colour, dashes in (
+        ("other seeds", seeds, GREY, "-"),
+        ("fp16, bf16", short, VERMILION, "-"),
+        ("one process, fp32", [reference], INK, "-"),
+        ("layouts, fp32", layouts, SKY, (0, (2, 4))),
+    ):
+        for record in records:
+            losses = [loss for loss in record.series.loss or () if loss is not None]
+            axes.plot(range(1, len(losses) + 1), losses, color=colour, lw=0.7, ls=dashes, label=label)
+    axes.set_title("loss")
+    axes.set_ylabel("loss (nats per token)")
+    _finish_axes(axes)
+
+
+def _draw_distances(
+    axes: Axes, reference: Record, controls: list[Record], layouts: list[Record], faults: list[Record]
+) -> None:
+    band = [_smoothed_distances(record, reference) for record in controls]
+    steps = range(STEPS_PER_POINT, STEPS_PER_POINT * len(band[0]) + 1, STEPS_PER_POINT)
+    low, high = ([pick(at) for at in zip(*band, strict=True)] for pick in (min, max))
+    label = "one process, other orders of sums"
+    axes.fill_between(steps, low, high, color=GREY, alpha=0.5, lw=0, label=label)
+    for record in sorted(layouts, key=lambda r: list(LAYOUT_COLOURS).index(layout_kind(r))):
+        kind = layout_kind(record)
+        axes.plot(
+            steps, _smoothed_distances(record, reference), color=LAYOUT_COLOURS[kind], lw=0.8, label=kind
+        )
+    for record in faults:
+        values = _smoothed_distances(record, reference)
+        axes.plot(steps, values, color=INK, lw=1.0, ls=":")
+        label, last = FAULT_LABELS.get(record.name, record.name), (steps[-1], values[-1])
+        axes.annotate(label, last, (2, 0), textcoords="offset points", va="center", fontsize=7.5)
+    axes.set_yscale("log")
+    axes.set_title("fp32: distance from one process")
+    _finish_axes(axes)
+
+
+def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: list[Record]) -> None:
+    for record in (*seeds, *short):
+        name = record.experiment.layout.precision if record in short else "other seeds"
+        values = _smoothed_distances(record, reference)
+        steps = range(STEPS_PER_POINT, STEPS_PER_POINT * len(values) + 1, STEPS_PER_POINT)
+        axes.plot(steps, values, color=PRECISION_COLOURS.get(name, GREY), lw=0.8, label=name)
+    if seeds or short:
+        axes.set_yscale("log")
+    axes.set_title("16 bits: distance from fp32")
+    _finish_axes(axes)
+
+
+def _finish_axes(axes: Axes) -> None:
+    """A name once for all curves of a kind, below the axes."""
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if handles:
+        shown, below = [*handles.values()], (-0.02, -0.17)
+        axes.legend(shown, [*handles], loc="upper left", bbox_to_anchor=below, fontsize=8)
+    axes.set_xlabel("optimizer step")
+    set_grid(axes, "y")
+
+
+def layout_kind(record: Record) -> str:
+    """Which of `LAYOUTS` a record is."""
+    layout = record.experiment.layout
+    if record.experiment.engine != "native":
+        return "DeepSpeed"
+    split = [layout.dp > 1, layout.tp > 1, layout.pp > 1]
+    if sum(split) > 1:
+        return "two of these"
+    return list(LAYOUT_COLOURS)[split.index(True)] if any(split) else "data parallel, ZeRO 1-3"
+
+
+def _distances(record: Record, reference: Record) -> list[float]:
+    return distances(record.series.loss or (), reference.series.loss or ())
+
+
+def _smoothed_distances(record: Record, reference: Record) -> list[float]:
+    """Root mean squares of so many steps; what an fp32 loss cannot tell from none is drawn as its rounding."""
+    found = _distances(record, reference)
+    parts = [
+        found[start : start + STEPS_PER_POINT]
+        for start in range(0, len(found) - STEPS_PER_POINT + 1, STEPS_PER_POINT)
+    ]
+    return [max(root_mean_square(part), ROUNDING / 2) for part in parts]
+
+
+CURVES_TITLE = "Loss over the steps"
+MAX_NAMED_CURVES = 12
+"""Lines of a panel that are named beside it; more could not be told apart."""
+CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
+"""Curves that lie on each other show between each other's dashes."""
+
+
+def draw_loss_curves(records: Sequence[Record]) -> Drawing:
+    """A line a record that has a loss of two steps or more."""
+    import seaborn
+
+    panels: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        if len(record.series.loss or ()) > 1:
+            key = record.suite, record.experiment.model.name, record.shown_as
+            panels.setdefault(key, []).append(record)
+    if not panels:
+        return Drawing("curves", CURVES_TITLE, "none of them trained for two steps.", (), "")
+    figure, grid = make_axes(0.4 + 2.6 * len(panels), len(panels), 1, squeeze=False)
+    for axes, ((suite, model, kind), shown) in zip(grid[:, 0], panels.items(), strict=True):
+        colours = seaborn.husl_palette(len(shown), l=0.5)
+        for i, (record, colour) in enumerate(zip(shown, colours, strict=True)):
+            seen = [(step, loss) for step, loss in enumerate(record.series.loss or (), 1) if loss is not None]
+            axes.plot(
+                *zip(*seen, strict=True),
+                color=colour,
+                dashes=CURVE_DASHES[i % len(CURVE_DASHES)],
+                label=record.name,
+            )
+        if len(shown) <= MAX_NAMED_CURVES:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylabel("loss (nats per token)")
+        axes.set_title(
+            f"{suite}: {model}, {kind}" + f", {len(shown)} curves" * (len(shown) > MAX_NAMED_CURVES)
+        )
+        set_grid(axes, "y")
+    grid[-1, 0].set_xlabel("optimizer step")
+    drawn = tuple(record.at for shown in panels.values() for record in shown)
+    return Drawing("curves", CURVES_TITLE, f"Loss of {len(drawn)} results.", drawn, "", figure)

@@ -1,0 +1,249 @@
+"""Figures of memory by category: the peak of each measured experiment, and simulated memory over one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from repro.report.figures.style import (
+    CATEGORY_COLOURS,
+    INK,
+    STAGE_NAMES,
+    Drawing,
+    Record,
+    draw_stacked_bar,
+    has_memory_categories,
+    make_axes,
+    set_grid,
+    zero_stage,
+)
+from repro.results.schema import SIMULATED
+from repro.util import units
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+
+PEAK_TITLE = "Peak memory of one step by category"
+PEAK_COMMAND = "repro run suites/smoke.toml"
+HOST_STYLE: dict[str, Any] = {
+    "facecolor": "none",
+    "edgecolor": CATEGORY_COLOURS["host"],
+    "hatch": "////",
+    "linewidth": 0.6,
+}
+CATEGORY_STYLES: dict[str, Any] = CATEGORY_COLOURS | {"host": HOST_STYLE}
+RARE_CATEGORIES = ("checkpoints", "host")
+"""Categories that few layouts have: in the legend where a bar shows them."""
+MAX_BARS = 40
+"""Bars; more are no picture."""
+
+
+def draw_peaks(records: list[Record]) -> Drawing:
+    """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
+    every = [r for r in records if r.outcome == "ok" and has_memory_categories(r)]
+    shown = sorted(every, key=lambda r: r.order, reverse=True)[:MAX_BARS]
+    others = [r for r in records if r.outcome == "ok" and not has_memory_categories(r)]
+    if not shown:
+        return Drawing("peak", PEAK_TITLE, "No experiment in the store that ended ok.", (), PEAK_COMMAND)
+    panels: dict[str, list[Record]] = {}
+    for record in sorted(shown, key=_bar_order):
+        panels.setdefault(record.experiment.model.name, []).append(record)
+    models = sorted(panels, key=lambda name: (-len(panels[name]), name))
+    heights = [len(panels[name]) + 2.0 for name in models]
+
+    figure, grid = make_axes(0.6 + 0.205 * sum(heights), len(models), 1, squeeze=False, height_ratios=heights)
+    for axes, model in zip(grid[:, 0], models, strict=True):
+        rows = panels[model]
+        totals = [peak_of_fullest_rank(r)["total"] + peak_of_fullest_rank(r).get("host", 0) for r in rows]
+        unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
+        for y, record in enumerate(rows):
+            peak = peak_of_fullest_rank(record)
+            sizes = {category: count / scale for category, count in peak.items()}
+            base = draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
+            axes.annotate(
+                units.size(peak["total"]),
+                (base, y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axes.set_yticks(range(len(rows)), [r.name for r in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.12 * max(totals) / scale)
+        axes.set_xlabel(f"{unit} on the fullest rank")
+        axes.set_title(model)
+        set_grid(axes, "x")
+    from matplotlib.patches import Patch
+
+    seen = [
+        c
+        for c in CATEGORY_COLOURS
+        if c not in RARE_CATEGORIES or any(peak_of_fullest_rank(r).get(c, 0) for r in shown)
+    ]
+    handles = [
+        Patch(**(HOST_STYLE if c == "host" else {"color": CATEGORY_COLOURS[c]}), label=c) for c in seen
+    ]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
+
+    caption = (
+        "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "
+        "Category 'other' is what backward and the optimizer allocate for a moment; 'host', where there is "
+        "any, is in host memory and not in the number. The allocator's "
+        "overhead and the process itself are not in it; the table gives the resident size."
+    )
+    if len(every) > len(shown):
+        caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
+    if others:
+        engines = ", ".join(sorted({r.experiment.engine for r in others}))
+        caption += (
+            f" Left out: {len(others)} experiments of engine {engines}, of whose memory the total and the model "
+            "states alone are known."
+        )
+    return Drawing("peak", PEAK_TITLE, caption, tuple(r.at for r in shown), "", figure)
+
+
+def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
+    layout = record.experiment.layout
+    return record.name.partition("-")[0], layout.tp, layout.dp, layout.zero, record.name
+
+
+def peak_of_fullest_rank(record: Record) -> dict[str, int]:
+    """Bytes by category, and their total, on the rank whose peak is largest."""
+    return max((held.peak or {} for held in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
+
+
+TIMELINE_ID, TIMELINE_TITLE = "memory-timeline", "Memory over one step by category"
+TIMELINE_ROWS = (
+    tuple(f"zero_memory/7.5b-z{stage}-n64" for stage in range(4)),
+    ("zero_r/fig6-c1-40b", "zero_r/fig7-c2-40b", "zero_r/fig7-c3-40b", "zero_r/fig7-c4-40b"),
+)
+TIMELINE_COMMANDS = (
+    "repro run suites/zero_memory.toml --evidence simulated --rerun --only '7.5b-z*-n64'",
+    "repro run suites/zero_r.toml --evidence simulated --rerun --only 'fig[67]-c?-40b'",
+)
+MAX_HEIGHT_IN_LIMITS = 1.5
+"""Of the limit, where a panel that needs much more is cut."""
+PHASE_NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+
+
+def draw_timelines(simulated: list[Record]) -> Drawing:
+    """A panel a layout: stacked bytes of the fullest role along the device's busy time."""
+    records = {record.at: record for record in simulated if record.series.memory}
+    rows = [[records.get(name) for name in row] for row in TIMELINE_ROWS]
+    shown = [record for row in rows for record in row if record]
+    missing = " && ".join(run for row, run in zip(rows, TIMELINE_COMMANDS, strict=True) if not all(row))
+    if not shown:
+        return Drawing(
+            TIMELINE_ID,
+            TIMELINE_TITLE,
+            "No simulated record that keeps its memory over time.",
+            (),
+            missing,
+            evidence=SIMULATED,
+        )
+    rows = [row for row in rows if any(row)]
+    figure, grid = make_axes(
+        0.6 + 2.5 * len(rows), len(rows), len(TIMELINE_ROWS[0]), squeeze=False, sharey="row", sharex=True
+    )
+    seen: set[str] = set()
+    for row, line in zip(rows, grid, strict=True):
+        for number, (record, axes) in enumerate(zip(row, line, strict=True)):
+            if record is None:
+                axes.set_visible(False)
+                continue
+            seen |= _draw_timeline(axes, record)
+            if number == 0:
+                axes.set_ylabel("GB live on the GPU")
+        _set_row_height(line, row)
+    for axes in grid[-1]:
+        axes.set_xlabel("device's busy time")
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Artist] = [
+        Patch(facecolor=CATEGORY_COLOURS[name], label=name)
+        for name in CATEGORY_COLOURS
+        if name in seen and name != "host"
+    ]
+    limit = Line2D([], [], color=INK, ls="--", lw=1.2, label="limit of the allocator")
+    figure.legend(handles=[*handles, limit], loc="outside upper center", ncols=8, columnspacing=1.1)
+    first = shown[0].experiment.model.name
+    caption = (
+        f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "
+        "stages of ZeRO on 64 GPUs. Below: 40B on 400 V100 under C1 to C4 of ZeRO-R (figure 7). Time is that of the "
+        "device's operators, without waits; of each 96th of it the moment that holds most. Dotted: backward and "
+        "update begin."
+    )
+    return Drawing(
+        TIMELINE_ID, TIMELINE_TITLE, caption, tuple(r.at for r in shown), missing, figure, SIMULATED
+    )
+
+
+def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
+    """GB by category on the device, of equal lengths."""
+    memory = record.series.memory or {}
+    unit = memory["unit"] / units.GB
+    size = max(len(row) for row in memory["bytes"].values())
+    return {
+        name: [unit * value for value in (row if len(row) > 1 else row * size)]
+        for name, row in memory["bytes"].items()
+        if name != "host"
+    }
+
+
+def _draw_timeline(axes: Axes, record: Record) -> set[str]:
+    bytes_of = gigabytes_by_category(record)
+    names = [name for name in CATEGORY_COLOURS if name in bytes_of]
+    size = len(bytes_of[names[0]])
+    places = [(number + 0.5) / size for number in range(size)]
+    axes.stackplot(
+        places, [bytes_of[name] for name in names], colors=[CATEGORY_COLOURS[name] for name in names], lw=0
+    )
+    limit = record.metrics.get("memory.limit_bytes")
+    if limit:
+        axes.axhline(limit / units.GB, color=INK, ls="--", lw=1.2)
+    before = ""
+    for part, name, _ in (record.series.memory or {})["phases"]:
+        if name in PHASE_NAMES and name != before:
+            if before:
+                axes.axvline(part / size, color=INK, lw=0.7, ls=":")
+            before = name
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.tick_params(length=3)
+    words = "" if record.outcome == "ok" else ", does not fit"
+    axes.set_title(f"{_layout_title(record)}{words}", fontsize=8.5)
+    return set(names)
+
+
+def _layout_title(record: Record) -> str:
+    if record.suite == "zero_memory":
+        return STAGE_NAMES[zero_stage(record)]
+    return record.name.split("-")[1].upper()
+
+
+def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
+    """One height for a row: all of it, or a good part of the limit where one panel is far above the others."""
+    most = {
+        number: max(map(sum, zip(*gigabytes_by_category(r).values(), strict=True)))
+        for number, r in enumerate(row)
+        if r
+    }
+    limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)
+    top = 1.06 * max(limit, *most.values())
+    if limit and top > 2 * limit:
+        top = MAX_HEIGHT_IN_LIMITS * limit
+        for number, value in most.items():
+            if value > top:
+                place: dict[str, Any] = {
+                    "xycoords": "axes fraction",
+                    "ha": "center",
+                    "va": "top",
+                    "fontsize": 8,
+                }
+                box = {"facecolor": "white", "lw": 0, "pad": 1.5}
+                line[number].annotate(f"up to {units.number(value)} GB ↑", (0.5, 0.97), bbox=box, **place)
+    line[0].set_ylim(0, top)

@@ -1,0 +1,216 @@
+"""Output of `repro status` and `repro lab`: submitted cases on a cluster, and emulated networks."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.config import ConfigError, EmulatedNetwork, suites
+from repro.config.files import build_dataclass
+from repro.config.sizes import at_most
+from repro.emulate import lab
+from repro.emulate.lab import LabNetwork
+from repro.emulate.network import NoNetwork
+from repro.launch.local_capacity import max_ranks
+from repro.launch.slurm.case_states import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LOST,
+    PENDING,
+    REQUEUED,
+    RUNNING,
+    STATES,
+    CaseState,
+    read_case_states,
+    status_exit_code,
+)
+from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.scheduler import SchedulerError
+from repro.results.store import Store
+from repro.util.console import new_table, print_json, stdout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+REFRESH_S = 5.0
+_STATE_COLOURS = {
+    RUNNING: "green",
+    FAILED: "red",
+    LOST: "red",
+    CANCELLED: "yellow",
+    REQUEUED: "yellow",
+    PENDING: "dim",
+}
+
+
+def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
+    """Print where every case of the newest submission of each suite stands; `every`: of all submissions.
+
+    Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
+    """
+    registry, store = Registry(results), Store(results)
+    if not registry.all():
+        raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
+    try:
+        if watch and not json:
+            return _watch(registry, store, every)
+        cases, warnings = read_case_states(registry, store, every)
+    except SchedulerError as error:
+        raise ConfigError("SLURM", says=f"does not answer: {error}") from None
+    if json:
+        print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
+    else:
+        _print_cases(cases, warnings, stdout())
+    return status_exit_code(cases)
+
+
+def _print_cases(cases: list[CaseState], warnings: list[str], console: Console) -> None:
+    """Print a table of what is not done, and the totals."""
+    has_room = console.is_terminal or len(cases) <= 60
+    console.print(_cases_table([case for case in cases if has_room or case.state != DONE]))
+    console.print(_totals_text(cases), markup=False)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases):
+        console.print("`repro collect` records what was lost or cancelled; `repro submit` runs it again")
+
+
+def _cases_table(cases: list[CaseState]) -> Table:
+    from rich.text import Text
+
+    made = new_table("case", "job", "state", "nodes", "", left=5, wrap=("",))
+    for case in cases:
+        state = (
+            f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
+        )
+        if case.state in (FAILED, LOST):
+            state = f"{case.state}: {case.failure}"
+        again = f"started {case.restarts + 1} times" if case.restarts else ""
+        detail = "; ".join(part for part in (case.detail, again) if part)
+        colour = _STATE_COLOURS.get(case.state, "")
+        made.add_row(case.name, case.job, Text(state, style=colour), case.nodes, detail)
+    return made
+
+
+def _totals_text(cases: list[CaseState]) -> str:
+    counts = Counter(case.state for case in cases)
+    text = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    suites = ", ".join(dict.fromkeys(case.suite for case in cases))
+    return f"{suites}: {len(cases)} cases: {text}"
+
+
+def _watch(registry: Registry, store: Store, every: bool) -> int:
+    """Show the table again every few seconds, until nothing waits or runs.  Raises `SchedulerError`.
+
+    A cluster that does not answer for a while, after it has answered once, is no reason to stop.
+    """
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = stdout()
+    cases, warnings = read_case_states(registry, store, every)
+    note = ""
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            shown = _cases_table([case for case in cases if case.state != DONE] or cases)
+            live.update(Group(shown, Text(f"{_totals_text(cases)}{note}", style="dim italic")), refresh=True)
+            if not note and status_exit_code(cases) != 3:
+                break
+            time.sleep(REFRESH_S)
+            try:
+                cases, warnings = read_case_states(registry, store, every)
+                note = ""
+            except SchedulerError as error:
+                note = (
+                    note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
+                )
+    _print_cases(cases, warnings, console)
+    return status_exit_code(cases)
+
+
+EXIT_CODE_WITHOUT_LAB = 3
+
+
+def check_lab() -> int:
+    """Whether a network can be made here, which is tried."""
+    lacking = lab.missing_requirement()
+    print(f"missing: {lacking}" if lacking else "emulated networks can be had here")
+    return 1 if lacking else 0
+
+
+def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
+    """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
+    network = (
+        _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
+    )
+    at_most("nodes x ranks_per_node", network.world, max_ranks())
+    if lacking := lab.missing_requirement():
+        raise ConfigError("lab", says=f"missing: {lacking}")
+    try:
+        _print_network(lab.start_network(network))
+    except NoNetwork as error:
+        print(error)
+        return 1
+    return 0
+
+
+def _network_of(suite: Path, name: str) -> EmulatedNetwork:
+    """The network of an experiment of `suite`."""
+    known = {entry.experiment.name: entry.experiment for entry in suites.load_suite(suite).entries}
+    having = [name for name, experiment in known.items() if experiment.network is not None]
+    network = known[name].network if name in known else None
+    if network is None:
+        right = f"an experiment with a network: {', '.join(having) or 'the file has none'}"
+        raise ConfigError("experiment", name, right, file=str(suite))
+    return network
+
+
+def print_lab_status(json: bool) -> int:
+    """Show the network that is up."""
+    there = lab.find_network()
+    if json:
+        print_json({"up": there is not None, **(asdict(there) if there else {})})
+    elif there is None:
+        print("no network is up")
+    else:
+        _print_network(there)
+    return EXIT_CODE_WITHOUT_LAB if there is None else 0
+
+
+def _print_network(there: LabNetwork) -> None:
+    facts = there.facts
+    print(f"{there.network}; keeper is process {facts.keeper}, packets of {facts.mtu} bytes")
+    for what, rates in facts.rates.items():
+        print(
+            f"  {what:<24} {min(rates) / 1e6:.4g} to {max(rates) / 1e6:.4g} MB/s measured, {len(rates)} links"
+        )
+    for where, seconds in facts.round_trip_s.items():
+        print(f"  round trip {where:<13} {seconds * 1e6:.0f} us")
+
+
+def execute_on_rank(rank: int, command: list[str]) -> int:
+    """Run a command where `rank` is; its exit code.  Raises `ConfigError`."""
+    there = lab.require_network()
+    if not 0 <= rank < there.network.world:
+        raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+    return subprocess.run(there.facts.exec_command(rank, command), env=environment).returncode
+
+
+def stop_lab() -> int:
+    """Take the network down."""
+    was = lab.stop_network()
+    print("down" if was else "no network is up")
+    return 0 if was else EXIT_CODE_WITHOUT_LAB

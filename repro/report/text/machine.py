@@ -1,0 +1,184 @@
+"""Output of `repro doctor` and `repro calibrate`: checks of this machine or a cluster, and a measured system file."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.accuracy.calibrate.calibration import Calibrated
+from repro.launch.doctor import Check
+from repro.util import units
+from repro.util.console import MIN_TABLE_COLUMNS, new_table, print_json, stdout
+from repro.util.units import NO_VALUE
+
+if TYPE_CHECKING:
+    from repro.launch.doctor.kernels import KernelRow
+
+
+def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
+    """Examine this machine; 1 if the harness cannot run anything here, else 0.
+
+    `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
+    """
+    from repro.launch.doctor import kernels
+    from repro.launch.doctor.machine import examine_machine
+    from repro.measure.provenance import gpus
+
+    checks = examine_machine(results, compile_for)
+    rows = kernels.compile_kernel_rows(compile_for) if compile_for else []
+    more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
+    code = _print_checks(checks, json=json, undone="run here", more=more)
+    if rows and not json:
+        _print_kernels(rows)
+    return code
+
+
+def _print_kernels(rows: Sequence[KernelRow]) -> None:
+    """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
+    architectures = list(dict.fromkeys(row.architecture for row in rows))
+    by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
+    for row in rows:
+        by_kernel.setdefault((row.program, row.kernel), {})[row.architecture] = row
+    shown = new_table("kernel", "columns", "threads", *architectures, left=2)
+    for (program, kernel), of in by_kernel.items():
+        row = next(iter(of.values()))
+        sizes = "-".join(map(str, dict.fromkeys((row.sizes[0], row.sizes[-1])))) if row.sizes else "any"
+        cells = [_cell(of[a]) if a in of else "-" for a in architectures]
+        shown.add_row(
+            f"{program.partition(' ')[0]}.{kernel} {_specialised(program)}", sizes, str(row.threads), *cells
+        )
+    console = stdout(least=140)
+    console.print()
+    console.print(shown)
+    spilled = sum(row.spilled_bytes > 0 for row in rows)
+    console.print(
+        "registers of a thread / shared bytes of a block / occupancy / part of the memory's bandwidth that its threads "
+        f"ask for at least (by Little's law: nothing was timed); {spilled or 'nothing'} spilled."
+    )
+
+
+def _cell(row: KernelRow) -> str:
+    spilled = f" spilled {row.spilled_bytes}" if row.spilled_bytes else ""
+    parts = [NO_VALUE if part is None else f"{part:.0%}" for part in (row.occupancy, row.bandwidth)]
+    return "/".join([str(row.registers), str(row.shared_bytes), *parts]) + spilled
+
+
+def _specialised(program: str) -> str:
+    """The definitions that tell programs of a source apart, short."""
+    words = dict(word.split("=") for word in program.split()[1:])
+    kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
+    width = [f"by {words['WIDTH']}"] if "WIDTH" in words else []
+    flags = {"HAS_BIAS": "bias", "HAS_RESIDUAL": "residual", "DROP": "drop", "CENTRED": "centred"}
+    return " ".join([*kinds, *width, *(name for key, name in flags.items() if words.get(key) == "1")])
+
+
+def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -> int:
+    """Examine what a profile promises; 1 if something keeps suites from running, else 0.
+
+    `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
+    """
+    from repro.launch.slurm.profile import load_profile
+    from repro.launch.slurm.submission.profile_check import examine_profile
+
+    hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
+    checks = list(examine_profile(load_profile(profile), results.absolute(), nodes))
+    return _print_checks(checks, json=json, undone="submitted", hint=hint)
+
+
+def _print_checks(
+    checks: Sequence[Check], *, json: bool, undone: str, hint: str = "", more: dict[str, Any] | None = None
+) -> int:
+    """Print the checks; 1 if one that fails is fatal, else 0.
+
+    `undone`: what a fatal one keeps from being done.  `hint`: what else can be asked where none is.
+    `more`: keys of the JSON document.
+    """
+    broken = [check.name for check in checks if check.fatal]
+    if json:
+        found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
+        print_json(found)
+    else:
+        print("\n".join(check_lines(checks, stdout(least=100).width)))
+        if broken:
+            print(f"\nNothing can be {undone} until this is mended: {', '.join(broken)}.")
+        elif hint:
+            print(f"\n{hint}")
+    return 1 if broken else 0
+
+
+def check_lines(checks: Sequence[Check], width: int) -> list[str]:
+    """Return the checks as lines of at most `width` characters, aligned where there is room for it."""
+    longest = max(len(check.name) for check in checks)
+    found = []
+    for check in checks:
+        head = f"{check.state:<8}{check.name:<{longest}}  "
+        indent = " " * (len(head) if width >= MIN_TABLE_COLUMNS else 2)
+        found += textwrap.wrap(f"{head}{check.found} - {check.enables}", width, subsequent_indent=indent)
+    return found
+
+
+def print_calibration(
+    system: str,
+    gpus: int,
+    output: Path | None,
+    profile: Path | None,
+    nodes: int,
+    quick: bool,
+    suites: Sequence[Path],
+    json: bool,
+) -> int:
+    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
+
+    The options are those of `repro.accuracy.calibrate.calibration.calibrate`. Returns 1 if a rank or the job fails, 130
+    if interrupted.
+    """
+    from repro.accuracy.calibrate.calibration import calibrate
+
+    found = calibrate(system, gpus, output, profile, nodes, quick, suites, quiet=json)
+    if found.signal:
+        return 128 + found.signal
+    if found.outcome != "ok":
+        print(f"error: calibration ended in {found.outcome}: {found.reason}", file=sys.stderr)
+        return 1
+    if json:
+        document = {"file": str(found.path), "seconds": found.seconds, "system": found.document}
+        print_json(document)
+    else:
+        _print_calibrated(found)
+    return 0
+
+
+def _print_calibrated(found: Calibrated) -> None:
+    from repro.accuracy.calibrate.document import STEP
+
+    device, provenance = found.document["device"], found.document["provenance"]
+    facts = provenance["facts"]
+    precision, peak = next(iter(device["peak_flops"].items()))
+    calls = f"{facts['calls_measured']} calls of {facts['operators_measured']} operators"
+    print(f"{device['name']}: {provenance['ranks']} ranks, {calls} in {units.seconds(found.seconds)}")
+    copied = units.size(device["memory_bandwidth"]["value"])
+    print(f"  fastest product     {units.flop_rate(peak['value'])} {precision} a rank")
+    print(f"  copy                {copied}/s a rank, read and written")
+    print(f"  host                {units.seconds(facts['host_s_per_operator'])} an operator")
+    if STEP in facts:
+        print(f"  step                {facts[STEP]:.2f} times its operators one by one, without messages")
+        print(
+            f"  jitter              {units.seconds(device['time']['jitter_s']['value'])}, variance over mean"
+        )
+    for name, link in found.document["links"].items():
+        for op, measured in link.get("collectives", {}).items():
+            (small, least), (large, most) = measured["points"][0], measured["points"][-1]
+            few = f"{units.seconds(least)} for {units.size(small)}"
+            print(f"  {op:<15}{name:<8}{few}, {units.size(large / most)}/s for {units.size(large)}")
+        if "overlap_cost" in link:
+            lost = units.percent(link["overlap_cost"]["value"])
+            print(f"  compute loses {lost} of the seconds of a collective beside it")
+    print(
+        f"  spread of calls     {units.percent(facts['spread_of_calls'])} (half of the quartiles' distance)"
+    )
+    print(f"  error of the rates  {units.percent(facts['error_of_rates'])} (median)")
+    print(f"{found.path}  (repro systems {found.path})")

@@ -1,0 +1,172 @@
+"""Live bytes of a trace at every moment: their peak, its cause, pinned host memory, and a timeline for a record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
+from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, PhaseStart
+
+if TYPE_CHECKING:
+    from repro.simulate.trace.roles import Trace
+
+
+class LiveBytes:
+    """What is live after the events seen so far: bytes by category, and of the device in all."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+        self.most: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+        """Of each category at any moment."""
+        self.total = 0
+        """Of the device: without `Category.HOST`."""
+        self._live: dict[int, tuple[Category, int]] = {}
+
+    def see(self, event: Event) -> None:
+        """An event of a trace, in order; those that are not about memory pass by."""
+        if isinstance(event, Alloc):
+            self._live[event.id] = event.category, event.bytes
+            self._add(event.category, event.bytes)
+        elif isinstance(event, Free):
+            category, size = self._live.pop(event.id)
+            self._add(category, -size)
+        elif isinstance(event, Mark):
+            category, size = self._live[event.id]
+            self._live[event.id] = event.category, size
+            self._add(category, -size)
+            self._add(event.category, size)
+
+    def _add(self, category: Category, size: int) -> None:
+        now = self.now[category] = self.now[category] + size
+        if now > self.most[category]:
+            self.most[category] = now
+        if category is not Category.HOST:
+            self.total += size
+
+
+@dataclass
+class RoleMemory:
+    """Live bytes of one role over initialisation and one step.  The device's, unless `host` says so."""
+
+    peak_bytes: int = 0
+    by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
+    """At the moment of the peak."""
+    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
+    """The most of each category at any moment."""
+    phase: str = ""
+    """Of the peak."""
+    line: str = ""
+    """The line of the step's code whose allocation made the peak."""
+    operator: str = ""
+    """The operator that it called there."""
+    init_peak_bytes: int = 0
+    host_reserved_bytes: int = 0
+    """Page-locked on a GPU's machine: what its allocator holds for `host_bytes`."""
+    states: dict[str, int] = field(default_factory=dict)
+    """Model states after the step, by category."""
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of model states."""
+        return sum(self.states.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes in host memory."""
+        return self.most[Category.HOST]
+
+
+def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
+    """Go through a trace's allocations and releases."""
+    found, live, pinned, phase = RoleMemory(), LiveBytes(), PinnedMemory(), ""
+    for event in events:
+        live.see(event)
+        pinned.see(event)
+        if isinstance(event, Alloc):
+            if live.total > found.peak_bytes:
+                found.peak_bytes, found.by_category = live.total, dict(live.now)
+                found.phase, found.line, found.operator = phase, event.line, event.operator
+        elif isinstance(event, PhaseStart):
+            if phase == "init":
+                found.init_peak_bytes = found.peak_bytes
+            phase = event.name
+    found.most, found.host_reserved_bytes = live.most, pinned.reserved
+    found.states = {category: live.now[category] for category in MODEL_STATES}
+    return found
+
+
+class PinnedMemory:
+    """What the allocator holds after the events seen so far."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        """Bytes."""
+        self._size: dict[int, int] = {}
+        self._free: Counter[int] = Counter()
+
+    def see(self, event: Event) -> None:
+        """An event of a trace, in order; those that are not about host memory pass by."""
+        if isinstance(event, Alloc) and event.category is Category.HOST and event.bytes:
+            size = 1 << (event.bytes - 1).bit_length()
+            self._size[event.id] = size
+            if self._free[size]:
+                self._free[size] -= 1
+            else:
+                self.reserved += size
+        elif isinstance(event, Free) and event.id in self._size:
+            self._free[self._size.pop(event.id)] += 1
+
+
+TIMELINE_POINTS = 96
+TIMELINE_RESOLUTION = 10_000
+"""A record keeps bytes in whole parts of this many of the device's peak."""
+
+
+def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, Any]:
+    """What is live in `POINTS` equal parts of the device's busy time, of each the moment that holds most.
+
+    `seconds` of an operator on the device; messages take none here.  The result has `unit` (bytes), `bytes` by
+    category in units (one number where it never changes; categories that hold nothing are left out), and `phases`:
+    the part in which each begins, its name and micro-batch, the first of each part.  The largest sum is the
+    role's peak, unless initialisation held more.
+    """
+    step = traced.events[traced.step_start : traced.step_stop]
+    whole = sum(seconds(event) for event in step if isinstance(event, Operator))
+    live = LiveBytes()
+    found: list[dict[str, int]] = []
+    phases: dict[int, tuple[str, int]] = {}
+    most, spent = -1, 0.0
+
+    def seen() -> None:
+        """Keep this moment if it holds more than the others of its part."""
+        nonlocal most
+        part = min(TIMELINE_POINTS - 1, int(spent / whole * TIMELINE_POINTS)) if whole else 0
+        while len(found) <= part:
+            found.append(dict(live.now))
+            most = live.total
+        if live.total > most:
+            found[-1], most = dict(live.now), live.total
+
+    for number, event in enumerate(traced.events[: traced.step_stop]):
+        live.see(event)
+        if number < traced.step_start:
+            continue
+        if isinstance(event, Operator):
+            spent += seconds(event)
+        elif isinstance(event, PhaseStart):
+            phases.setdefault(min(TIMELINE_POINTS - 1, len(found)), (event.name, event.micro_batch))
+        seen()
+    unit = max(1, max(sum(point.values()) - point[Category.HOST] for point in found) // TIMELINE_RESOLUTION)
+    scaled = {
+        category: [round(point[category] / unit) for point in found]
+        for category in ACCOUNTED
+        if any(point[category] for point in found)
+    }
+    return {
+        "unit": unit,
+        "bytes": {key: row[:1] if len(set(row)) == 1 else row for key, row in scaled.items()},
+        "phases": [[part, name, micro_batch] for part, (name, micro_batch) in phases.items()],
+    }

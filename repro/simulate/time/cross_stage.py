@@ -1,0 +1,193 @@
+"""State that the streams of all pipeline stages share: messages in flight, collectives across stages, and cores.
+
+A collective across stages begins when all of them have reached it. A message between stages begins when it is sent and
+its receive is posted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from repro.config import Layout
+from repro.parallel.pipeline.schedule import Action, build_schedule
+from repro.simulate.time.breakdown import StageTime
+from repro.simulate.time.device import maximum, maximum_of
+from repro.simulate.time.program import Issue, Item, StageProgram
+
+GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
+"""Groups whose members are on different stages."""
+
+
+MessageKey = tuple[int, int, int, int]
+"""Sender, receiver, channel, number of the message."""
+
+
+class CoreWork:
+    """A block of one stage; `end` is known when it is known what else runs meanwhile."""
+
+    def __init__(self, start: float, seconds: float):
+        """`seconds`: what it takes while all stages compute."""
+        self.start, self.left = start, seconds
+        self.end: float | None = None
+
+
+class CrossStageCollective:
+    """A collective of several stages: it begins when they have all come to it."""
+
+    def __init__(self) -> None:
+        self.ready: dict[int, float] = {}
+        self.end: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class UndelayedRun:
+    """Consecutive items whose seconds do not depend on when they begin, unless their group is busy at that time."""
+
+    items: Sequence[Item]
+    seconds: float
+    keys: frozenset[tuple[object, ...]]
+    """Keys of the collectives of the run."""
+    time: StageTime
+
+
+StageItems = list[Item | UndelayedRun]
+"""The items of an action, or of the optimizer, as a stage goes through them."""
+
+
+class SharedCores:
+    """The cores of a machine, shared evenly by the stages that compute."""
+
+    def __init__(self, ranks_per_core: float, stages: int):
+        """`ranks_per_core`: ranks for each core.  A rank uses one core at most, however many are free."""
+        self.ranks_per_core, self.stages = ranks_per_core, stages
+        self.now = 0.0
+        self.works: list[CoreWork] = []
+
+    def add(self, work: CoreWork) -> None:
+        """A stage has come to `work`, which begins now or later."""
+        self.works.append(work)
+
+    def advance(self) -> list[CoreWork]:
+        """Let time pass until the first block ends; what ended then."""
+        while True:
+            active = [work for work in self.works if work.start <= self.now]
+            later = min((work.start for work in self.works if work.start > self.now), default=float("inf"))
+            if not active:
+                self.now = later
+                continue
+            speed = min(self.ranks_per_core, self.stages / len(active))
+            least = min(work.left for work in active)
+            end = self.now + least / speed
+            if later < end:
+                for work in active:
+                    work.left = max(0.0, work.left - (later - self.now) * speed)
+                self.now = later
+                continue
+            ended = [work for work in active if work.left == least]
+            for work in active:
+                work.left -= least
+            for work in ended:
+                work.end = end
+                self.works.remove(work)
+            self.now = end
+            return ended
+
+
+class Transfers(Protocol):
+    """What messages between stages cost; see `repro.simulate.time.network.Network`."""
+
+    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+        """Of `payload` bytes a rank."""
+
+
+class CrossStageState:
+    """State that the streams of all stages share: messages in flight, collectives across stages, cores."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        programs: Sequence[StageProgram],
+        network: Transfers,
+        overlap_cost: float,
+        ranks_per_core: float,
+        account: type[StageTime],
+    ):
+        self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
+        self.account = account
+        self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
+        self.schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
+        self._arrivals: dict[MessageKey, tuple[float, float]] = {}
+        self._asked: set[MessageKey] = set()
+        """Messages that one of their two ends knows to have arrived."""
+        self._posts: dict[MessageKey, float] = {}
+        self._sends: dict[MessageKey, tuple[float, float]] = {}
+        self._free: dict[tuple[int, int, int], float] = defaultdict(float)
+        self._meetings: dict[tuple[object, ...], deque[CrossStageCollective]] = defaultdict(deque)
+        used = {id(program): _groups(program) for program in programs}
+        self._members = {
+            group: {stage for stage, program in enumerate(programs) if group in used[id(program)]}
+            for group in GROUPS_ACROSS_STAGES
+        }
+        self.woken: list[object] = []
+        self.prepared_items: dict[int, StageItems] = {}
+
+    def actions(self, stage: int) -> Sequence[Action]:
+        """Of a step of `stage`, in order."""
+        return self.schedule[stage]
+
+    def post(self, key: MessageKey, now: float) -> None:
+        """A receive is posted."""
+        self._posts[key] = now
+        self._match(key)
+
+    def seconds(self, key: MessageKey, payload: int) -> float:
+        """Of a message of `payload` bytes a rank."""
+        return self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
+
+    def send(self, key: MessageKey, seconds: float, now: float) -> None:
+        """A message is sent that takes `seconds`."""
+        self._sends[key] = (now, seconds)
+        self._match(key)
+
+    def _match(self, key: MessageKey) -> None:
+        if key in self._posts and key in self._sends:
+            now, seconds = self._sends.pop(key)
+            start = maximum(maximum(now, self._posts.pop(key)), self._free[key[:3]])
+            self._free[key[:3]] = start + seconds
+            self._arrivals[key] = (start, start + seconds)
+            self.woken.append(key)
+
+    def has_arrived(self, key: MessageKey) -> bool:
+        """Whether it is known when a message arrives."""
+        return key in self._arrivals
+
+    def arrival(self, key: MessageKey) -> tuple[float, float]:
+        """When it began to arrive, and when it was there; told to each of its two ends once."""
+        if key in self._asked:
+            self._asked.remove(key)
+            return self._arrivals.pop(key)
+        self._asked.add(key)
+        return self._arrivals[key]
+
+    def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
+        """`stage` has come to a collective of several stages."""
+        open_ = self._meetings[item.group, item.label]
+        meeting = next((m for m in open_ if stage not in m.ready), None)
+        if meeting is None:
+            meeting = CrossStageCollective()
+            open_.append(meeting)
+        meeting.ready[stage] = ready
+        if len(meeting.ready) == len(self._members[item.group]):
+            meeting.end = maximum_of(meeting.ready.values()) + item.seconds
+            open_.remove(meeting)
+            self.woken.append(meeting)
+        return meeting
+
+
+def _groups(program: StageProgram) -> set[str]:
+    """Of its collectives."""
+    pieces = {id(piece): piece for piece in (*program.segments.values(), program.tail)}
+    return {item.group for piece in pieces.values() for item in piece if isinstance(item, Issue)}

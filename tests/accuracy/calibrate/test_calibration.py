@@ -1,0 +1,264 @@
+"""`repro calibrate` from the command line: a real, small calibration, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import cli
+from repro.accuracy.calibrate import clock, plan
+from repro.accuracy.calibrate.calibration import LocalMachine, calibrate
+from repro.accuracy.calibrate.document import STEP
+from repro.accuracy.calibrate.fit import rate_of
+from repro.accuracy.calibrate.target import run_rank
+from repro.config import Layout, suites, systems
+from repro.config.errors import ConfigError
+from repro.config.links import OPERATIONS
+from repro.config.timing import EXCHANGE, MESSAGE
+from repro.emulate.compute_rate import COMPUTE_RATE_FACT
+from repro.launch import local_capacity
+from repro.launch.job import Interrupt, Job
+from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
+from repro.report.text import machine as view
+from repro.simulate.time.emulated import MESSAGE_CORES_FACT
+from repro.simulate.trace.roles import roles, trace
+from tests.accuracy.calibrate.small_cache import CACHE
+from tests.training import tiny
+
+SMALL_CACHE = "tests.accuracy.calibrate.small_cache:run_rank"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a quick calibration with two ranks."""
+    path = tmp_path_factory.mktemp("calibrate") / "here.toml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
+        assert (
+            cli.main(["calibrate", "--system", "local", "--gpus", "2", "--output", str(path), "--quick"]) == 0
+        )
+    return path
+
+
+@pytest.mark.slow
+def test_the_file_is_a_system(calibrated: Path) -> None:
+    system = systems.load_system_file(calibrated)
+    assert system.devices_per_node.value == 2
+    assert system.provenance is not None
+    assert system.provenance.ranks == 2
+    assert system.provenance.repeats == plan.QUICK_REPEATS
+    assert {"device", "threads", "load_before", "spread_of_calls", "error_of_rates"} <= set(
+        system.provenance.facts
+    )
+    assert 1e8 < float(system.provenance.facts[COMPUTE_RATE_FACT]) < 1e13, (
+        "of one rank, for the twins of `repro twin`"
+    )
+    link = system.links["memory"]
+    assert set(link.collectives) == set(OPERATIONS)
+    for collective in link.collectives.values():
+        assert [size for size, _ in collective.points] == list(plan.QUICK_PAYLOADS)
+        assert [s for _, s in collective.points] == sorted(s for _, s in collective.points)
+    assert 0 <= link.overlap_cost.value <= 1  # type: ignore[operator]
+    for number in (
+        system.device.memory_bandwidth,
+        system.device.peak_flops["fp32"],
+        link.bandwidth,
+        link.latency_s,
+    ):
+        assert number.value
+        assert "measured" in number.source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, zero=2, global_batch=4), Layout(tp=2, sp=True), Layout(pp=2, global_batch=4)],
+    ids=["zero2", "sp", "pp"],
+)
+def test_every_operator_of_a_trace_has_a_rate(calibrated: Path, layout: Layout) -> None:
+    """No step takes less than its host needs, and none of these a second."""
+    rates = systems.load_system_file(calibrated).device.operators
+    experiment = tiny(layout)
+    for role in roles(experiment):
+        operators = list(trace(experiment, role, gloo=True).operators())
+        seconds = [
+            rate_of(rates, o.name).seconds(flops=o.flops, nbytes=o.read + o.written) for _, o in operators
+        ]
+        assert min(seconds) > 0
+        assert sum(n * s for (n, _), s in zip(operators, seconds, strict=True)) < 10
+
+
+@pytest.mark.slow
+def test_nothing_private_is_written(calibrated: Path) -> None:
+    import getpass
+    import platform
+
+    text = calibrated.read_text()
+    for word in (platform.node(), str(calibrated.parent), str(Path.home())):
+        assert not word or word not in text
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
+
+
+def test_one_rank_has_no_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rank is this process, and measures the operators of one step."""
+
+    def measure(self: LocalMachine, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        first = job.experiments[0]
+        HeartbeatReader(tmp_path / "heartbeat", 1)
+        heartbeat = HeartbeatWriter(tmp_path / "heartbeat", 0)
+        found = run_rank(
+            Job(experiments=[first]), rank=0, world=1, device="cpu", rendezvous="", heartbeat=heartbeat
+        )
+        return {"outcome": "ok", "results": [found[first.key]], "load": 0.0}
+
+    monkeypatch.setattr(LocalMachine, "measure", measure)
+    monkeypatch.setattr(clock, "cache_bytes", lambda device: CACHE)
+    path = tmp_path / "one.toml"
+    asked = ["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick", "--json"]
+    assert cli.main(asked) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["file"] == str(path)
+    assert "collectives" not in document["system"]["links"]["memory"]
+    assert systems.load_system_file(path).links["memory"].collectives == {}
+
+
+def test_a_rank_that_fails_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written, the cause is one line, and the exit code says that it failed."""
+    monkeypatch.setattr(
+        "repro.accuracy.calibrate.calibration.TARGET", "repro.accuracy.calibrate.target:no_such_function"
+    )
+    path = tmp_path / "a.toml"
+    assert cli.main(["calibrate", "--system", "local", "--gpus", "1", "--output", str(path), "--quick"]) == 1
+    assert "no_such_function" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--system", "dgx2"], "--system = 'dgx2': must be one of local, local-gpu"),
+        (["--system", "local", "--gpus", "-1"], "--gpus = -1: must be a whole number of at least 1"),
+        (
+            ["--system", "local", "--output", "here.json"],
+            "--output = 'here.json': must be a file that ends in .toml",
+        ),
+        (
+            ["--system", "local", "--output", "dgx2.toml"],
+            "must be a file that is not called as the packaged system",
+        ),
+        (["--system", "local", "--output", "no/such/folder/a.toml"], "a file in a folder that exists"),
+        (["--system", "local-gpu"], "a machine with CUDA devices; none is visible here"),
+        (["--system", "local-gpu", "--gpus", "9"], "a machine with CUDA devices; none is visible here"),
+        (["--system", "local", "--nodes", "2"], "--nodes = 2: needs --profile, whose cluster has them"),
+        (
+            ["--system", "dgx2", "--profile", "lab.toml"],
+            "--system = 'dgx2': must be local, which the nodes of lab.toml",
+        ),
+        (
+            ["--system", "local", "--profile", "lab.toml", "--nodes", "-1"],
+            "--nodes = -1: must be a whole number of at least 1",
+        ),
+        (
+            ["--system", "local", "--profile", "lab.toml", "--gpus", "3"],
+            "--gpus = 3: must be 1 to 2, the ranks of a node",
+        ),
+        (["--system", "local", "--profile", "shared.toml"], "--output = "),
+        (["--system", "local", "--profile", "lab.toml"], "SLURM does not answer: sinfo: not found"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
+    lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
+    Path("lab.toml").write_text(lab)
+    Path("shared.toml").write_text(f'{lab}[storage]\nshared = "{tmp_path}/elsewhere"\n')
+    assert cli.main(["calibrate", *arguments]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith("error: ")
+    assert len(out.err.splitlines()) == 1
+    assert said in out.err
+
+
+def test_a_wrong_question_needs_no_torch() -> None:
+    code = "import sys, repro.cli\nprint(repro.cli.main(['calibrate', '--system', 'dgx2']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "2 False", done.stderr
+
+
+@pytest.mark.slow
+def test_operators_of_a_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the sizes of its own steps, whatever networks they are on; of links single messages alone.  Ranks that share a
+    core run the steps too, without messages."""
+    layout = "layout = { dp = 2, micro_batch = 1 }"
+    suite = tmp_path / "suite.toml"
+    suite.write_text(f"""
+[suite]
+name = "small"
+[models.own]
+layers = 1
+hidden = 24
+heads = 2
+vocab = 48
+seq = 8
+[[experiment]]
+name = "one"
+model = "own"
+network = {{ nodes = 2, ranks_per_node = 1, between = 1e7 }}
+{layout}
+[[experiment]]
+name = "same-on-another-network"
+model = "own"
+network = {{ nodes = 2, ranks_per_node = 1, between = 2e7 }}
+{layout}
+[[experiment]]
+name = "alone"
+model = "own"
+""")
+    found = plan.suite_experiments([suites.load_suite(suite)] * 2, "local", 2, quick=True)
+    assert [e.name for e in found] == ["one"]
+    assert found[0].network is None
+    with pytest.raises(ConfigError, match="3 ranks"):
+        plan.suite_experiments([suites.load_suite(suite)], "local", 3, quick=True)
+    output = tmp_path / "here.toml"
+    monkeypatch.setattr("repro.accuracy.calibrate.calibration.TARGET", SMALL_CACHE)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert answer.outcome == "ok", answer.reason
+    system = systems.load_system_file(output)
+    assert system.ranks_per_core == 2
+    assert system.provenance is not None
+    assert 0.1 < float(system.provenance.facts[STEP]) < 10, "the step's own operators"
+    assert system.provenance.facts[MESSAGE_CORES_FACT] == 1, "the one core that there is"
+    assert system.device.operators[MESSAGE].fixed_s > 0
+    assert system.device.operators[EXCHANGE].fixed_s > 0
+    assert 0 <= system.timing.spread < 1
+    assert 0 <= system.timing.jitter_s < 1
+    view._print_calibrated(answer)
+    assert "variance over mean" in capsys.readouterr().out
+    links = system.links["memory"].collectives
+    assert set(links) == {"all_reduce", "send"}
+    assert not links["all_reduce"].groups, "only the ring of all ranks says what messages cost the cores"

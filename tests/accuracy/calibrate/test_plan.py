@@ -1,0 +1,89 @@
+"""Every kind of group that a layout makes of these ranks is measured, and holds all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from repro.accuracy.calibrate import link_tables, plan
+from repro.accuracy.calibrate.plan import BETWEEN, INSIDE, GroupKind
+from repro.parallel import mesh as meshes
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "expected"),
+    [
+        (1, 1, []),
+        (2, 2, [GroupKind(2, 2, 1)]),
+        (4, 4, [GroupKind(4, 4, 1), GroupKind(2, 2, 1), GroupKind(2, 2, 2)]),
+        (3, 3, [GroupKind(3, 3, 1)]),
+        (4, 2, [GroupKind(4, 2, 1), GroupKind(2, 2, 1), GroupKind(2, 1, 2)]),
+        (4, 1, [GroupKind(4, 1, 1)]),
+        (6, 3, [GroupKind(6, 3, 1), GroupKind(3, 3, 1), GroupKind(2, 1, 3)]),
+        (16, 8, [(16, 8, 1), (8, 8, 1), (8, 4, 2), (4, 4, 1), (4, 2, 4), (2, 2, 1), (2, 1, 8)]),
+    ],
+)
+def test_kinds(
+    world: int, per_node: int, expected: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(world):
+        monkeypatch.setattr(
+            meshes, "distributed_mesh", lambda layout, kind, r=rank: meshes.shape_only_mesh(layout, r)
+        )
+        found = plan.group_kinds(world, per_node, "cpu")
+        assert list(found) == expected
+        for kind, group in found.items():
+            assert group.size == kind.ranks
+            assert rank in group.ranks
+            assert group.ranks[1] - group.ranks[0] == kind.stride
+            assert sum(r // per_node == rank // per_node for r in group.ranks) == kind.per_node
+            assert kind.place == (INSIDE if len({r // per_node for r in group.ranks}) == 1 else BETWEEN)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "rank", "inside", "between"),
+    [(4, 2, (0, 1, 2, 3), None), (2, 1, (0, 1), (1, 3)), (1, 3, None, (0, 1, 2, 3))],
+)
+def test_pipelines(
+    per_node: int,
+    rank: int,
+    inside: tuple[int, ...] | None,
+    between: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neighbours on a node, and the ranks of one place on each node."""
+    monkeypatch.setattr(meshes, "distributed_mesh", lambda layout, kind: meshes.shape_only_mesh(layout, rank))
+    found = {place: group.ranks for place, group in plan.pipeline_groups(4, per_node, "cpu").items()}
+    expected = {INSIDE: inside, BETWEEN: between}
+    assert found == {place: ranks for place, ranks in expected.items() if ranks is not None}
+
+
+def test_tables_of_two_nodes() -> None:
+    """What is inside a node and what reaches over nodes are two classes, each with its own groups."""
+    timing = (1e-3, 1e-3, 1e-3, 3)
+
+    def row(op: str, place: str, seconds: float, **kind: int) -> dict[str, object]:
+        return {"op": op, "place": place, "points": [(1000, timing), (10**6, (seconds, *timing[1:]))], **kind}
+
+    result = {
+        "per_node": 2,
+        "links": [
+            row("all_reduce", BETWEEN, 8e-3, ranks=4, per_node=2, stride=1),
+            row("all_reduce", INSIDE, 2e-3, ranks=2, per_node=2, stride=1),
+            row("all_reduce", BETWEEN, 9e-3, ranks=2, per_node=1, stride=2),
+            row("send", INSIDE, 1e-3),
+            row("send", BETWEEN, 4e-3),
+        ],
+        "overlap": {INSIDE: {"all_reduce": 0.5}, BETWEEN: {"all_reduce": 0.1}},
+    }
+    links = {"memory": {"per": "device", "bandwidth": {"value": "unknown", "source": "x"}}}
+    found = link_tables.link_tables([result] * 4, links, "all at once")
+    assert found["memory"]["bandwidth"]["value"] == pytest.approx(1e9)
+    assert found["memory"]["collectives"]["all_reduce"]["ranks"] == 2
+    network = found["inter-node"]
+    assert network["bandwidth"]["value"] == pytest.approx(2 * 10**6 / 4e-3)
+    assert network["per"] == "node"
+    assert network["overlap_cost"]["value"] == pytest.approx(0.1)
+    whole = network["collectives"]["all_reduce"]
+    assert whole["per_node"] == 2
+    assert "ranks" not in whole
+    assert [(g["ranks"], g["per_node"], g["stride"]) for g in whole["groups"]] == [(2, 1, 2)]
