@@ -11,7 +11,7 @@ from torch import Tensor
 
 from repro.config import Experiment, Layout, Model, Training
 from repro.engines import build_engine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from repro.config import Experiment
-    from repro.engines.native.part import MicroBatch
+    from repro.engines.native.model_part import MicroBatch
     from repro.parallel.mesh import Mesh
     from repro.parallel.pipeline.runner import Observer
     from repro.parallel.zero.optimizer import Norms

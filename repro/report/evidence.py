@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.implied import Implied, implied
+from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
 from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
 from repro.claims.again.answers import Answer, answers, systems_of
 from repro.claims.again.questions import load as load_questions
@@ -179,9 +179,9 @@ class JudgedStore:
         return rank_inputs(self.judged, self.records)
 
     @cached_property
-    def implied(self) -> list[Implied]:
+    def implied(self) -> list[ImpliedInput]:
         """What the published values need of each unknown, those with most rows first."""
-        return implied(self.judged, self.records)
+        return find_implied_inputs(self.judged, self.records)
 
     @cached_property
     def asked_again(self) -> dict[str, list[Answer]]:

@@ -28,7 +28,7 @@ import repro
 from repro.config import Experiment, Layout, Training
 from repro.config.models import load_model
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.engines.torch.model import Dropout, PlainGPT, initialise
 from repro.measure.statistics import ratio_interval
 from repro.model.counts import total_parameters

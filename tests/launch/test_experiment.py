@@ -14,7 +14,7 @@ import torch
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
-from repro.engines.native.part import learning_rate
+from repro.engines.native.model_part import learning_rate
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
 from repro.launch.rank.step_data import StepHistory

@@ -105,7 +105,7 @@ def test_bytes(request: pytest.FixtureRequest, cp: int, tp: int, family: str, re
 def attention_of(experiment: Experiment, rank: int) -> list[Operator]:
     """The attention of one step of one rank of cp, on shapes."""
     from repro.engines.native.engine import NativeEngine
-    from repro.engines.native.part import MicroBatch
+    from repro.engines.native.model_part import MicroBatch
     from repro.model.gpt import BatchPosition
 
     layout = experiment.layout

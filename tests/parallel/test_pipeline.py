@@ -11,7 +11,7 @@ from torch import Tensor
 
 from repro.config import ConfigError, Experiment, Layout
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.pipeline.schedule import build_schedule, in_flight

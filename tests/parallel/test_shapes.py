@@ -10,7 +10,7 @@ import torch
 from repro.config import Experiment, Layout
 from repro.config.models import load_model
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.model.counts import total_parameters
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes

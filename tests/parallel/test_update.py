@@ -13,7 +13,7 @@ from repro.config import Layout, Training
 from repro.config.enums import OperatorSet, Phase
 from repro.engines.native.checkpoint import state
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import learning_rate
+from repro.engines.native.model_part import learning_rate
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import divisor_for
 from repro.simulate.memory.live_bytes import LiveBytes

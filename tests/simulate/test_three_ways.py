@@ -170,7 +170,7 @@ def test_copies_of_the_ordinary_micro_batch() -> None:
             mesh = meshes.shape_only_mesh(layout, meshes.groups(layout, "pp")[0][role.stage])
             engine = NativeEngine(experiment, mesh, torch.device("meta"))
             tokens = torch.zeros(1, MODEL.seq, dtype=torch.int64, device="meta")
-            from repro.engines.native.part import MicroBatch
+            from repro.engines.native.model_part import MicroBatch
             from repro.model.gpt import BatchPosition
 
             engine.step(

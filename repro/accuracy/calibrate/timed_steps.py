@@ -21,7 +21,7 @@ from torch import Tensor
 from repro.accuracy.calibrate.clock import OperatorClock, timing
 from repro.config import Experiment, Layout, Model
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.measure.memory import MemoryTracker
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes

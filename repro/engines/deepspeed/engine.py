@@ -14,7 +14,7 @@ from repro.config.enums import Phase
 from repro.engines import EngineReport
 from repro.engines.deepspeed import library, model
 from repro.engines.deepspeed.states import States
-from repro.engines.native.part import MicroBatch, learning_rate
+from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from repro.config import Experiment, Training
-from repro.engines.native.part import decays
+from repro.engines.native.model_part import decays
 from repro.model.gpt import GPT, BatchPosition, initial_values
 from repro.model.layer import Masks
 from repro.parallel.mesh import Mesh

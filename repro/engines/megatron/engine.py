@@ -21,7 +21,7 @@ from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines import EngineReport
 from repro.engines.megatron import exchange, model, settings
-from repro.engines.native.part import MicroBatch, learning_rate
+from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import mark

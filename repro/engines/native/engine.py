@@ -14,7 +14,7 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.engines import EngineReport
-from repro.engines.native.part import MicroBatch, ModelPart, learning_rate
+from repro.engines.native.model_part import MicroBatch, ModelPart, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build_schedule, in_flight

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines import EngineReport
-from repro.engines.native.part import MicroBatch, learning_rate
+from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.engines.torch import parallelism
 from repro.engines.torch.model import Dropout, PlainGPT, from_plain, initialise, suite_name
 from repro.engines.torch.parallelism import Strategy, device_mesh, strategy_of

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from repro import kernels
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.model.gpt import GPT, BatchPosition, Part, initial_values
 from repro.model.operator_sets import WeightDropout, attend
 from repro.parallel import mesh as meshes

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from repro.config import Experiment
 from repro.config.enums import Phase
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import DTYPES
 

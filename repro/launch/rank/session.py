@@ -17,7 +17,7 @@ from repro.config.engines import NATIVE
 from repro.config.enums import Phase
 from repro.engines import import_libraries
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device_settings import rank_device

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.model.data import TokenStream
 from repro.model.gpt import BatchPosition
 from repro.parallel.zero.optimizer import Norms

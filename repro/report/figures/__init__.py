@@ -24,7 +24,7 @@ from repro.report.figures.style import Drawing, Record, figure_style
 from repro.report.figures.values import View
 
 if TYPE_CHECKING:
-    from repro.accuracy.validate.implied import Implied
+    from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.published import Point
     from repro.claims.verdicts import ClaimResult
     from repro.results.schema import ComparisonRecord
@@ -36,7 +36,7 @@ def draw_all(
     simulated: Sequence[Record] = (),
     points: Sequence[Point] = (),
     judged: Sequence[ClaimResult] = (),
-    needs: Sequence[Implied] = (),
+    needs: Sequence[ImpliedInput] = (),
 ) -> list[Drawing]:
     """Return every figure in the order of the page. A figure without records has no picture and names its command.
 

@@ -28,7 +28,7 @@ from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
-from repro.report.figures import marks
+from repro.report.figures import evidence_marks
 from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, set_grid
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
@@ -142,11 +142,11 @@ class Panel:
         """How wide it is."""
         return max(4, 2 * len(self.places) * self.crowd)
 
-    def slot(self, value: Value, series: str) -> marks.BarPair:
+    def slot(self, value: Value, series: str) -> evidence_marks.BarPair:
         """Where a series has its bars at a place: side by side with the others that are there."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
-        return marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
+        return evidence_marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
@@ -185,7 +185,7 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
         if lower is not None:
             _draw_errors(lower, panel, colours, view)
     figure.align_ylabels()
-    marks.draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    evidence_marks.draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
     return Drawing(
         entry.id,
         entry.title,
@@ -242,9 +242,9 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
         for value in values:
             at = panel.slot(value, name)
             if panel.entry.log:
-                marks.draw_points(axes, at, value, colours[name], size)
+                evidence_marks.draw_points(axes, at, value, colours[name], size)
             else:
-                marks.draw_bars(axes, at, value, colours[name], size)
+                evidence_marks.draw_bars(axes, at, value, colours[name], size)
     if panel.entry.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -274,7 +274,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
-            errors.append(marks.draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
+            errors.append(evidence_marks.draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
     low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
     axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import log10
 from typing import TYPE_CHECKING
 
-from repro.accuracy.validate.implied import Implied, Need
+from repro.accuracy.validate.implied_inputs import ImpliedInput, RequiredInput
 from repro.accuracy.validate.published import (
     A100_MEGATRON,
     CLUSTER,
@@ -207,7 +207,7 @@ MAX_LABELLED_ROWS = 24
 """Rows of a panel that are named at its side; of more only those that contradict each other."""
 
 
-def draw_implied(found: Sequence[Implied]) -> Drawing:
+def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
     """A panel an unknown: a line a row, over the values within its tolerance, and a dot where it is exact."""
     shown = select_implied(found)
     if not shown:
@@ -232,7 +232,7 @@ def draw_implied(found: Sequence[Implied]) -> Drawing:
     return Drawing(IMPLIED_ID, IMPLIED_TITLE, caption, (), "", figure, SIMULATED)
 
 
-def select_implied(found: Sequence[Implied]) -> list[Implied]:
+def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
     """The unknowns that most rows contradict each other about, then those of most rows; one at least of each cluster.
 
     Not how fast a device, or the slowest, is of its kind, which scales everything: what rows need of it is the
@@ -246,7 +246,7 @@ def select_implied(found: Sequence[Implied]) -> list[Implied]:
     return [one for one in ordered if one in picked]
 
 
-def _draw_implied_panel(axes: Axes, one: Implied) -> None:
+def _draw_implied_panel(axes: Axes, one: ImpliedInput) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.axvspan(one.low, one.high, color=GREY, alpha=0.3, lw=0)
@@ -275,6 +275,6 @@ def _draw_implied_panel(axes: Axes, one: Implied) -> None:
     set_grid(axes, "x")
 
 
-def _row_label(need: Need) -> str:
+def _row_label(need: RequiredInput) -> str:
     claim, _, label = need.row.partition("/")
     return f"{claim} {label}"

@@ -35,7 +35,7 @@ from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, new_table, pr
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from repro.accuracy.validate.implied import Implied
+    from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.machine import MachineErrors
 
 
@@ -365,7 +365,7 @@ def print_measurements(found: RankedInputs, console: Console) -> None:
         )
 
 
-def print_implied(found: Sequence[Implied], console: Console) -> None:
+def print_implied(found: Sequence[ImpliedInput], console: Console) -> None:
     """Print the value of each unknown that the rows imply, contradictions first."""
     from rich.text import Text
 

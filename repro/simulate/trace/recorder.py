@@ -67,7 +67,7 @@ line_of_step = innermost_line(
     (
         "repro.parallel",
         "repro.model",
-        "repro.engines.native.part",
+        "repro.engines.native.model_part",
         "repro.kernels",
     ),
     but=("repro.parallel.storage",),

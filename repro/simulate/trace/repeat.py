@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from repro.config import Experiment
-from repro.engines.native.part import ModelPart
+from repro.engines.native.model_part import ModelPart
 from repro.model.gpt import BatchPosition, Part
 from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline

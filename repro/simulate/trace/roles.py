@@ -19,7 +19,7 @@ import torch
 
 from repro.config import Experiment, Layout
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import MicroBatch
+from repro.engines.native.model_part import MicroBatch
 from repro.measure.operators import without_compiler
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from repro.engines.native.engine import NativeEngine
-from repro.engines.native.part import ModelPart
+from repro.engines.native.model_part import ModelPart
 from repro.parallel.zero.flat_buffer import Bucket
 
 

@@ -31,7 +31,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Need:
+class RequiredInput:
     """Values of an unknown that bring one row to the published value or within its tolerance."""
 
     row: str
@@ -44,7 +44,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Implied:
+class ImpliedInput:
     """Values of one unknown of a cluster that all rows need."""
 
     key: str
@@ -53,11 +53,11 @@ class Implied:
     best: float
     high: float
     searched: tuple[float, float]
-    needs: tuple[Need, ...]
+    needs: tuple[RequiredInput, ...]
     """Needs of the rows, ordered by value; rows without a value are last."""
 
     @property
-    def contradiction(self) -> tuple[Need, Need] | None:
+    def contradiction(self) -> tuple[RequiredInput, RequiredInput] | None:
         """Return the row with the largest lower end and the row with the smallest upper end if no value serves both."""
         served = [need for need in self.needs if need.low is not None]
         if not served:
@@ -77,7 +77,7 @@ class Implied:
         )
 
     @property
-    def unserved(self) -> tuple[Need, ...]:
+    def unserved(self) -> tuple[RequiredInput, ...]:
         """Return the rows that no value brings within their tolerance."""
         return tuple(need for need in self.needs if need.low is None)
 
@@ -115,12 +115,12 @@ class Implied:
         return text + "."
 
 
-def implied(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[Implied]:
+def find_implied_inputs(judged: Sequence[ClaimResult], records: Sequence[Record]) -> list[ImpliedInput]:
     """Return the implied values of every unknown of every cluster, the unknown with most rows first."""
     counted = {(point.claim, point.label) for point in points(judged, records) if not point.left_out}
     seen, functions = simulated_records(records), Records(records)
     moves: dict[tuple[str, str], Sensitivity] = {}
-    needs: dict[tuple[str, str], list[Need]] = {}
+    needs: dict[tuple[str, str], list[RequiredInput]] = {}
     for result, row, finding in uncertain_rows(judged):
         if (result.claim.id, row.row.label) not in counted or finding.doubt is None:
             continue
@@ -161,7 +161,7 @@ def _predicted(key: str, row: RowResult, finding: Finding, records: Records) -> 
     return predict_at
 
 
-def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -> Need:
+def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -> RequiredInput:
     assert row.row.printed is not None
     (evidence,) = (e for e in row.row.evidence if e.kind == SIMULATED and e.value.text == finding.expression)
     rule = accepted_range_of_row(row.row, evidence, result.claim)
@@ -171,7 +171,7 @@ def _need(result: ClaimResult, row: RowResult, finding: Finding, curve: Curve) -
     served = [value for value, predicted in curve if rule.meets(predicted, predicted)]
     served += [edge for edge in edges if edge is not None]
     ends = (min(served), max(served)) if served else (None, None)
-    return Need(row_name(result, row), exact, *ends)
+    return RequiredInput(row_name(result, row), exact, *ends)
 
 
 def _crossing(curve: Curve, target: float) -> float | None:
@@ -182,7 +182,7 @@ def _crossing(curve: Curve, target: float) -> float | None:
     return None
 
 
-def _implied(key: str, system: str, move: Sensitivity, needs: list[Need]) -> Implied:
+def _implied(key: str, system: str, move: Sensitivity, needs: list[RequiredInput]) -> ImpliedInput:
     values = [value for value, _ in move.curve or ()]
     ordered = sorted(needs, key=lambda need: (need.value is None, need.value or 0.0))
-    return Implied(key, system, move.low, move.best, move.high, (values[0], values[-1]), tuple(ordered))
+    return ImpliedInput(key, system, move.low, move.best, move.high, (values[0], values[-1]), tuple(ordered))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.accuracy.validate.implied import Implied, implied
+from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
 from repro.claims.judge import judge
 from repro.claims.reader import load
 from repro.config.systems.unknowns import PACE
@@ -34,8 +34,8 @@ INVERSE = {0.25: 80.0, 0.5: 40.0, 1: 20.0, 2: 10.0, 4: 5.0, 8: 2.5, 16: 1.25}
 """100 samples: a rate of 5 for each ring."""
 
 
-def needed(path: Path, rows: dict[str, str], *records: ExperimentRecord) -> list[Implied]:
-    return implied(judged(path, rows, *records), records)
+def needed(path: Path, rows: dict[str, str], *records: ExperimentRecord) -> list[ImpliedInput]:
+    return find_implied_inputs(judged(path, rows, *records), records)
 
 
 def test_the_value_at_which_a_prediction_is_what_was_published(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_ratio_is_taken_with_the_same_value_on_both_sides(tmp_path: Path) -> N
     row = f"""{{ label = "x", published = "3.0", simulated = {{ value = '{value}' }} }}"""
     (tmp_path / "claims.toml").write_text(HEAD + row + "]\n")
     records = moving("a", INVERSE), moving("b", dict.fromkeys(INVERSE, 10.0) | {1: 10.1})
-    (found,) = implied(judge(load(tmp_path), records), records)
+    (found,) = find_implied_inputs(judge(load(tmp_path), records), records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
 
 
