@@ -17,8 +17,8 @@ from repro.launch.rank_process import HeartbeatWriter
 from repro.parallel.mesh import Mesh
 from repro.quality.evaluate.scorer import Scorer, Scores
 from repro.quality.evaluate.texts import Samples
-from repro.quality.weights.opened import open_weights
-from repro.quality.weights.source import Source
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.source import WeightSource
 
 TARGET = f"{__name__}:run_rank"
 Row = tuple[int, float, bool, bool]
@@ -49,7 +49,7 @@ def score(
     experiment: Experiment,
     mesh: Mesh,
     device: torch.device,
-    source: Source,
+    source: WeightSource,
     samples: Samples,
     forbidden: list[int],
     progress: Callable[[int], None] = lambda step: None,

@@ -27,8 +27,8 @@ from repro.quality.evaluate import protocols, texts
 from repro.quality.evaluate.protocols import GPT2, LAMBADA, Protocol
 from repro.quality.evaluate.texts import Samples
 from repro.quality.evaluate.tokens import Tokenizer, check_vocabulary, open_tokenizer, stop_words
-from repro.quality.weights.opened import open_weights
-from repro.quality.weights.source import Source
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.source import WeightSource
 from repro.results.schema import EvaluationRecord
 from repro.results.store import Store
 from repro.util.files import sha256_digest
@@ -116,7 +116,7 @@ def evaluate(question: Question, results: Path) -> tuple[EvaluationRecord, int]:
     return record, interrupt.signal
 
 
-def _experiment(question: Question, source: Source) -> Experiment:
+def _experiment(question: Question, source: WeightSource) -> Experiment:
     """What a launch needs of it.  Raises `ConfigError` for a layout that evaluates nothing, or not here."""
     layout = question.layout
     none = "has no gradients and no optimizer to partition"

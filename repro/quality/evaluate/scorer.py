@@ -19,7 +19,7 @@ from repro.parallel.pipeline.schedule import FORWARD
 from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
-from repro.quality.weights.source import Source
+from repro.quality.weights.source import WeightSource
 
 NOWHERE = BatchPosition(0, 0)
 """No dropout, and so nothing depends on the place of a sample."""
@@ -46,7 +46,7 @@ class Scorer:
         layout: Layout,
         mesh: Mesh,
         device: torch.device,
-        source: Source,
+        source: WeightSource,
         forbidden: Sequence[int] = (),
     ):
         """`model` is that of `source`, its vocabulary padded so that tp divides it; `forbidden` are stop words."""

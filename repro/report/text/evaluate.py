@@ -45,12 +45,12 @@ def print_scores(
 
 def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
     """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
-    from repro.quality.weights.export import export as write
-    from repro.quality.weights.opened import open_weights
+    from repro.quality.weights.formats import open_weights
+    from repro.quality.weights.huggingface import export_huggingface
 
     source = open_weights(weights, models.load_model(model) if model else None)
     source.check()
-    written = write(source, output, vocab)
+    written = export_huggingface(source, output, vocab)
     if json:
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0

@@ -15,7 +15,7 @@ from repro.parallel import mesh as meshes
 from repro.quality.evaluate import rank as ranks_part
 from repro.quality.evaluate.scorer import Scorer
 from repro.quality.evaluate.texts import Samples, windows
-from repro.quality.weights.opened import open_weights
+from repro.quality.weights.formats import open_weights
 from tests.quality.weights.made_by_hand import SEQ, VOCAB, tokens
 
 STRIDE, LENGTH = 5, 40

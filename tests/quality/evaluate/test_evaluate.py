@@ -15,7 +15,7 @@ from repro.parallel import mesh as meshes
 from repro.quality.evaluate import protocols, rank, texts
 from repro.quality.evaluate.run import Question, evaluate, metrics
 from repro.quality.evaluate.tokens import BytePairs, Bytes, open_tokenizer, stop_words
-from repro.quality.weights.opened import open_weights
+from repro.quality.weights.formats import open_weights
 from repro.results.schema import EvaluationRecord
 from repro.results.store import read
 from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights
