@@ -14,11 +14,11 @@ def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
     """Score, and print metrics and protocol, or the record (`json`); 1 if the ranks failed.  Raises `ConfigError`."""
-    from repro.quality.evaluate.run import Question, evaluate
+    from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
-    question = Question(weights=weights, task=task, data=data, layout=layout, **how)
+    options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
     try:
-        record, signal = evaluate(question, results)
+        record, signal = run_evaluation(options, results)
     except ConfigError as error:
         known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
         raise error.about(f"--{error.key.replace('_', '-')}") if known else error from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.quality.evaluate.texts import windows
+from repro.quality.evaluate.samples import split_windows
 from repro.quality.weights.formats import open_weights
 from repro.quality.weights.huggingface import export_huggingface
 from tests.engines.native.checkpoint.saved import HALF, checkpoint, experiment, train
@@ -145,7 +145,7 @@ def test_a_model_that_is_trained_here_has_the_same_perplexity_there(two: RankPoo
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
     ids = tokens(1, LENGTH)[0]
     expected = []
-    for begin, length, scored in windows(LENGTH, wrote.model.seq, STRIDE):
+    for begin, length, scored in split_windows(LENGTH, wrote.model.seq, STRIDE):
         text = ids[begin : begin + length]
         with torch.no_grad():
             rows = theirs(text[None, :-1]).logits[0, -scored:].double()
