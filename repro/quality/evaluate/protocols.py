@@ -1,7 +1,7 @@
-"""How published scores were obtained, as far as anybody said: each protocol with its source and what that leaves open.
+"""Protocols of published scores, each with its source and the rules that the source omits.
 
-A score says little without it.  For GPT-2's 1.5B its authors print 63.24 % on LAMBADA, of which a stop-word filter
-is 10.58 points, for the last token of OpenAI's own version of the text; Megatron-LM counts whole words without one.
+Scores of different protocols are not comparable. GPT-2's authors score the last token of OpenAI's version of LAMBADA,
+and their stop-word filter adds 10.58 points; Megatron-LM scores full words without a filter.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MEGATRON, GPT2, LAST_TOKEN = "megatron", "gpt2", "last-token"
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """One way to score a model."""
+    """Published procedure that scores a model on a task."""
 
     task: str
     name: str
     source: str
-    """Where it is written down."""
+    """Publication or code that defines the protocol."""
     rules: tuple[str, ...]
     left_open: tuple[str, ...] = ()
-    """What the source does not say, and what is done here instead."""
+    """Rules that the source omits, and their replacements here."""
     published: tuple[str, ...] = ()
-    """Scores that were obtained so."""
+    """Published scores by this protocol."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As a record has it."""
+        """Return the protocol as a record contains it."""
         return asdict(self)
 
 
@@ -105,8 +105,8 @@ PROTOCOLS = (
 
 
 @dataclass(frozen=True)
-class Files:
-    """A data set that nobody here may hand on, and where it comes from."""
+class DataFile:
+    """Text of a task, which the suite may not redistribute, and its origin."""
 
     name: str
     where: str
@@ -115,18 +115,18 @@ class Files:
 
     @property
     def advice(self) -> str:
-        """What to fetch, in one line."""
+        """One line that says what to download."""
         return f"fetch {self.name} from {self.where} ({self.checksum}; {self.licence})"
 
 
-DATA = {
-    WIKITEXT: Files(
+DATA_FILES = {
+    WIKITEXT: DataFile(
         "wikitext-103/wiki.test.tokens",
         "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip",
         "sha1 8a5befc548865cec54ed4273cf87dbbad60d1e47, of the archive 0aec09a7537b58d4bb65362fee27650eeaba625a",
         "CC BY-SA",
     ),
-    LAMBADA: Files(
+    LAMBADA: DataFile(
         "lambada_test.jsonl",
         "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
         "sha256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
@@ -135,12 +135,12 @@ DATA = {
 }
 
 
-def find(task: str, name: str = "") -> Protocol:
-    """The protocol of a task; without a name the first.  Raises `ConfigError`."""
+def find_protocol(task: str, name: str = "") -> Protocol:
+    """Return a protocol of a task, by default the first. Raises `ConfigError`."""
     if task not in TASKS:
         raise ConfigError("--task", task, f"one of {', '.join(TASKS)}")
-    of_task = [protocol for protocol in PROTOCOLS if protocol.task == task]
-    for protocol in of_task:
+    candidates = [protocol for protocol in PROTOCOLS if protocol.task == task]
+    for protocol in candidates:
         if name in ("", protocol.name):
             return protocol
-    raise ConfigError("--protocol", name, f"one of {', '.join(protocol.name for protocol in of_task)}")
+    raise ConfigError("--protocol", name, f"one of {', '.join(protocol.name for protocol in candidates)}")

@@ -1,38 +1,53 @@
-"""What a rank does of an evaluation: its replica's samples, through its part of the model."""
+"""Evaluation on one rank: forward passes of its replica's samples through its stage of the model.
+
+There are no gradients and no optimizer. Under stage 3 a rank retains only its shards between passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from repro.config import Experiment
+from repro.config import Experiment, Layout, Model, Training
 from repro.config.enums import Phase
 from repro.launch.job import Job
 from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.session import joined_process_group, make_mesh
 from repro.launch.rank_process import HeartbeatWriter
+from repro.model.gpt import GPT, BatchPosition, Part
+from repro.parallel import tensor
+from repro.parallel.comm import MAX, Group
 from repro.parallel.mesh import Mesh
-from repro.quality.evaluate.scorer import Scorer, Scores
-from repro.quality.evaluate.texts import Samples
-from repro.quality.weights.opened import open_weights
-from repro.quality.weights.source import Source
+from repro.parallel.pipeline.boundary import Boundary
+from repro.parallel.pipeline.schedule import FORWARD
+from repro.parallel.storage import DTYPES
+from repro.parallel.zero.flat_parameters import InitialValues, Tag
+from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
+from repro.quality.evaluate.samples import Samples
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.source import WeightSource
 
-TARGET = f"{__name__}:run_rank"
-Row = tuple[int, float, bool, bool]
-"""Of a sample: its number, the sum of its losses, whether all its predictions are right, and without stop words."""
+SampleScore = tuple[int, float, bool, bool]
+"""Number of a sample, sum of its losses, and whether all predictions are right, with and without stop words."""
 
 
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Score on this rank what `job.task` names; `{"samples"}` by experiment key, empty but on one rank a replica."""
-    place, experiment = rank_device(device), job.experiments[0]
+    """Score the samples of `job.task`, and return `{"samples": scores}` by experiment key.
+
+    Only the first tp rank of the last stage of a replica has scores.
+    """
+    torch_device, experiment = rank_device(device), job.experiments[0]
     heartbeat.phase(0, 0, Phase.INIT)
-    with joined_process_group(rank, world, place, rendezvous):
-        mesh = make_mesh(experiment, place)
+    with joined_process_group(rank, world, torch_device, rendezvous):
+        mesh = make_mesh(experiment, torch_device)
         mesh.ledger.observers.append(
             lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
         )
@@ -40,42 +55,42 @@ def run_rank(
         samples = Samples.load(Path(job.task["samples"]))
         forbidden = job.task["forbidden"]
         progress: Callable[[int], None] = lambda step: heartbeat.phase(0, step, Phase.FORWARD)
-        rows = score(experiment, mesh, place, source, samples, forbidden, progress)
+        rows = score_samples(experiment, mesh, torch_device, source, samples, forbidden, progress)
     heartbeat.phase(0, 0, Phase.DONE)
     return {experiment.key: {"samples": rows}}
 
 
-def score(
+def score_samples(
     experiment: Experiment,
     mesh: Mesh,
     device: torch.device,
-    source: Source,
+    source: WeightSource,
     samples: Samples,
     forbidden: list[int],
     progress: Callable[[int], None] = lambda step: None,
-) -> list[Row]:
-    """Rows of this replica's samples, on the first tp rank of the last stage; on others none."""
+) -> list[SampleScore]:
+    """Return the scores of this replica's samples on the first tp rank of the last stage, and none on other ranks."""
     layout = experiment.layout
     scorer = Scorer(experiment.model, layout, mesh, device, source, forbidden)
     mine = range(mesh.dp.rank, len(samples.spans), layout.dp)
-    # All replicas make as many passes: under stage 3 they gather together.
+    # Every replica runs the same number of passes, because stage 3 gathers collectively.
     share = -(-len(samples.spans) // layout.dp)
-    rows: list[Row] = []
+    rows: list[SampleScore] = []
     for step, start in enumerate(range(0, share, layout.micro_batch)):
         progress(step)
         numbers = list(mine[start : start + layout.micro_batch])
-        tokens, targets, counts = batch(samples, numbers, layout.micro_batch)
+        tokens, targets, counts = padded_batch(samples, numbers, layout.micro_batch)
         found = scorer.score(tokens.to(device), targets.to(device), counts.to(device))
         if found is not None and mesh.tp.rank == 0:
-            rows += _rows(numbers, samples, found, targets[counts])
+            rows += _sample_scores(numbers, samples, found, targets[counts])
     scorer.finish()
     return rows
 
 
-def batch(samples: Samples, numbers: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, targets and which of these count, each [size, longest], of these samples; what is missing is padding.
+def padded_batch(samples: Samples, numbers: list[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, targets and the mask of scored targets, each [size, longest], with padding.
 
-    Of no samples one target counts, which nobody reads: a pass without any would leave others waiting.
+    Without samples the mask has one unused target, because every rank must run the pass.
     """
     tokens = torch.zeros(size, samples.longest + 1, dtype=torch.int64)
     counts = torch.zeros(size, samples.longest, dtype=torch.bool)
@@ -87,7 +102,7 @@ def batch(samples: Samples, numbers: list[int], size: int) -> tuple[torch.Tensor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counts
 
 
-def _rows(numbers: list[int], samples: Samples, found: Scores, targets: torch.Tensor) -> list[Row]:
+def _sample_scores(numbers: list[int], samples: Samples, found: Scores, targets: Tensor) -> list[SampleScore]:
     if not numbers:
         return []
     lengths = [int(samples.spans[number][2]) for number in numbers]
@@ -97,3 +112,126 @@ def _rows(numbers: list[int], samples: Samples, found: Scores, targets: torch.Te
         (number, float(loss.sum()), bool(one.all()), bool(other.all()))
         for number, (loss, one, other) in zip(numbers, parts, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the masked targets in their order [n]."""
+
+    loss: Tensor
+    """Negative log-likelihood, fp32."""
+    predicted: Tensor
+    """Most likely token, int64."""
+    allowed: Tensor
+    """Most likely token that is not a stop word, int64."""
+
+
+class Scorer:
+    """Pipeline stage of the model with its weights."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        source: WeightSource,
+        forbidden: Sequence[int] = (),
+    ):
+        """Load the stage of `model`, which is the source's model with a vocabulary padded to a multiple of tp.
+
+        `forbidden` are the ids of stop words.
+        """
+        parts, stage = layout.parts(model.layers), mesh.pp.rank
+        part = Part(parts[stage], first=stage == 0, last=stage == len(parts) - 1)
+        self.mesh, self.layout, self.part = mesh, layout, part
+        self._vocab, self._width = source.model.vocab, model.hidden
+        self._forbidden = torch.tensor(list(forbidden), dtype=torch.int64, device=device)
+        self._found: Scores | None = None
+        self._boundary: Boundary | None = None
+        self._like = torch.empty(0, dtype=DTYPES[layout.precision], device=device)
+        self.module = GPT(model, layout, Training(), mesh.tp, part=part).requires_grad_(False)
+        if part.last:
+            self.module.head.of_logits = self._score_logits
+
+        names = [getattr(p, "name_in_model", name) for name, p in self.module.named_parameters()]
+
+        def values(parameters: list[Parameter]) -> InitialValues:
+            return source.values(names, mesh.tp.rank, mesh.tp.size, model.vocab)
+
+        self._sharded: ShardedModule | None = None
+        if layout.zero == 3:
+            sharding = Sharding.from_layout(layout, mesh.dp, device, self._like.dtype)
+            units = self.module.zero_units()
+            self._sharded = ShardedModule(self.module, units, sharding, lambda p: Tag(0), values)
+        else:
+            _load_parameters(self.module, values([]), self._like)
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, targets: Tensor, counts: Tensor) -> Scores | None:
+        """Return the scores of the `targets` [b, s] that the mask `counts` [b, s] selects, after `tokens` [b, s].
+
+        Other stages than the last return None. Every call has the same shape and a non-empty mask.
+        """
+        if self._sharded is not None:
+            self._sharded.begin_forward()
+        stage, x = self.mesh.pp.rank, tokens
+        if not self.part.first:
+            boundary = self._stage_boundary(tokens)
+            boundary.expect(stage - 1, FORWARD)
+            x = boundary.receive()
+        x = self.module.hidden(x, tokens.shape[1], BatchPosition(0, 0))
+        if not self.part.last:
+            self._stage_boundary(tokens).send(x, stage + 1, FORWARD)
+            return None
+        # Logits are the largest activation, so only those of scored targets are computed.
+        self.module.head(x[counts].unsqueeze(0), targets[counts].unsqueeze(0))
+        found, self._found = self._found, None
+        return found
+
+    def finish(self) -> None:
+        """Wait for the last sends, and release the parameters that stage 3 has gathered."""
+        if self._boundary is not None:
+            self._boundary.finish()
+        if self._sharded is not None:
+            self._sharded.all_gather_params()
+
+    def _stage_boundary(self, tokens: Tensor) -> Boundary:
+        if self._boundary is None:
+            shape = (*tokens.shape, self._width)
+            self._boundary = Boundary(self.mesh.pp, self.mesh.tp, shape, self._like, split=False)
+        return self._boundary
+
+    def _score_logits(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Store the scores of logits [n, V/t] and return the losses; padding of the vocabulary has no probability."""
+        tp = self.mesh.tp
+        first = tp.rank * rows.shape[1]
+        rows[:, max(0, self._vocab - first) :] = float("-inf")
+        predicted = allowed = _argmax_token(rows, first, tp)
+        if self._forbidden.numel():
+            local = self._forbidden - first
+            local = local[(local >= 0) & (local < rows.shape[1])]
+            allowed = _argmax_token(rows.index_fill(1, local, float("-inf")), first, tp)
+        loss = tensor.vocab_parallel_cross_entropy(rows, targets, tp, plain=self.layout.kernels.plain)
+        self._found = Scores(loss, predicted, allowed)
+        return loss
+
+
+def _argmax_token(rows: Tensor, first: int, tp: Group) -> Tensor:
+    """Return the first token with the largest logit [n], of logits [n, V/t] that begin with token `first`."""
+    largest, index = rows.float().max(1)
+    best = largest.clone()
+    tp.all_reduce(best, MAX, "evaluation").wait()
+    # The largest of negated ids is the first token.
+    candidate = torch.where(largest == best, -(index + first), torch.iinfo(torch.int64).min)
+    tp.all_reduce(candidate, MAX, "evaluation").wait()
+    return -candidate
+
+
+def _load_parameters(module: GPT, values: InitialValues, like: Tensor) -> None:
+    """Allocate the module's parameters and copy their values from the files."""
+    leave_meta(module, like.device, like.dtype)
+    for i, parameter in enumerate(module.parameters()):
+        data = torch.empty(parameter.shape, dtype=like.dtype, device=like.device)
+        data.view(-1).copy_(values(i, 0, data.numel()))
+        parameter.data = data

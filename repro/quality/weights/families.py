@@ -14,20 +14,20 @@ from typing import Any
 
 from repro.config import ConfigError, Model
 from repro.quality.weights.family import (
-    TO_GELUS,
+    HUGGING_FACE_GELUS,
     Config,
     Family,
-    first_of,
+    first_value,
     fused_layer,
-    gelu,
-    linear,
-    norm,
-    rotary,
-    whole,
+    gelu_name,
+    linear_counterparts,
+    norm_counterparts,
+    parameter_rows,
+    rotary_sizes,
 )
-from repro.quality.weights.rows import Counterpart, Stretch, same
+from repro.quality.weights.source import Counterpart, RowRange, counterpart
 
-DEFAULT_SEQ = 2048
+DEFAULT_CONTEXT_TOKENS = 2048
 """Tokens of a sample for a BLOOM or Falcon configuration without a length; ALiBi has no maximum."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Names of the norms of attention and MLP in NeoX and BLOOM."""
@@ -44,7 +44,7 @@ def _gpt2_sizes(config: Config) -> dict[str, Any]:
         "vocab": config["vocab_size"],
         "seq": config.get("n_positions") or config["n_ctx"],
         "ffn": config.get("n_inner") or 0,
-        "mlp": gelu(config, "activation_function", "gelu_new"),
+        "mlp": gelu_name(config, "activation_function", "gelu_new"),
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
     }
 
@@ -56,15 +56,15 @@ def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
         ("mlp", "ln_2", (("up", "mlp.c_fc", h, f), ("down", "mlp.c_proj", f, h))),
     ):
         ours, theirs = f"blocks.{i}.{part}", f"h.{i}"
-        yield from norm(f"{theirs}.{name}", f"{ours}.norm", model)
+        yield from norm_counterparts(f"{theirs}.{name}", f"{ours}.norm", model)
         for matrix, conv, inputs, outputs in linears:
-            yield same(f"{theirs}.{conv}.weight", f"{ours}.{matrix}", inputs, outputs, transposed=True)
-            yield same(f"{theirs}.{conv}.bias", f"{ours}.{matrix}_bias", outputs)
+            yield counterpart(f"{theirs}.{conv}.weight", f"{ours}.{matrix}", inputs, outputs, transposed=True)
+            yield counterpart(f"{theirs}.{conv}.bias", f"{ours}.{matrix}_bias", outputs)
 
 
 def _gpt2_configuration(model: Model) -> dict[str, Any]:
     return {
-        "activation_function": TO_GELUS.get(model.mlp),
+        "activation_function": HUGGING_FACE_GELUS.get(model.mlp),
         "layer_norm_epsilon": model.norm_eps,
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -93,7 +93,7 @@ GPT2 = Family(
     sizes=_gpt2_sizes,
     layer=_gpt2_layer,
     configuration=_gpt2_configuration,
-    passed_over=re.compile(r"h\.\d+\.attn\.(?:masked_)?bias"),
+    ignored=re.compile(r"h\.\d+\.attn\.(?:masked_)?bias"),
 )
 
 
@@ -109,7 +109,7 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
         right = "false: attention that reaches back a window alone is not in our GPT"
         raise ConfigError("use_sliding_window", True, right)
     if config["model_type"] == "mistral" and config.get("sliding_window"):
-        seq = min(seq, config["sliding_window"])  # so far it is ordinary attention
+        seq = min(seq, config["sliding_window"])  # within the window it is full attention
     return {
         "layers": config["num_hidden_layers"],
         "hidden": hidden,
@@ -124,7 +124,7 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
         "mlp": "swiglu",
         "biases": "qkv" if qwen2 else "none",
         "tied": bool(config.get("tie_word_embeddings", False)),
-        **rotary(config),
+        **rotary_sizes(config),
     }
 
 
@@ -132,26 +132,28 @@ def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"layers.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
     h, f, biased = model.hidden, model.ffn_width, model.biases == "qkv"
     inner = model.heads * model.head_width
-    yield from norm(f"{theirs}.input_layernorm", f"{attention}.norm", model)
+    yield from norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     for k, name in enumerate("qkv"):
         rows = _qkv_rows(attention, model, k)
-        yield from linear(f"{theirs}.self_attn.{name}_proj", h, rows, biased=biased)
-    yield same(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
-    yield from norm(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
+        yield from linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, rows, biased=biased)
+    yield counterpart(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
+    yield from norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
     for name, at in (("gate", 0), ("up", f)):
-        yield from linear(f"{theirs}.mlp.{name}_proj", h, whole(f"{mlp}.up", f, at), biased=False)
-    yield same(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
+        yield from linear_counterparts(
+            f"{theirs}.mlp.{name}_proj", h, parameter_rows(f"{mlp}.up", f, at), biased=False
+        )
+    yield counterpart(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
 
 
-def _qkv_rows(block: str, model: Model, k: int) -> Callable[[str], tuple[Stretch, ...]]:
+def _qkv_rows(block: str, model: Model, k: int) -> Callable[[str], tuple[RowRange, ...]]:
     """The rows of query, key or value (k = 0, 1, 2)."""
     width, inner = model.head_width, model.heads * model.head_width
     if model.key_heads == model.heads:
-        return whole(f"{block}.qkv", inner, k * inner)
+        return parameter_rows(f"{block}.qkv", inner, k * inner)
     if k == 0:
-        return whole(f"{block}.q", inner)
+        return parameter_rows(f"{block}.q", inner)
     first = range((k - 1) * width, 2 * model.key_heads * width, 2 * width)  # each head's key, then its value
-    return lambda ending: tuple(Stretch(f"{block}.kv{ending}", row, width) for row in first)
+    return lambda ending: tuple(RowRange(f"{block}.kv{ending}", row, width) for row in first)
 
 
 def _llama_configuration(model: Model) -> dict[str, Any]:
@@ -181,7 +183,7 @@ LLAMA = Family(
     sizes=_llama_sizes,
     layer=_llama_layer,
     configuration=_llama_configuration,
-    passed_over=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 )
 QWEN2 = replace(
     LLAMA,
@@ -196,7 +198,7 @@ QWEN2 = replace(
 
 
 def _neox_sizes(config: Config) -> dict[str, Any]:
-    told = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {}
     return {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -205,11 +207,11 @@ def _neox_sizes(config: Config) -> dict[str, Any]:
         "vocab": config["vocab_size"],
         "seq": config["max_position_embeddings"],
         "norm_eps": config.get("layer_norm_eps", 1e-5),
-        "mlp": gelu(config, "hidden_act", "gelu"),
+        "mlp": gelu_name(config, "hidden_act", "gelu"),
         "blocks": "parallel" if config.get("use_parallel_residual", True) else "sequential",
-        "rotary_fraction": float(told.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)),
+        "rotary_fraction": float(rope.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        **rotary(config),
+        **rotary_sizes(config),
     }
 
 
@@ -222,7 +224,7 @@ def _neox_configuration(model: Model) -> dict[str, Any]:
         "intermediate_size": model.ffn_width,
         "max_position_embeddings": model.seq,
         "layer_norm_eps": model.norm_eps,
-        "hidden_act": TO_GELUS.get(model.mlp),
+        "hidden_act": HUGGING_FACE_GELUS.get(model.mlp),
         "use_parallel_residual": model.blocks == "parallel",
         "rotary_pct": model.rotary_fraction,
         "rotary_emb_base": model.rotary_base,
@@ -242,7 +244,7 @@ NEOX = Family(
     sizes=_neox_sizes,
     layer=partial(fused_layer, stem="layers", attention="attention", norms=NORMS),
     configuration=_neox_configuration,
-    passed_over=re.compile(r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)"),
+    ignored=re.compile(r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)"),
 )
 
 
@@ -251,11 +253,11 @@ NEOX = Family(
 
 def _bloom_sizes(config: Config) -> dict[str, Any]:
     return {
-        "layers": first_of(config, "n_layer", "num_hidden_layers"),
-        "hidden": first_of(config, "hidden_size", "n_embed"),
-        "heads": first_of(config, "n_head", "num_attention_heads"),
+        "layers": first_value(config, "n_layer", "num_hidden_layers"),
+        "hidden": first_value(config, "hidden_size", "n_embed"),
+        "heads": first_value(config, "n_head", "num_attention_heads"),
         "vocab": config["vocab_size"],
-        "seq": config.get("seq_length") or DEFAULT_SEQ,
+        "seq": config.get("seq_length") or DEFAULT_CONTEXT_TOKENS,
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "positions": "alibi",
         "embedding_norm": True,
@@ -292,25 +294,25 @@ BLOOM = Family(
 
 
 def _falcon_sizes(config: Config) -> dict[str, Any]:
-    heads, hidden = first_of(config, "num_attention_heads", "n_head"), config["hidden_size"]
-    later = bool(config.get("new_decoder_architecture"))
-    alone = not later and config.get("multi_query", True)
-    keys = 1 if alone else config.get("num_kv_heads") or heads
-    two = later and config.get("num_ln_in_parallel_attn") in (None, 2)
+    heads, hidden = first_value(config, "num_attention_heads", "n_head"), config["hidden_size"]
+    is_later = bool(config.get("new_decoder_architecture"))
+    has_one_key_head = not is_later and config.get("multi_query", True)
+    keys = 1 if has_one_key_head else config.get("num_kv_heads") or heads
+    has_two_norms = is_later and config.get("num_ln_in_parallel_attn") in (None, 2)
     return {
-        "layers": first_of(config, "num_hidden_layers", "n_layer"),
+        "layers": first_value(config, "num_hidden_layers", "n_layer"),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": keys if keys != heads else 0,
         "ffn": config.get("ffn_hidden_size") or 0,
         "vocab": config["vocab_size"],
-        "seq": config.get("max_position_embeddings") or DEFAULT_SEQ,
+        "seq": config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS,
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "mlp": gelu(config, "activation", "gelu"),
-        "blocks": "parallel" if two else "parallel-one-norm",
+        "mlp": gelu_name(config, "activation", "gelu"),
+        "blocks": "parallel" if has_two_norms else "parallel-one-norm",
         "biases": "all" if config.get("bias") else "none",
         "tied": bool(config.get("tie_word_embeddings", True)),
-        **rotary(config),
+        **rotary_sizes(config),
     }
 
 
@@ -320,19 +322,19 @@ def _falcon_layer(model: Model, i: int) -> Iterator[Counterpart]:
 
 
 def _falcon_configuration(model: Model) -> dict[str, Any]:
-    later = model.blocks == "parallel" or model.key_heads not in (1, model.heads)
+    is_later = model.blocks == "parallel" or model.key_heads not in (1, model.heads)
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
         "num_kv_heads": model.key_heads,
         "multi_query": model.key_heads == 1,
-        "new_decoder_architecture": later,
-        "num_ln_in_parallel_attn": (2 if model.blocks == "parallel" else 1) if later else None,
+        "new_decoder_architecture": is_later,
+        "num_ln_in_parallel_attn": (2 if model.blocks == "parallel" else 1) if is_later else None,
         "ffn_hidden_size": model.ffn_width,
         "max_position_embeddings": model.seq,
         "layer_norm_epsilon": model.norm_eps,
-        "activation": TO_GELUS.get(model.mlp),
+        "activation": HUGGING_FACE_GELUS.get(model.mlp),
         "bias": model.biases == "all",
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},

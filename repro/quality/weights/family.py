@@ -8,25 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from repro.config import ConfigError, Model
-from repro.quality.weights.rows import Counterpart, Stretch, same
-from repro.quality.weights.source import TOKENS
+from repro.quality.weights.source import TOKEN_EMBEDDING, Counterpart, RowRange, counterpart
 
-HEAD = "head.output"
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
-"""Our names (tanh approximation and exact) by their names."""
-TO_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
-NEVER = re.compile(r"(?!)")
+OUR_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu-erf"}
+"""Our names of the tanh approximation and the exact GELU, by the names of Hugging Face."""
+HUGGING_FACE_GELUS = {"gelu": "gelu_new", "gelu-erf": "gelu"}
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models.  Names of tensors are without `prefix`, which old files lack."""
+    """Family of models. Names of tensors exclude `prefix`, which old files lack."""
 
     name: str
     """Name in messages."""
     types: tuple[str, ...]
-    """`model_type` of what is read; the first one is written."""
+    """Values of `model_type` that can be read; an export writes the first one."""
     architecture: str
     """Class in transformers."""
     prefix: str
@@ -46,11 +43,11 @@ class Family:
     """Conversion of our model to their configuration, without the vocabulary and the `fixed` keys."""
     positions: str = ""
     """Name of the position embedding; empty without one."""
-    passed_over: re.Pattern[str] = NEVER
+    ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Names of tensors that are not weights: masks and wavelengths in old files."""
 
     def model(self, config: Config, name: str) -> Model:
-        """Return our model of a configuration.  Raises `ConfigError` for a layer that our GPT lacks."""
+        """Return our model of a configuration. Raises `ConfigError` for a layer that our GPT lacks."""
         for key, right in self.fixed.items():
             value = config.get(key, right)
             if value != right:
@@ -65,15 +62,15 @@ class Family:
 
     def counterparts(self, model: Model) -> Iterator[Counterpart]:
         """Yield all tensors of a model."""
-        yield same(self.tokens, TOKENS, model.vocab, model.hidden)
+        yield counterpart(self.tokens, TOKEN_EMBEDDING, model.vocab, model.hidden)
         if self.positions:
-            yield same(self.positions, "embed.positions", model.seq, model.hidden)
+            yield counterpart(self.positions, "embed.positions", model.seq, model.hidden)
         for theirs, ours in self.norms.items():
-            yield from norm(theirs, ours, model)
+            yield from norm_counterparts(theirs, ours, model)
         for i in range(model.layers):
             yield from self.layer(model, i)
         if not model.tied:
-            yield same(self.head, HEAD, model.vocab, model.hidden)
+            yield counterpart(self.head, "head.output", model.vocab, model.hidden)
 
     def document(self, model: Model, vocab: int) -> dict[str, Any]:
         """Return the content of `config.json` for a model."""
@@ -91,46 +88,46 @@ class Family:
         }
 
 
-def norm(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
+def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterpart]:
     """Yield the weight of a norm, and its bias if it has one."""
-    yield same(f"{theirs}.weight", ours, model.hidden)
+    yield counterpart(f"{theirs}.weight", ours, model.hidden)
     if model.norm == "layer":
-        yield same(f"{theirs}.bias", f"{ours}_bias", model.hidden)
+        yield counterpart(f"{theirs}.bias", f"{ours}_bias", model.hidden)
 
 
-def linear(
-    theirs: str, inputs: int, stretches: Callable[[str], tuple[Stretch, ...]], *, biased: bool
+def linear_counterparts(
+    theirs: str, inputs: int, row_ranges: Callable[[str], tuple[RowRange, ...]], *, biased: bool
 ) -> Iterator[Counterpart]:
-    """Yield a matrix [out, in] and its bias. `stretches` maps the ending of our names, empty or `_bias`, to rows."""
-    of_weight = stretches("")
-    rows = sum(stretch.rows for stretch in of_weight)
-    yield Counterpart(f"{theirs}.weight", (rows, inputs), of_weight)
+    """Yield a matrix [out, in] and its bias. `row_ranges` maps the suffix of our names, empty or `_bias`, to rows."""
+    weight_rows = row_ranges("")
+    rows = sum(part.rows for part in weight_rows)
+    yield Counterpart(f"{theirs}.weight", (rows, inputs), weight_rows)
     if biased:
-        yield Counterpart(f"{theirs}.bias", (rows,), stretches("_bias"))
+        yield Counterpart(f"{theirs}.bias", (rows,), row_ranges("_bias"))
 
 
-def whole(ours: str, rows: int, first: int = 0) -> Callable[[str], tuple[Stretch, ...]]:
-    """Return the `stretches` of one parameter for `linear`."""
-    return lambda ending: (Stretch(ours + ending, first, rows),)
+def parameter_rows(ours: str, rows: int, first: int = 0) -> Callable[[str], tuple[RowRange, ...]]:
+    """Return the `row_ranges` of one parameter for `linear_counterparts`."""
+    return lambda ending: (RowRange(ours + ending, first, rows),)
 
 
-def by_group(block: str, model: Model) -> Callable[[str], tuple[Stretch, ...]]:
-    """Return the `stretches` of a fused matrix that stores queries, key and value of each key head together."""
+def fused_qkv_rows(block: str, model: Model) -> Callable[[str], tuple[RowRange, ...]]:
+    """Return the `row_ranges` of a fused matrix that stores queries, key and value of each key head together."""
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
 
-    def stretches(ending: str) -> tuple[Stretch, ...]:
+    def row_ranges(ending: str) -> tuple[RowRange, ...]:
         found = []
         for group in range(keys):
-            if keys == model.heads:  # one parameter: all queries, all keys, all values
+            if keys == model.heads:  # one parameter [3, heads, width]
                 ours = f"{block}.qkv{ending}"
-                found += [Stretch(ours, (k * keys + group) * width, width) for k in range(3)]
-            else:  # two, of which the other one is by heads as well
-                found.append(Stretch(f"{block}.q{ending}", group * queries, queries))
-                found.append(Stretch(f"{block}.kv{ending}", group * 2 * width, 2 * width))
+                found += [RowRange(ours, (k * keys + group) * width, width) for k in range(3)]
+            else:  # queries, and [heads, 2, width] of keys and values
+                found.append(RowRange(f"{block}.q{ending}", group * queries, queries))
+                found.append(RowRange(f"{block}.kv{ending}", group * 2 * width, 2 * width))
         return tuple(found)
 
-    return stretches
+    return row_ranges
 
 
 def fused_layer(
@@ -142,17 +139,17 @@ def fused_layer(
     """
     theirs, ours, h, f = f"{stem}.{i}", f"blocks.{i}", model.hidden, model.ffn_width
     for name, part in zip(norms, ("attention", "mlp"), strict=False):
-        yield from norm(f"{theirs}.{name}", f"{ours}.{part}.norm", model)
-    for name, inputs, stretches in (
-        (f"{attention}.query_key_value", h, by_group(f"{ours}.attention", model)),
-        (f"{attention}.dense", model.heads * model.head_width, whole(f"{ours}.attention.out", h)),
-        ("mlp.dense_h_to_4h", h, whole(f"{ours}.mlp.up", f)),
-        ("mlp.dense_4h_to_h", f, whole(f"{ours}.mlp.down", h)),
+        yield from norm_counterparts(f"{theirs}.{name}", f"{ours}.{part}.norm", model)
+    for name, inputs, row_ranges in (
+        (f"{attention}.query_key_value", h, fused_qkv_rows(f"{ours}.attention", model)),
+        (f"{attention}.dense", model.heads * model.head_width, parameter_rows(f"{ours}.attention.out", h)),
+        ("mlp.dense_h_to_4h", h, parameter_rows(f"{ours}.mlp.up", f)),
+        ("mlp.dense_4h_to_h", f, parameter_rows(f"{ours}.mlp.down", h)),
     ):
-        yield from linear(f"{theirs}.{name}", inputs, stretches, biased=model.biases == "all")
+        yield from linear_counterparts(f"{theirs}.{name}", inputs, row_ranges, biased=model.biases == "all")
 
 
-def first_of(config: Config, *keys: str) -> Any:
+def first_value(config: Config, *keys: str) -> Any:
     """Return the value of the first key that is not None; raises `KeyError` of the first key."""
     for key in keys:
         if config.get(key) is not None:
@@ -160,20 +157,20 @@ def first_of(config: Config, *keys: str) -> Any:
     raise KeyError(keys[0])
 
 
-def rotary(config: Config) -> dict[str, Any]:
-    """Return our keys of rotary positions; newer versions of transformers store theirs in a table."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = told.get("rope_type", told.get("type", "default"))
+def rotary_sizes(config: Config) -> dict[str, Any]:
+    """Return our keys of rotary positions. Newer versions of transformers store theirs in a table."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         right = "default: wavelengths that are scaled are not in our GPT"
         raise ConfigError("rope_type", kind, right)
-    base = told.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
+    base = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000.0
     return {"positions": "rotary", "rotary_base": float(base)}
 
 
-def gelu(config: Config, key: str, default: str) -> str:
+def gelu_name(config: Config, key: str, default: str) -> str:
     """Return our name of their GELU."""
     value = config.get(key, default)
-    if value not in GELUS:
-        raise ConfigError(key, value, f"one of {', '.join(GELUS)}, which our GPT has")
-    return GELUS[value]
+    if value not in OUR_GELUS:
+        raise ConfigError(key, value, f"one of {', '.join(OUR_GELUS)}, which our GPT has")
+    return OUR_GELUS[value]

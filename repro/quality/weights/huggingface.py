@@ -1,9 +1,10 @@
-"""A folder of transformers: which family it is, and its tensors as our GPT's parameters."""
+"""Folders in the format of Hugging Face transformers: `config.json` and files of tensors, in both directions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +12,55 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Model
-from repro.quality.weights import pickled, tensors_file
 from repro.quality.weights.families import FAMILIES
 from repro.quality.weights.family import Family
-from repro.quality.weights.rows import StoredRows
-from repro.quality.weights.source import TOKENS, compare, name_of
+from repro.quality.weights.source import (
+    TOKEN_EMBEDDING,
+    VOCAB_PARAMETERS,
+    StoredRows,
+    WeightSource,
+    check_tensors,
+    name_from_folder,
+)
+from repro.quality.weights.tensor_files import read_safetensors, read_torch_file, write_safetensors
+from repro.util.files import write_file
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
+MAX_SHARD_BYTES = 5_000_000_000
+"""Maximum size of a file of an export, which is the default of transformers."""
 
 
-class HuggingFace(StoredRows):
-    """A folder as `save_pretrained` writes it."""
+class HuggingFaceFolder(StoredRows):
+    """Weights of a folder in the format of `save_pretrained`."""
 
     def __init__(self, folder: Path):
-        files, found = _tensors(folder)
-        config, path = _json(folder / CONFIG), folder / CONFIG
-        family = family_of(config, path)
+        files, found = _read_tensors(folder)
+        path = folder / CONFIG_FILE
+        config = _read_json(path)
+        family = _family_of_config(config, path)
         try:
-            model = family.model(config, name_of(folder))
+            model = family.model(config, name_from_folder(folder))
         except ConfigError as error:
             raise error.within(file=str(path)) from None
         found = {name.removeprefix(family.prefix): tensor for name, tensor in found.items()}
         pairs = list(family.counterparts(model))
-        copies = [name for name in found if family.passed_over.fullmatch(name)]
-        copies += [family.head] if model.tied else []
-        compare(str(folder), {pair.theirs: pair.shape for pair in pairs}, found, copies)
+        ignored = [name for name in found if family.ignored.fullmatch(name)]
+        ignored += [family.head] if model.tied else []
+        check_tensors(str(folder), {pair.theirs: pair.shape for pair in pairs}, found, ignored)
         self._head = (family.head, found.get(family.head)) if model.tied else ("", None)
         self._folder = folder
         super().__init__(f"Hugging Face {family.name}", model, files, pairs, found)
 
     def check(self) -> None:
-        """The head is the embedding, if it is said to be."""
+        """Raise `ConfigError` if a tied model has an output matrix that differs from the embedding."""
         name, head = self._head
-        if head is not None and not torch.equal(head, self.stored[TOKENS][0][1]):
+        if head is not None and not torch.equal(head, self.stored[TOKEN_EMBEDDING][0][1]):
             right = "is another matrix than the token embedding, to which the configuration ties it"
             raise ConfigError(name, says=right, file=str(self._folder))
 
 
-def family_of(config: Mapping[str, Any], path: Path) -> Family:
-    """The family of a configuration.  Raises `ConfigError` for one that is not known."""
+def _family_of_config(config: Mapping[str, Any], path: Path) -> Family:
+    """Return the family of a configuration. Raises `ConfigError` for an unknown one."""
     kind = config.get("model_type", FAMILIES[0].types[0])
     for family in FAMILIES:
         if kind in family.types:
@@ -58,8 +69,8 @@ def family_of(config: Mapping[str, Any], path: Path) -> Family:
     raise ConfigError("model_type", kind, f"one of {known} (mistral is read as llama)", file=str(path))
 
 
-def family_for(model: Model) -> Family | None:
-    """The family that has a model's layer: what its configuration says is that model again."""
+def family_of_model(model: Model) -> Family | None:
+    """Return the family whose configuration of a model describes the same model, or None."""
     for family in FAMILIES:
         try:
             again = family.model(family.document(model, model.vocab), model.name)
@@ -71,7 +82,7 @@ def family_for(model: Model) -> Family | None:
 
 
 def _sizes(model: Model) -> tuple[Any, ...]:
-    sizes = (
+    return (
         model.layers,
         model.hidden,
         model.heads,
@@ -79,22 +90,25 @@ def _sizes(model: Model) -> tuple[Any, ...]:
         model.vocab,
         model.seq,
         model.ffn_width,
+        model.departures(),
     )
-    return (*sizes, model.departures())
 
 
-def _tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
-    """The files with the weights, and all of their tensors; of both kinds that of safetensors."""
-    for name, read in (("model.safetensors", tensors_file.read), ("pytorch_model.bin", pickled.load)):
+def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
+    """Return the files with weights and all of their tensors; safetensors have priority over files of torch."""
+    for name, read in (
+        ("model.safetensors", read_safetensors),
+        ("pytorch_model.bin", read_torch_file),
+    ):
         index = folder / f"{name}.index.json"
         if index.is_file():
-            where = _json(index).get("weight_map")
+            where = _read_json(index).get("weight_map")
             if not isinstance(where, Mapping):
                 raise ConfigError("weight_map", says="is missing from the index", file=str(index))
             files = [folder / file for file in dict.fromkeys(map(str, where.values()))]
-            # An index names files of its folder; another path is not followed.
-            if strange := [path for path in files if path.parent != folder]:
-                raise ConfigError("weight_map", str(strange[0]), "files of the same folder", file=str(index))
+            # An index may name only files of its own folder.
+            if outside := [path for path in files if path.parent != folder]:
+                raise ConfigError("weight_map", str(outside[0]), "files of the same folder", file=str(index))
         elif (folder / name).is_file():
             files = [folder / name]
         else:
@@ -110,7 +124,7 @@ def _tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
     raise ConfigError("weights", expected=right, file=str(folder))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,3 +134,65 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError("not JSON", says="needs a JSON object", file=str(path))
     return document
+
+
+def export_huggingface(
+    source: WeightSource, folder: Path, vocab: int = 0, shard_bytes: int = MAX_SHARD_BYTES
+) -> list[Path]:
+    """Write the weights of `source` to `folder` in fp32, and return the paths of the written files.
+
+    `vocab` is the number of tokens without padding; 0 writes all. Raises `ConfigError` if no family has such a layer.
+    """
+    model = source.model
+    family = family_of_model(model)
+    if family is None:
+        other = ", ".join(f"{key} = {value}" for key, value in model.departures().items())
+        says = f"is no family's of transformers that we write ({other or 'head_dim'})"
+        raise ConfigError("--weights", model.name, says=says)
+    vocab = vocab or model.vocab
+    if not 0 < vocab <= model.vocab:
+        raise ConfigError("--vocab", vocab, f"1 to {model.vocab}, the rows that there are")
+    pairs = {
+        pair.theirs if pair.theirs == family.head else family.prefix + pair.theirs: pair
+        for pair in family.counterparts(model)
+    }
+    shapes = {name: list(pair.shape) for name, pair in pairs.items()}
+    rows = {name: vocab for name, pair in pairs.items() if pair.row_ranges[0].ours in VOCAB_PARAMETERS}
+    for name in rows:
+        shapes[name][0] = vocab
+    groups = list(_group_by_file(shapes, shard_bytes))
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    where: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        path = folder / f"model{part}.safetensors"
+        write_safetensors(
+            path,
+            {name: shapes[name] for name in group},
+            lambda name: pairs[name].read_slices(source, rows.get(name, 0)),
+        )
+        where |= dict.fromkeys(group, path.name)
+        written.append(path)
+    if len(groups) > 1:
+        total = 4 * sum(map(math.prod, shapes.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        written.append(folder / "model.safetensors.index.json")
+        write_file(written[-1], json.dumps(index, indent=2))
+    written.append(folder / CONFIG_FILE)
+    write_file(written[-1], json.dumps(family.document(model, vocab), indent=2))
+    return written
+
+
+def _group_by_file(shapes: dict[str, list[int]], max_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each file."""
+    group: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        tensor_bytes = 4 * math.prod(shape)
+        if group and size + tensor_bytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor_bytes
+    yield group

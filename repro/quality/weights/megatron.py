@@ -1,18 +1,20 @@
-"""Megatron-LM's checkpoints of GPT: tensor-parallel shards and pipeline stages put together.
+"""Checkpoints of Megatron-LM's GPT, with their tensor-parallel shards and pipeline stages joined.
 
-Below the folder that was saved, `latest_checkpointed_iteration.txt` says which of `iter_0000100` or `release` counts;
-in it, `mp_rank_TT` (with a pipeline `mp_rank_TT_PPP`) holds what one rank had.  Layers are numbered from 0 in
-every stage, and with an interleaved schedule in every chunk (`model0`, `model1`).  What tensor parallelism splits
-lies in parts: rows of the first matrix of a pair, columns of the second (1909.08053 sec. 3); the rest on every rank.
+The saved folder has `latest_checkpointed_iteration.txt`, which names `iter_0000100` or `release`. That folder has one
+folder per rank: `mp_rank_TT`, or `mp_rank_TT_PPP` with a pipeline. Every stage, and every chunk of an interleaved
+schedule (`model0`, `model1`), numbers its layers from 0. Tensor parallelism splits the rows of the first matrix of a
+pair and the columns of the second (1909.08053 sec. 3); every rank has the other parameters.
 
-Query, key and value are rows of one matrix, in an order that `checkpoint_version` tells: without one, up to September
-2020, [3, heads, width] of a rank; 1.0 [heads, width, 3]; from 2.0 on [heads, 3, width].
+Query, key and value are rows of one matrix. `checkpoint_version` tells the order of a rank's rows: [3, heads, width]
+without a version (until September 2020), [heads, width, 3] in 1.0, [heads, 3, width] from 2.0 on.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,14 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Model
-from repro.quality.weights import pickled
-from repro.quality.weights.source import TOKENS, Stored, StoredTensors, compare, name_of
+from repro.quality.weights.source import TOKEN_EMBEDDING, WeightSource, check_tensors, name_from_folder
+from repro.quality.weights.tensor_files import Placeholder, read_torch_file
 
-TRACKER = "latest_checkpointed_iteration.txt"
-FILES = ("model_optim_rng.pt", "model_rng.pt")
-_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _PREFIX = re.compile(r"^(?:module\.|language_model\.|embedding\.|transformer\.|encoder\.|decoder\.)+")
-_LATER = (
+_RENAMED_TO_2021 = (
     (".attention.", ".self_attention."),
     (".linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".post_attention_layernorm."),
@@ -38,41 +40,35 @@ _LATER = (
     (".linear_fc2.", ".dense_4h_to_h."),
     ("self_attention.input_layernorm.", "input_layernorm."),
 )
-"""Names of 2019 and of Megatron-core, and those of 2021 in their place."""
+"""Parts of names of 2019 and of Megatron-core, and their replacements in names of 2021."""
 _HEAD = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of the embedding."""
-_ORDERS = {
+_QKV_ORDERS = {
     0.0: "[3, heads, width]",
     1.0: "[heads, width, 3]",
     2.0: "[heads, 3, width]",
     3.0: "[heads, 3, width]",
 }
-_LAYER = {
-    "attention.norm": ("input_layernorm.weight", None),
-    "attention.norm_bias": ("input_layernorm.bias", None),
-    "attention.qkv": ("self_attention.query_key_value.weight", 0),
-    "attention.qkv_bias": ("self_attention.query_key_value.bias", 0),
-    "attention.out": ("self_attention.dense.weight", 1),
-    "attention.out_bias": ("self_attention.dense.bias", None),
-    "mlp.norm": ("post_attention_layernorm.weight", None),
-    "mlp.norm_bias": ("post_attention_layernorm.bias", None),
-    "mlp.up": ("mlp.dense_h_to_4h.weight", 0),
-    "mlp.up_bias": ("mlp.dense_h_to_4h.bias", 0),
-    "mlp.down": ("mlp.dense_4h_to_h.weight", 1),
-    "mlp.down_bias": ("mlp.dense_4h_to_h.bias", None),
+_LAYER_NAMES = {
+    "attention.norm": "input_layernorm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.out": "self_attention.dense",
+    "mlp.norm": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
 }
-"""Of a layer: our name, theirs, and the dimension along which their ranks split it."""
-_OUTER = {
-    TOKENS: ("word_embeddings.weight", 0),
-    "embed.positions": ("position_embeddings.weight", None),
-    "head.norm": ("final_layernorm.weight", None),
-    "head.norm_bias": ("final_layernorm.bias", None),
+"""Our names in a layer and theirs; each has a weight and a bias."""
+_OUTER_NAMES = {
+    TOKEN_EMBEDDING: "word_embeddings.weight",
+    "embed.positions": "position_embeddings.weight",
+    "head.norm": "final_layernorm.weight",
+    "head.norm_bias": "final_layernorm.bias",
 }
 
 
-def shards_of(folder: Path) -> Path | None:
-    """The folder with the ranks' folders, at or below `folder`; None if this is no checkpoint of Megatron-LM."""
-    tracker = folder / TRACKER
+def find_rank_folders(folder: Path) -> Path | None:
+    """Return the folder with the folders of ranks, at or below `folder`; None without a checkpoint of Megatron-LM."""
+    tracker = folder / TRACKER_FILE
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8").strip()
         if not (word.isdecimal() or word == "release"):
@@ -81,52 +77,102 @@ def shards_of(folder: Path) -> Path | None:
         if not folder.is_dir():
             raise ConfigError("is missing", says="though the tracker beside it names it", file=str(folder))
         return folder
-    return folder if any(_RANK.fullmatch(path.name) for path in folder.glob("mp_rank_*")) else None
+    return folder if any(_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")) else None
 
 
-class Megatron(StoredTensors):
-    """All ranks' files of one iteration."""
+@dataclass(frozen=True)
+class SplitTensor:
+    """Views of one parameter in our orientation, to be concatenated along `dim`.
+
+    Dimensions after the split one may be subdivided: [3, heads, width, h] for a parameter [3, inner, h].
+    """
+
+    parts: tuple[Tensor, ...]
+    dim: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the concatenated parts."""
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return shape
+
+    def narrow(self, dim: int, first: int, last: int) -> SplitTensor:
+        """Return a view of the indices first..last along `dim`, as far as they exist."""
+        if dim != self.dim:
+            return SplitTensor(tuple(part.narrow(dim, first, last - first) for part in self.parts), self.dim)
+        found, begin = [], 0
+        for part in self.parts:
+            low, high = max(first, begin), min(last, begin + part.shape[dim])
+            if low < high:
+                found.append(part.narrow(dim, low - begin, high - low))
+            begin += part.shape[dim]
+        return SplitTensor(tuple(found) or (self.parts[0].narrow(dim, 0, 0),), self.dim)
+
+
+class MegatronCheckpoint(WeightSource):
+    """Weights of all ranks of one iteration."""
 
     def __init__(self, folder: Path, model: Model | None = None):
         self._folder = folder
-        paths = _paths(folder)
+        paths = _rank_files(folder)
         self._tp, self._pp = 1 + max(t for t, _ in paths), 1 + max(p for _, p in paths)
         if len(paths) != self._tp * self._pp:
             right = f"one of each of {self._tp} x {self._pp} tensor-parallel and pipeline ranks; there are {len(paths)}"
             raise ConfigError("mp_rank_*", says=f"needs {right}", file=str(folder))
-        ranks = {at: _content(path) for at, path in paths.items()}
-        first = ranks[0, 0]
-        self._version = _version(first, folder)
-        arguments = first.get("args")
-        said = dict(vars(arguments)) if isinstance(arguments, pickled.StandIn) else {}
-        _refuse(said, folder)
+        ranks = {at: _read_checkpoint(path) for at, path in paths.items()}
+        self._version = _checkpoint_version(ranks[0, 0], folder)
+        namespace = ranks[0, 0].get("args")
+        arguments = vars(namespace) if isinstance(namespace, Placeholder) else {}
+        _check_arguments(arguments, folder)
         shards = [self._shard({p: ranks[t, p] for p in range(self._pp)}) for t in range(self._tp)]
-        sizes = self._sizes(shards, said, model)
+        self.kind, self.files = f"Megatron-LM, tp {self._tp}, pp {self._pp}", tuple(paths.values())
+        self.model = self._model(shards, arguments, model)
         for t, shard in enumerate(shards):
-            where = f"{folder}/mp_rank_{t:02d}"
-            compare(where, dict(self._expected(sizes)), shard, [_HEAD])
+            check_tensors(f"{folder}/mp_rank_{t:02d}", dict(self._expected_shapes()), shard, [_HEAD])
         self._shards = shards
-        stored = {ours: self._stored(ours, theirs, dim, sizes) for ours, theirs, dim in _pairs(sizes.layers)}
-        super().__init__(f"Megatron-LM, tp {self._tp}, pp {self._pp}", sizes, paths.values(), stored)
+        self._stored = {
+            ours: self._join_ranks(ours, theirs) for ours, theirs in _name_pairs(self.model.layers)
+        }
+
+    def elements(
+        self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
+    ) -> Tensor:
+        stored, split = self._stored[name], self.parameter_shapes[name].split
+        shape = stored.shape
+        if rows:
+            shape[0] = rows
+        if split is not None:
+            shape[split] //= ranks
+            stored = stored.narrow(split, rank * shape[split], (rank + 1) * shape[split])
+        row = math.prod(shape[1:])
+        first, last = start // row, -(-stop // row)
+        stored = stored.narrow(0, first, last)
+        block = stored.parts[0] if len(stored.parts) == 1 else torch.cat(stored.parts, stored.dim)
+        found = block.reshape(-1)[start - first * row : stop - first * row].float()
+        missing = stop - start - found.numel()
+        return torch.nn.functional.pad(found, (0, missing)) if missing else found
 
     def check(self) -> None:
-        """What every rank has is the same on all, and the last stage's embedding that of the first."""
+        """Raise `ConfigError` unless replicated tensors, and the embeddings of the first and last stage, are equal."""
+        ours = {theirs: ours for ours, theirs in _name_pairs(self.model.layers)}
         for t, shard in enumerate(self._shards):
             where = f"{self._folder}/mp_rank_{t:02d}"
             for name, tensor in shard.items():
-                if _split(name) is None and not torch.equal(tensor, self._shards[0][name]):
+                is_split = name == _HEAD or self.parameter_shapes[ours[name]].split is not None
+                if not is_split and not torch.equal(tensor, self._shards[0][name]):
                     raise ConfigError(name, says="is not the same as in mp_rank_00", file=where)
             head = shard.get(_HEAD)
-            if head is not None and not torch.equal(head, shard[_OUTER[TOKENS][0]]):
+            if head is not None and not torch.equal(head, shard[_OUTER_NAMES[TOKEN_EMBEDDING]]):
                 raise ConfigError(
                     _HEAD, says="is not the first stage's embedding; our GPT's is tied", file=where
                 )
 
     def _shard(self, stages: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """One tensor-parallel rank's tensors, its stages' layers numbered through."""
+        """Return the tensors of a tensor-parallel rank, with layers numbered across its stages."""
         chunks = sum(f"model{i}" in stages[0] for i in range(1024)) or 1
         parts = [
-            _named(stages[p].get(f"model{c}" if "model0" in stages[p] else "model"), self._folder)
+            _tensors_by_name(stages[p].get(f"model{c}" if "model0" in stages[p] else "model"), self._folder)
             for c in range(chunks)
             for p in range(self._pp)
         ]
@@ -144,14 +190,16 @@ class Megatron(StoredTensors):
             layers += len(numbers)
         return found
 
-    def _sizes(self, shards: list[dict[str, Tensor]], said: Mapping[str, Any], model: Model | None) -> Model:
-        """From the shapes; the heads as the checkpoint's arguments have them, or `model` where there are none."""
+    def _model(
+        self, shards: list[dict[str, Tensor]], arguments: Mapping[str, Any], model: Model | None
+    ) -> Model:
+        """Return the model by its shapes; the heads are from the arguments in the checkpoint, else from `model`."""
         shard, where = shards[0], str(self._folder)
         names = ("word_embeddings.weight", "position_embeddings.weight", "layers.0.mlp.dense_h_to_4h.weight")
         if lacking := [name for name in names if name not in shard]:
             raise ConfigError("weights", says=f"lacks {lacking[0]}: no GPT of Megatron-LM", file=where)
         tokens, positions, up = (shard[name] for name in names)
-        heads = said.get("num_attention_heads") or (model.heads if model is not None else None)
+        heads = arguments.get("num_attention_heads") or (model.heads if model is not None else None)
         if not isinstance(heads, int):
             right = (
                 "needs --model: a checkpoint of 2019 has no arguments, and its shapes do not say the heads"
@@ -163,7 +211,7 @@ class Megatron(StoredTensors):
             )
         try:
             return Model(
-                name=name_of(self._folder.parent),
+                name=name_from_folder(self._folder.parent),
                 layers=len({name.split(".")[1] for name in shard if name.startswith("layers.")}),
                 hidden=tokens.shape[1],
                 heads=heads,
@@ -174,30 +222,23 @@ class Megatron(StoredTensors):
         except ConfigError as error:
             raise error.within(file=where) from None
 
-    def _expected(self, model: Model) -> Iterator[tuple[str, list[int]]]:
-        """Names and shapes of one tensor-parallel rank."""
-        h, f, inner, t = model.hidden, model.ffn_width // self._tp, model.hidden // self._tp, self._tp
-        shapes = {
-            "attention.qkv": [3 * inner, h],
-            "attention.qkv_bias": [3 * inner],
-            "attention.out": [h, inner],
-        }
-        shapes |= {"mlp.up": [f, h], "mlp.up_bias": [f], "mlp.down": [h, f]}
-        shapes |= {TOKENS: [model.vocab // t, h], "embed.positions": [model.seq, h]}
-        for ours, theirs, _ in _pairs(model.layers):
-            yield theirs, shapes.get(ours.split(".", 2)[-1] if ours.startswith("blocks.") else ours, [h])
+    def _expected_shapes(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the names and shapes of one tensor-parallel rank."""
+        for ours, theirs in _name_pairs(self.model.layers):
+            shape, split = self.parameter_shapes[ours]
+            sizes = [size // self._tp if dim == split else size for dim, size in enumerate(shape)]
+            yield theirs, [math.prod(sizes[:2]), *sizes[2:]] if _is_qkv(ours) else sizes
 
-    def _stored(self, ours: str, theirs: str, dim: int | None, model: Model) -> Stored:
-        parts = [shard[theirs] for shard in self._shards]
-        if dim is None:
-            return Stored((parts[0],))
-        if not ours.endswith((".qkv", ".qkv_bias")):
-            return Stored(tuple(parts), dim)
-        return Stored(tuple(self._heads_apart(part, model) for part in parts), 1)
+    def _join_ranks(self, ours: str, theirs: str) -> SplitTensor:
+        """Return one parameter from the tensors of all tensor-parallel ranks."""
+        parts, split = [shard[theirs] for shard in self._shards], self.parameter_shapes[ours].split
+        if split is None:
+            return SplitTensor((parts[0],))
+        return SplitTensor(tuple(self._split_heads(part) if _is_qkv(ours) else part for part in parts), split)
 
-    def _heads_apart(self, part: Tensor, model: Model) -> Tensor:
-        """A view [3, heads / t, width, ...] of a rank's query, key and value."""
-        heads, width, rest = model.heads // self._tp, model.head_width, part.shape[1:]
+    def _split_heads(self, part: Tensor) -> Tensor:
+        """Return a view [3, heads / t, width, ...] of a rank's query, key and value."""
+        heads, width, rest = self.model.heads // self._tp, self.model.head_width, part.shape[1:]
         if self._version == 0:
             return part.view(3, heads, width, *rest)
         if self._version == 1:
@@ -205,86 +246,81 @@ class Megatron(StoredTensors):
         return part.view(heads, 3, width, *rest).movedim(1, 0)
 
 
-def _pairs(layers: int) -> Iterator[tuple[str, str, int | None]]:
-    """Our name, theirs, and the dimension that their ranks split, of every parameter."""
-    for ours, (theirs, dim) in _OUTER.items():
-        yield ours, theirs, dim
+def _name_pairs(layers: int) -> Iterator[tuple[str, str]]:
+    """Yield our name and their name of every parameter."""
+    yield from _OUTER_NAMES.items()
     for i in range(layers):
-        for ours, (theirs, dim) in _LAYER.items():
-            yield f"blocks.{i}.{ours}", f"layers.{i}.{theirs}", dim
+        for ours, theirs in _LAYER_NAMES.items():
+            yield f"blocks.{i}.{ours}", f"layers.{i}.{theirs}.weight"
+            yield f"blocks.{i}.{ours}_bias", f"layers.{i}.{theirs}.bias"
 
 
-def _split(theirs: str) -> int | None:
-    """The dimension along which their ranks split a tensor."""
-    name = theirs.split(".", 2)[-1] if theirs.startswith("layers.") else theirs
-    return 0 if name == _HEAD else dict((*_LAYER.values(), *_OUTER.values())).get(name)
+def _is_qkv(ours: str) -> bool:
+    return ours.endswith((".qkv", ".qkv_bias"))
 
 
-def _paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """Every rank's file by its tensor-parallel rank and stage."""
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the file of every rank by tensor-parallel rank and stage."""
     found = {}
     for path in sorted(folder.iterdir()):
-        match = _RANK.fullmatch(path.name)
-        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        match = _RANK_FOLDER.fullmatch(path.name)
+        file = next((path / name for name in RANK_FILES if (path / name).is_file()), None)
         if match and file is not None:
             found[int(match[1]), int(match[2] or 0)] = file
     if (0, 0) not in found:
-        right = f"mp_rank_00/{FILES[0]}; a distributed checkpoint of Megatron-core is not read"
+        right = f"mp_rank_00/{RANK_FILES[0]}; a distributed checkpoint of Megatron-core is not read"
         raise ConfigError("weights", says=f"needs {right}", file=str(folder))
     return found
 
 
-def _content(path: Path) -> dict[str, Any]:
-    content = pickled.load(path)
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    content = read_torch_file(path)
     if not isinstance(content, dict) or not {"model", "model0"} & content.keys():
         raise ConfigError("model", says="is missing: no checkpoint of Megatron-LM", file=str(path))
     return content
 
 
-def _version(content: Mapping[str, Any], folder: Path) -> float:
+def _checkpoint_version(content: Mapping[str, Any], folder: Path) -> float:
     version = content.get("checkpoint_version", 0) or 0
-    if version not in _ORDERS:
-        known = ", ".join(f"{number:g} {order}" for number, order in _ORDERS.items())
+    if version not in _QKV_ORDERS:
+        known = ", ".join(f"{number:g} {order}" for number, order in _QKV_ORDERS.items())
         raise ConfigError("checkpoint_version", version, f"one of {known}", file=str(folder))
     return float(version)
 
 
-def _refuse(said: Mapping[str, Any], folder: Path) -> None:
-    """Raise `ConfigError` for a model that our GPT is not."""
-    fused = said.get("bias_gelu_fusion", True) or said.get("openai_gelu") or said.get("onnx_safe")
-    for key, wrong, right in (
-        ("bias_gelu_fusion", not fused, "true, or openai_gelu: our GELU is the tanh approximation"),
-        ("swiglu", bool(said.get("swiglu")), "false"),
-        (
-            "apply_residual_connection_post_layernorm",
-            said.get("apply_residual_connection_post_layernorm"),
-            "false",
-        ),
-        ("untie_embeddings_and_output_weights", said.get("untie_embeddings_and_output_weights"), "false"),
-        ("layernorm_epsilon", said.get("layernorm_epsilon", 1e-5) != 1e-5, "1e-5"),
-        ("norm_epsilon", said.get("norm_epsilon", 1e-5) != 1e-5, "1e-5"),
-    ):
-        if wrong:
-            raise ConfigError(f"args.{key}", said.get(key), f"{right}, as in our GPT", file=str(folder))
+def _check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
+    """Raise `ConfigError` for a model that differs from our GPT."""
+    fused = (
+        arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu") or arguments.get("onnx_safe")
+    )
+    tanh = "true, or openai_gelu: our GELU is the tanh approximation"
+    unsupported = {"bias_gelu_fusion": (not fused, tanh)}
+    for key in ("swiglu", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"):
+        unsupported[key] = (bool(arguments.get(key)), "false")
+    for key in ("layernorm_epsilon", "norm_epsilon"):
+        unsupported[key] = (arguments.get(key, 1e-5) != 1e-5, "1e-5")
+    for key, (is_unsupported, right) in unsupported.items():
+        if is_unsupported:
+            raise ConfigError(f"args.{key}", arguments.get(key), f"{right}, as in our GPT", file=str(folder))
 
 
-def _named(state: Any, folder: Path) -> dict[str, Tensor]:
-    """A state's tensors by the names of 2021, whatever tables they were in."""
+def _tensors_by_name(state: Any, folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of nested tables by their names of 2021."""
     if not isinstance(state, Mapping):
         raise ConfigError("model", says="is not a table of tensors", file=str(folder))
     found = {}
-    for name, tensor in _flat(state):
+    for name, tensor in _flatten(state):
         name = _PREFIX.sub("", name)
-        for old, new in _LATER:
+        for old, new in _RENAMED_TO_2021:
             name = name.replace(old, new)
         if not name.endswith("._extra_state"):
             found[_HEAD if name == "output_layer.weight" else name] = tensor
     return found
 
 
-def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         elif isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")

@@ -1,15 +1,15 @@
-"""Weights on disk as a rank asks for them: flat fp32 elements of its tensor-parallel part of one parameter.
+"""Weights on disk as flat fp32 elements of one parameter's tensor-parallel part.
 
-Files are mapped, not read, so that a rank takes from them what it keeps: under stage 3 its rows, under tensor
-parallelism its heads.  (A matrix that lies transposed in its file is read in strides.)
+Files are mapped into memory, so that a rank reads only its heads under tensor parallelism and its shard under stage 3.
+`StoredRows` reads formats whose tensors consist of rows of our parameters. `Counterpart` describes such a tensor, for
+reading and for writing.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -18,133 +18,190 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Layout, Model, Training
+from repro.engines.native.checkpoint.files import SLICE
 from repro.model.gpt import GPT
 from repro.model.layer import KEYS_AND_VALUES
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.flat_parameters import InitialValues
 
-TOKENS = "embed.tokens"
-PADDED = (TOKENS, "head.output")
-"""Whose rows are tokens, of which there may be more than a file has: padding."""
+TOKEN_EMBEDDING = "embed.tokens"
+VOCAB_PARAMETERS = (TOKEN_EMBEDDING, "head.output")
+"""Parameters with one row per token, which a larger vocabulary pads with zeros."""
 
 
-class Place(NamedTuple):
-    """A parameter of the whole model: its shape, and the dimension along which tp splits it."""
+class ParameterShape(NamedTuple):
+    """Shape of a parameter of the full model, and the dimension that tensor parallelism splits."""
 
     shape: tuple[int, ...]
     split: int | None
 
 
-def parameters(model: Model) -> dict[str, Place]:
-    """Every parameter of our GPT by its name."""
-    whole = GPT(model, Layout(), Training(), meshes.single_rank_mesh().tp)
-    return {name: Place(tuple(p.shape), vars(p)["split"]) for name, p in whole.named_parameters()}
-
-
-class Source(ABC):
-    """The weights of one folder."""
+class WeightSource(ABC):
+    """Weights of one folder."""
 
     kind: str
-    """Whose layout it is, for a person."""
+    """Name of the format, for messages and records."""
     model: Model
     files: tuple[Path, ...]
-    """With the weights; not those that describe them."""
+    """Files with weights, without those that describe them."""
 
     @cached_property
-    def places(self) -> dict[str, Place]:
-        """Of the parameters that it has."""
-        return parameters(self.model)
+    def parameter_shapes(self) -> dict[str, ParameterShape]:
+        """Shapes of the model's parameters by name."""
+        gpt = GPT(self.model, Layout(), Training(), meshes.single_rank_mesh().tp)
+        return {name: ParameterShape(tuple(p.shape), vars(p)["split"]) for name, p in gpt.named_parameters()}
 
     @abstractmethod
     def elements(
         self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
     ) -> Tensor:
-        """Elements start..stop, flat fp32, of the part that tp rank `rank` of `ranks` has of a parameter.
+        """Return elements start..stop, flat fp32, of the part of a parameter on tp rank `rank` of `ranks`.
 
-        `rows`: those of a token embedding that is padded, beyond which there are zeros; 0: as many as it has.
+        `rows` is the padded length of the first dimension; 0 adds no padding. Padding is zero.
         """
 
     def check(self) -> None:
-        """Raise `ConfigError` where copies of one parameter differ; it reads them."""
+        """Read redundant copies of parameters, and raise `ConfigError` where they differ."""
         return
 
     def values(self, names: Sequence[str], rank: int, ranks: int, vocab: int) -> InitialValues:
-        """What fills a rank's parameters of these `names`; the vocabulary is padded to `vocab`."""
+        """Return a function that reads a rank's part of the parameters `names`, with `vocab` tokens."""
         replicated = KEYS_AND_VALUES if ranks > self.model.key_heads else ()
 
-        def read(i: int, start: int, stop: int) -> Tensor:
-            rows = vocab if names[i] in PADDED else 0
+        def read_elements(i: int, start: int, stop: int) -> Tensor:
             if names[i].endswith(replicated):
                 return self.elements(names[i], start, stop)
+            rows = vocab if names[i] in VOCAB_PARAMETERS else 0
             return self.elements(names[i], start, stop, rank, ranks, rows)
 
-        return read
+        return read_elements
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A parameter as files have it: views in our orientation, which follow each other along `dim`.
+class RowRange(NamedTuple):
+    """Consecutive rows of one of our parameters.
 
-    Dimensions after the one that tp splits may be more than the parameter has: [3, heads, width, h] for [3, inner, h].
+    A weight [..., n] has the rows of all its matrices, a bias has rows of one element.
     """
 
-    parts: tuple[Tensor, ...]
-    dim: int = 0
+    ours: str
+    first: int
+    rows: int
+
+
+class Counterpart(NamedTuple):
+    """Tensor of another library, and the rows of our parameters that it contains in this order."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    row_ranges: tuple[RowRange, ...]
+    transposed: bool = False
+    """Whether the file stores the tensor as [in, out]; rows belong to [out, in]."""
 
     @property
-    def shape(self) -> list[int]:
-        """Of all parts together."""
-        shape = list(self.parts[0].shape)
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return shape
+    def width(self) -> int:
+        """Elements of a row."""
+        return 1 if len(self.shape) == 1 else self.shape[0 if self.transposed else 1]
 
-    def narrow(self, dim: int, first: int, last: int) -> Stored:
-        """first..last along `dim`, or what there is of them; nothing is copied."""
-        if dim != self.dim:
-            return Stored(tuple(part.narrow(dim, first, last - first) for part in self.parts), self.dim)
-        found, begin = [], 0
-        for part in self.parts:
-            low, high = max(first, begin), min(last, begin + part.shape[dim])
-            if low < high:
-                found.append(part.narrow(dim, low - begin, high - low))
-            begin += part.shape[dim]
-        return Stored(tuple(found) or (self.parts[0].narrow(dim, 0, 0),), self.dim)
+    def read_slices(self, source: WeightSource, rows: int = 0) -> Iterator[Tensor]:
+        """Yield the tensor's elements from `source` in order, as fp32 slices.
+
+        `rows` limits the rows of each range, to leave out padding; 0 is no limit.
+        """
+        if self.transposed:
+            parts = [part for row_range in self.row_ranges for part in self._read_range(source, row_range)]
+            yield torch.cat(parts).view(-1, self.width).t()
+            return
+        for row_range in self.row_ranges:
+            yield from self._read_range(source, row_range._replace(rows=rows or row_range.rows))
+
+    def _read_range(self, source: WeightSource, part: RowRange) -> Iterator[Tensor]:
+        end = (part.first + part.rows) * self.width
+        for start in range(part.first * self.width, end, SLICE):
+            yield source.elements(part.ours, start, min(start + SLICE, end))
 
 
-class StoredTensors(Source):
-    """Weights whose files are mapped as tensors."""
+def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
+    """Return the counterpart with their `shape` that equals one of our parameters or its transpose."""
+    rows = shape[1] if transposed else shape[0]
+    return Counterpart(theirs, shape, (RowRange(ours, 0, rows),), transposed)
 
-    def __init__(self, kind: str, model: Model, files: Iterable[Path], stored: Mapping[str, Stored]):
-        self.kind, self.model, self.files, self.stored = kind, model, tuple(files), stored
+
+class StoredRows(WeightSource):
+    """Mapped tensors whose rows are rows of our parameters."""
+
+    def __init__(
+        self,
+        kind: str,
+        model: Model,
+        files: Iterable[Path],
+        counterparts: Iterable[Counterpart],
+        found: Mapping[str, Tensor],
+    ):
+        self.kind, self.model, self.files = kind, model, tuple(files)
+        self.stored: dict[str, list[tuple[int, Tensor]]] = {}
+        """First row and rows [n, width] of each piece of a parameter, in order, as views."""
+        for pair in counterparts:
+            tensor = found[pair.theirs]
+            rows = tensor.t() if pair.transposed else tensor.view(-1, pair.width)
+            at = 0
+            for part in pair.row_ranges:
+                piece = rows.narrow(0, at, part.rows)
+                self.stored.setdefault(part.ours, []).append((part.first, piece))
+                at += part.rows
+        for pieces in self.stored.values():
+            pieces.sort(key=lambda piece: piece[0])
 
     def elements(
         self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
     ) -> Tensor:
-        stored, split = self.stored[name], self.places[name].split
-        shape = stored.shape
-        if rows:
-            shape[0] = rows
-        if split is not None:
-            shape[split] //= ranks
-            stored = stored.narrow(split, rank * shape[split], (rank + 1) * shape[split])
-        row = math.prod(shape[1:])
-        first, last = start // row, -(-stop // row)
-        stored = stored.narrow(0, first, last)
-        block = stored.parts[0] if len(stored.parts) == 1 else torch.cat(stored.parts, stored.dim)
-        found = block.reshape(-1)[start - first * row : stop - first * row].float()
-        missing = stop - start - found.numel()
-        return torch.nn.functional.pad(found, (0, missing)) if missing else found
+        shape, split = list(self.parameter_shapes[name].shape), self.parameter_shapes[name].split
+        shape[0] = rows or shape[0]
+        width = self.stored[name][0][1].shape[1]
+        if split is None:
+            rank, ranks, split = 0, 1, 0
+        inner = math.prod(shape[split + 1 :])
+        by_columns = inner < width
+        columns = width // ranks if by_columns else width
+        block_rows = math.prod(shape) // width if by_columns else shape[split] * inner // width
+        rank_rows = block_rows if by_columns else block_rows // ranks
+        offset = 0 if by_columns else rank * rank_rows
+        first, last = start // columns, -(-stop // columns)
+        found: list[Tensor] = []
+        at = first
+        while at < last:  # a rank has consecutive rows of every block
+            number, row = divmod(at, rank_rows)
+            end = min(last, (number + 1) * rank_rows)
+            begin = number * block_rows + offset + row
+            found += self._rows(name, begin, begin + end - at, width)
+            at = end
+        whole = torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, width)
+        if by_columns:
+            whole = whole.narrow(1, rank * columns, columns)
+        return whole.reshape(-1)[start - first * columns : stop - first * columns].float()
+
+    def _rows(self, name: str, first: int, last: int, width: int) -> Iterator[Tensor]:
+        """Yield the rows first..last of a parameter, with zeros after the last stored row."""
+        for begin, piece in self.stored[name]:
+            low, high = max(first, begin), min(last, begin + piece.shape[0])
+            if low < high:
+                yield piece.narrow(0, low - begin, high - low)
+                first = high
+        if first < last:
+            yield torch.zeros(last - first, width)
 
 
-def name_of(path: Path) -> str:
-    """A model's name made of its folder's."""
+def name_from_folder(path: Path) -> str:
+    """Return a model's name from the name of its folder."""
     return path.resolve().name.lstrip(".-").strip() or "weights"
 
 
-def compare(
-    what: str, expected: Mapping[str, Sequence[int]], found: Mapping[str, Tensor], ignored: Iterable[str] = ()
+def check_tensors(
+    location: str,
+    expected: Mapping[str, Sequence[int]],
+    found: Mapping[str, Tensor],
+    ignored: Iterable[str] = (),
 ) -> None:
-    """Raise `ConfigError` about `what` unless `found` has the names and shapes that are expected, and no others."""
+    """Raise `ConfigError` unless `found` has the expected names and shapes; `ignored` names are optional."""
     faults = []
     missing = [name for name in expected if name not in found]
     unexpected = sorted(found.keys() - expected.keys() - set(ignored))
@@ -158,4 +215,4 @@ def compare(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             faults.append(f"{words} {names[0]}{more}".strip())
     if faults:
-        raise ConfigError("weights", says="; ".join(faults), file=what)
+        raise ConfigError("weights", says="; ".join(faults), file=location)

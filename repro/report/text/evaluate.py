@@ -14,11 +14,11 @@ def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
     """Score, and print metrics and protocol, or the record (`json`); 1 if the ranks failed.  Raises `ConfigError`."""
-    from repro.quality.evaluate.run import Question, evaluate
+    from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
-    question = Question(weights=weights, task=task, data=data, layout=layout, **how)
+    options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
     try:
-        record, signal = evaluate(question, results)
+        record, signal = run_evaluation(options, results)
     except ConfigError as error:
         known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
         raise error.for_key(f"--{error.key.replace('_', '-')}") if known else error from None
@@ -45,12 +45,12 @@ def print_scores(
 
 def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
     """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
-    from repro.quality.weights.export import export as write
-    from repro.quality.weights.opened import open_weights
+    from repro.quality.weights.formats import open_weights
+    from repro.quality.weights.huggingface import export_huggingface
 
     source = open_weights(weights, models.load_model(model) if model else None)
     source.check()
-    written = write(source, output, vocab)
+    written = export_huggingface(source, output, vocab)
     if json:
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0

@@ -13,9 +13,9 @@ from repro.config import Experiment, Layout, Model
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.quality.evaluate import rank as ranks_part
-from repro.quality.evaluate.scorer import Scorer
-from repro.quality.evaluate.texts import Samples, windows
-from repro.quality.weights.opened import open_weights
+from repro.quality.evaluate.rank import Scorer
+from repro.quality.evaluate.samples import Samples, split_windows
+from repro.quality.weights.formats import open_weights
 from tests.quality.weights.made_by_hand import SEQ, VOCAB, tokens
 
 STRIDE, LENGTH = 5, 40
@@ -35,7 +35,7 @@ def scorer(layout: Layout, folder: Path, forbidden: list[int]) -> Scorer:
 
 def samples(seq: int = SEQ) -> Samples:
     """Overlapping windows of one text."""
-    spans = list(windows(LENGTH, seq, STRIDE))
+    spans = list(split_windows(LENGTH, seq, STRIDE))
     return Samples(tokens(1, LENGTH)[0].numpy(), np.array(spans))
 
 
@@ -45,7 +45,7 @@ def score(layout: Layout, folder: Path) -> list[tuple[int, float, bool, bool]]:
     mesh = meshes.distributed_mesh(layout, "cpu") if dist.is_initialized() else meshes.single_rank_mesh()
     source = open_weights(folder)
     experiment = Experiment(name="score", model=padded(source.model, layout), layout=layout)
-    return ranks_part.score(
+    return ranks_part.score_samples(
         experiment, mesh, torch.device("cpu"), source, samples(source.model.seq), FORBIDDEN
     )
 

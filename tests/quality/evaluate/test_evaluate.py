@@ -12,10 +12,21 @@ import torch
 from repro.cli import main
 from repro.config import ConfigError, Experiment, Layout
 from repro.parallel import mesh as meshes
-from repro.quality.evaluate import protocols, rank, texts
-from repro.quality.evaluate.run import Question, evaluate, metrics
-from repro.quality.evaluate.tokens import BytePairs, Bytes, open_tokenizer, stop_words
-from repro.quality.weights.opened import open_weights
+from repro.quality.evaluate import rank
+from repro.quality.evaluate.protocols import find_protocol
+from repro.quality.evaluate.run import EvaluationOptions, compute_metrics, run_evaluation
+from repro.quality.evaluate.samples import (
+    ByteTokenizer,
+    Gpt2Tokenizer,
+    Samples,
+    detokenize,
+    last_word_samples,
+    open_tokenizer,
+    read_samples,
+    read_stop_words,
+    split_windows,
+)
+from repro.quality.weights.formats import open_weights
 from repro.results.schema import EvaluationRecord
 from repro.results.store import read
 from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights
@@ -27,7 +38,7 @@ WORDS, BYTES = 23, 61
 
 
 def test_wikitext_is_written_as_people_write() -> None:
-    assert texts.detokenize(RAW) == WRITTEN
+    assert detokenize(RAW) == WRITTEN
 
 
 @pytest.mark.parametrize(
@@ -45,7 +56,7 @@ def test_wikitext_is_written_as_people_write() -> None:
     ],
 )
 def test_each_rule_of_the_detokenizer(raw: str, written: str) -> None:
-    assert texts.detokenize(raw) == written
+    assert detokenize(raw) == written
 
 
 @pytest.mark.parametrize(
@@ -59,7 +70,7 @@ def test_each_rule_of_the_detokenizer(raw: str, written: str) -> None:
     ],
 )
 def test_windows_of_four_tokens(tokens: int, stride: int, expected: list[tuple[int, int, int]]) -> None:
-    assert list(texts.windows(tokens, 4, stride)) == expected
+    assert list(split_windows(tokens, 4, stride)) == expected
 
 
 @pytest.mark.parametrize("tokens", range(2, 40))
@@ -67,7 +78,7 @@ def test_every_token_but_the_first_counts_once_after_as_many_as_there_are(tokens
     for context in (3, 8):
         for stride in (1, 2, context):
             counted = []
-            for begin, length, scored in texts.windows(tokens, context, stride):
+            for begin, length, scored in split_windows(tokens, context, stride):
                 assert length <= context + 1
                 ends = range(begin + length - scored, begin + length)
                 assert all(end - begin >= min(end, context - stride + 1) for end in ends)
@@ -77,7 +88,7 @@ def test_every_token_but_the_first_counts_once_after_as_many_as_there_are(tokens
 
 def lambada(text: str, name: str, context: int = 100) -> tuple[str, str]:
     """What comes before what is to be predicted, and this, of one text in bytes."""
-    found = texts.last_words([text], protocols.find("lambada", name), Bytes(), context)
+    found = last_word_samples([text], find_protocol("lambada", name), ByteTokenizer(), context)
     ((_, _, scored),) = found.spans.tolist()
     whole = bytes(found.tokens.tolist())
     return whole[:-scored].decode(), whole[-scored:].decode()
@@ -98,16 +109,16 @@ def test_what_is_to_be_predicted(text: str, name: str, before: str, last: str) -
 
 def test_a_text_that_is_too_long_loses_its_beginning() -> None:
     assert lambada("the cat sat on a mat", "megatron", context=6) == ("n a", " mat")
-    found = texts.last_words(["a b", "the cat", "the dog"], protocols.find("lambada"), Bytes(), 5)
+    found = last_word_samples(["a b", "the cat", "the dog"], find_protocol("lambada"), ByteTokenizer(), 5)
     assert found.truncated == 2
 
 
 def test_stop_words_are_whole_words_of_the_vocabulary(tmp_path: Path) -> None:
     vocab = write_tokenizer(tmp_path)
-    words = stop_words(None)
+    words = read_stop_words(None)
     assert len(words) == 127
-    assert BytePairs(tmp_path).leading(words) == [vocab["Ġt"], vocab["Ġthe"]]
-    assert Bytes().leading(words) == []
+    assert Gpt2Tokenizer(tmp_path).word_tokens(words) == [vocab["Ġt"], vocab["Ġthe"]]
+    assert ByteTokenizer().word_tokens(words) == []
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +149,19 @@ def test_lambada_by_hand(
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in LAMBADA))
     protocol, tokenizer, source = (
-        protocols.find("lambada", name),
+        find_protocol("lambada", name),
         open_tokenizer("", folder),
         open_weights(folder),
     )
-    samples = texts.read(data, protocol, tokenizer, CONTEXT)
+    samples = read_samples(data, protocol, tokenizer, CONTEXT)
     layout = Layout(micro_batch=3)
     experiment = Experiment(name="known", model=source.model, layout=layout)
-    forbidden = tokenizer.leading(stop_words(None))
-    rows = rank.score(experiment, meshes.single_rank_mesh(), torch.device("cpu"), source, samples, forbidden)
+    forbidden = tokenizer.word_tokens(read_stop_words(None))
+    rows = rank.score_samples(
+        experiment, meshes.single_rank_mesh(), torch.device("cpu"), source, samples, forbidden
+    )
     assert [row[1] for row in rows] == pytest.approx(losses, rel=1e-6)
-    found = metrics(protocol, samples, rows, filtered=True)
+    found = compute_metrics(protocol, samples, rows, filtered=True)
     assert (found["accuracy"], found["accuracy.filtered"]) == (accuracy, filtered)
     assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-6)
     assert found["samples"] == 4
@@ -194,9 +207,9 @@ def test_the_whole_command_on_two_ranks(
 
 
 def test_gpt2_divides_by_all_words() -> None:
-    samples = texts.Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
+    samples = Samples(torch.arange(BYTES).numpy(), torch.zeros(1, 3).long().numpy(), words=WORDS)
     rows = [(0, math.log(256) * (BYTES - 1), False, False)]
-    found = metrics(protocols.find("wikitext103", "gpt2"), samples, rows, filtered=False)
+    found = compute_metrics(find_protocol("wikitext103", "gpt2"), samples, rows, filtered=False)
     assert found["perplexity.word"] == pytest.approx(256 ** ((BYTES - 1) / WORDS))
 
 
@@ -248,16 +261,16 @@ def test_a_tokenizer_of_another_model_is_told(folder: Path, tmp_path: Path) -> N
     write_weights(tmp_path, {}, size=200)
     data = tmp_path / "texts.txt"
     data.write_text("a cat on the mat\n")
-    question = Question(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
+    options = EvaluationOptions(weights=tmp_path, task="lambada", data=data, tokenizer=str(folder))
     with pytest.raises(ConfigError, match=r"it has 200 tokens, and this one gives id 261"):
-        evaluate(question, tmp_path)
+        run_evaluation(options, tmp_path)
 
 
 def test_lines_that_are_no_samples_are_told(tmp_path: Path) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"text": "a b"}\n{"words": 3}\n')
     with pytest.raises(ConfigError, match=r'line 2.* must be a JSON object with a "text"'):
-        texts.read(data, protocols.find("lambada"), Bytes(), 10)
+        read_samples(data, find_protocol("lambada"), ByteTokenizer(), 10)
     data.write_text('{"text": "word"}\n')
     with pytest.raises(ConfigError, match="sample 1"):
-        texts.read(data, protocols.find("lambada"), Bytes(), 10)
+        read_samples(data, find_protocol("lambada"), ByteTokenizer(), 10)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.quality.evaluate.texts import windows
-from repro.quality.weights.export import export
-from repro.quality.weights.opened import open_weights
+from repro.quality.evaluate.samples import split_windows
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.huggingface import export_huggingface
 from tests.engines.native.checkpoint.saved import HALF, checkpoint, experiment, train
 from tests.engines.native.checkpoint.saved import LAYOUTS as TRAINED
 from tests.pool import RankPool
@@ -131,7 +131,7 @@ def test_greedy_continuations_are_those_of_transformers(
 
 def test_stage_3_keeps_a_share_and_no_gradients(two: RankPool, folder: Path) -> None:
     """A rank's parameters between passes, of all that it has: half, and nothing beside them."""
-    whole = sum(math.prod(place.shape) for place in open_weights(folder).places.values())
+    whole = sum(math.prod(place.shape) for place in open_weights(folder).parameter_shapes.values())
     for held in two.run(held_bytes, folder):
         assert held == pytest.approx(4 * whole / 2, rel=0.01)
 
@@ -141,11 +141,11 @@ def test_a_model_that_is_trained_here_has_the_same_perplexity_there(two: RankPoo
     wrote = experiment(TRAINED["tp2"])
     two.run(train, wrote, tmp_path, HALF)
     source = checkpoint(tmp_path, wrote)
-    export(open_weights(source), tmp_path / "out")
+    export_huggingface(open_weights(source), tmp_path / "out")
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
     ids = tokens(1, LENGTH)[0]
     expected = []
-    for begin, length, scored in windows(LENGTH, wrote.model.seq, STRIDE):
+    for begin, length, scored in split_windows(LENGTH, wrote.model.seq, STRIDE):
         text = ids[begin : begin + length]
         with torch.no_grad():
             rows = theirs(text[None, :-1]).logits[0, -scored:].double()

@@ -15,10 +15,9 @@ from repro.config.models import load_model
 from repro.model.counts import total_parameters
 from repro.model.gpt import GPT, BatchPosition
 from repro.parallel import mesh as meshes
-from repro.quality.weights.export import export
-from repro.quality.weights.huggingface import family_for
-from repro.quality.weights.opened import open_weights
-from repro.quality.weights.source import Source
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.huggingface import export_huggingface, family_of_model
+from repro.quality.weights.source import WeightSource
 
 pytestmark = pytest.mark.xdist_group("ranks")
 """With the other tests that import transformers, which takes seconds."""
@@ -69,11 +68,11 @@ def made(name: str) -> Any:
     return found
 
 
-def ours(source: Source, tokens: Tensor) -> Tensor:
+def ours(source: WeightSource, tokens: Tensor) -> Tensor:
     """Our GPT's logits of the weights."""
     module = GPT(source.model, Layout(), Training(), meshes.single_rank_mesh().tp).requires_grad_(False)
     owners = dict(module.named_modules())
-    for name, place in source.places.items():
+    for name, place in source.parameter_shapes.items():
         value = source.elements(name, 0, torch.Size(place.shape).numel()).view(place.shape)
         owner, _, short = name.rpartition(".")
         owners[owner]._parameters[short] = torch.nn.Parameter(value, requires_grad=False)
@@ -95,7 +94,7 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
     source.check()
     assert expected.std() > 0.3, "logits that are all alike would show little"
     torch.testing.assert_close(ours(source, tokens), expected, rtol=1e-5, atol=1e-5)
-    export(source, tmp_path / "ours", shard=20_000)
+    export_huggingface(source, tmp_path / "ours", shard_bytes=20_000)
     again, told = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
@@ -103,7 +102,7 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(tokens).logits, expected, rtol=1e-6, atol=1e-6)
     first, second = source, open_weights(tmp_path / "ours")
-    for key, place in first.places.items():
+    for key, place in first.parameter_shapes.items():
         size = torch.Size(place.shape).numel()
         assert torch.equal(first.elements(key, 0, size), second.elements(key, 0, size)), key
 
@@ -112,7 +111,7 @@ def test_logits_are_those_of_transformers_there_and_back(name: str, tmp_path: Pa
 def test_transformers_counts_as_many_parameters(name: str) -> None:
     """Of its own modules, in shape only."""
     model = load_model(name)
-    family = family_for(model)
+    family = family_of_model(model)
     assert family is not None
     document = family.document(model, model.vocab)
     config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
@@ -129,11 +128,11 @@ def test_a_rank_gets_its_elements_of_its_part(name: str, tmp_path: Path) -> None
     source = open_weights(tmp_path)
     padded = VOCAB + 2
     for ranks in (2, 4):
-        names = list(source.places)
+        names = list(source.parameter_shapes)
         for rank in range(ranks):
             values = source.values(names, rank, ranks, padded)
             for i, key in enumerate(names):
-                shape, split = source.places[key]
+                shape, split = source.parameter_shapes[key]
                 value = source.elements(key, 0, torch.Size(shape).numel()).view(shape)
                 if key in ("embed.tokens", "head.output"):
                     value = torch.cat([value, torch.zeros(2, shape[1])])
@@ -180,4 +179,4 @@ def test_a_layer_that_no_family_has_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"is no family's of transformers that we write .*positions = alibi"
     ):
-        export(source, tmp_path / "out")
+        export_huggingface(source, tmp_path / "out")

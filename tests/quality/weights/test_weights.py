@@ -19,9 +19,9 @@ from torch import Tensor
 
 from repro.cli import main
 from repro.config import ConfigError, Experiment, Model
-from repro.quality.weights.export import export
-from repro.quality.weights.opened import open_weights
-from repro.quality.weights.source import Source
+from repro.quality.weights.formats import open_weights
+from repro.quality.weights.huggingface import export_huggingface
+from repro.quality.weights.source import WeightSource
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start
 from tests.pool import RankPool
 from tests.quality.weights.made_by_hand import (
@@ -41,10 +41,10 @@ pytestmark = pytest.mark.xdist_group("ranks")
 transformers = pytest.importorskip("transformers", reason="not installed: pip install -e '.[test]'")
 
 
-def whole(source: Source) -> dict[str, Tensor]:
+def whole(source: WeightSource) -> dict[str, Tensor]:
     """Every parameter of ours, in one piece."""
     found = {}
-    for name, place in source.places.items():
+    for name, place in source.parameter_shapes.items():
         size = torch.Size(place.shape)
         found[name] = source.elements(name, 0, size.numel()).view(size)
     return found
@@ -199,12 +199,12 @@ def test_a_file_that_calls_something_is_refused(tmp_path: Path, model: Any, zipp
 
 def test_a_stand_in_is_never_the_thing(tmp_path: Path) -> None:
     """What is accepted by name is not imported: attributes are kept, nothing is run."""
-    from repro.quality.weights.pickled import StandIn, load
+    from repro.quality.weights.tensor_files import Placeholder, read_torch_file
 
     path = tmp_path / "a.pt"
     torch.save({"args": argparse.Namespace(num_attention_heads=3)}, path)
-    found = load(path)["args"]
-    assert type(found) is StandIn
+    found = read_torch_file(path)["args"]
+    assert type(found) is Placeholder
     assert found.num_attention_heads == 3
 
 
@@ -309,7 +309,7 @@ def test_our_own_checkpoints_of_any_layout(two: RankPool, tmp_path: Path, layout
     third = source.elements("embed.tokens", 5, tokens.numel() // 2 + 32, 1, 2, rows=tokens.shape[0] + 2)
     padded = torch.cat([tokens, torch.zeros(2, tokens.shape[1])]).chunk(2)[1].reshape(-1)
     assert torch.equal(third, padded[5 : tokens.numel() // 2 + 32])
-    export(source, tmp_path / "out")
+    export_huggingface(source, tmp_path / "out")
     same(whole(open_weights(tmp_path / "out")), expected)
     transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
 
@@ -322,7 +322,7 @@ def test_a_rank_gets_its_elements_of_its_part(model: Any, tmp_path: Path, ranks:
     padded = VOCAB + 2
     expected["embed.tokens"] = torch.cat([expected["embed.tokens"], torch.zeros(2, HIDDEN)])
     draw = random.Random(5)
-    for name, place in source.places.items():
+    for name, place in source.parameter_shapes.items():
         for rank in range(ranks):
             local = expected[name]
             if place.split is not None:
@@ -339,7 +339,7 @@ def test_a_rank_gets_its_elements_of_its_part(model: Any, tmp_path: Path, ranks:
 def test_transformers_loads_what_is_exported(model: Any, tmp_path: Path, shard: int) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     save_megatron(theirs, megatron_ranks(model, 2, 2, 2.0), 2.0)
-    written = export(open_weights(theirs), ours, shard=shard)
+    written = export_huggingface(open_weights(theirs), ours, shard_bytes=shard)
     files = [path.name for path in written if path.suffix == ".safetensors"]
     count = len(files)
     assert (count > 1) == (shard == 20_000)

@@ -1,0 +1,260 @@
+"""Tokenized samples of a text file: tokenizers, WikiText's detokenizer and windows, LAMBADA's last words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from repro.config import ConfigError
+from repro.model.data import gpt2
+from repro.quality.evaluate import protocols
+from repro.quality.evaluate.protocols import DATA_FILES, GPT2, LAMBADA, MEGATRON, WIKITEXT
+from repro.util.files import sha256_digest
+
+BYTES = "bytes"
+"""Name of the tokenizer of models trained on bytes."""
+STOP_WORDS_FILE = Path(__file__).parent / "files" / "stop_words.txt"
+"""127 English stop words."""
+MEGATRON_STRIDE_TOKENS = 32
+"""Tokens between Megatron-LM's windows (`--overlapping-eval`)."""
+_SEPARATORS = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
+"""WikiText's separators inside words and numbers."""
+_BRACKETS = tuple(
+    (re.compile(rf"{re.escape(a)}\s*([^{re.escape(b)}]*?)\s*{re.escape(b)}"), rf"{a}\1{b}")
+    for a, b in ("()", "[]", "{}", '""', "''")
+)
+_HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
+
+
+class Tokenizer(Protocol):
+    """Conversion of text to token ids."""
+
+    size: int
+    """Size of the vocabulary; every id is smaller."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def word_tokens(self, words: frozenset[str]) -> list[int]:
+        """Return the ids of tokens that consist of a space and one of `words`, in upper or lower case."""
+
+    def describe(self) -> Mapping[str, str]:
+        """Return the name of the tokenizer and the digests of its files, for a record."""
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8."""
+
+    size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def word_tokens(self, words: frozenset[str]) -> list[int]:
+        return []
+
+    def describe(self) -> Mapping[str, str]:
+        return {"name": BYTES}
+
+
+class Gpt2Tokenizer:
+    """GPT-2's byte-pair encoding from `vocab.json` and `merges.txt`."""
+
+    def __init__(self, folder: Path):
+        self._files = gpt2.files(folder)
+        self._inner = gpt2.tokenizer(folder)
+        self.size = self._inner.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Return ids; the text `<|endoftext|>` becomes one id."""
+        return list(self._inner.encode(text).ids)
+
+    def word_tokens(self, words: frozenset[str]) -> list[int]:
+        texts = ((i, self._inner.decode([i])) for i in range(self.size))
+        return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
+
+    def describe(self) -> Mapping[str, str]:
+        return {
+            "name": "GPT-2 byte pairs",
+            **{path.name: f"sha256 {sha256_digest(path)}" for path in self._files},
+        }
+
+
+def open_tokenizer(name: str, weights: Path) -> Tokenizer:
+    """Return the tokenizer `bytes`, or the one of a folder with `vocab.json` and `merges.txt`.
+
+    An empty name is the folder of the weights if it has these files, else the packaged files of GPT-2.
+    Raises `ConfigError` where the files, or the package that reads them, are missing.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    if name:
+        return Gpt2Tokenizer(Path(name))
+    return Gpt2Tokenizer(weights if gpt2.has_files(weights) else gpt2.packaged())
+
+
+def read_stop_words(path: Path | None) -> frozenset[str]:
+    """Return the words of a file, by default of `STOP_WORDS_FILE`. Raises `ConfigError`."""
+    try:
+        return frozenset((path or STOP_WORDS_FILE).read_text(encoding="utf-8").lower().split())
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError("--stop-words", str(path), "a text file of words") from None
+
+
+def check_vocabulary(ids: Iterable[int], vocab: int) -> None:
+    """Raise `ConfigError` if a token id is outside the model's vocabulary."""
+    largest = max(ids, default=0)
+    if largest >= vocab:
+        right = f"the tokenizer that the model was trained with: it has {vocab} tokens, and this one gives id {largest}"
+        raise ConfigError("--tokenizer", expected=right)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Spans of one sequence of tokens; the last tokens of each span are scored."""
+
+    tokens: npt.NDArray[np.int64]
+    """Token ids [tokens]; spans may overlap."""
+    spans: npt.NDArray[np.int64]
+    """First token, number of tokens and number of scored tokens [samples, 3]."""
+    words: int = 0
+    """Words of the original text of WikiText."""
+    truncated: int = 0
+    """Number of samples whose beginning exceeds the model's context and is removed."""
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of input tokens of a sample."""
+        return int(self.spans[:, 1].max()) - 1
+
+    def save(self, path: Path) -> None:
+        """Write tokens and spans to a file for the ranks."""
+        np.savez(path, tokens=self.tokens, spans=self.spans)
+
+    @staticmethod
+    def load(path: Path) -> Samples:
+        """Read the tokens and spans that `save` wrote."""
+        with np.load(path) as found:
+            return Samples(found["tokens"], found["spans"])
+
+
+def read_samples(
+    path: Path, protocol: protocols.Protocol, tokenizer: Tokenizer, context: int, stride: int = 0
+) -> Samples:
+    """Return the samples of a task's file for a model of `context` tokens. Raises `ConfigError`.
+
+    `stride` is the number of tokens between windows; 0 is the protocol's own.
+    """
+    if stride and protocol.task != WIKITEXT:
+        raise ConfigError("--stride", stride, says=f"is for windows, which {protocol.task} has none of")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        advice = DATA_FILES[protocol.task].advice
+        raise ConfigError("--data", str(path), says=f"{error.strerror}; {advice}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("--data", str(path), "text in UTF-8") from None
+    if protocol.task == LAMBADA:
+        return last_word_samples(list(_read_lines(text, path)), protocol, tokenizer, context)
+    default_stride = MEGATRON_STRIDE_TOKENS if protocol.name == MEGATRON else context
+    if stride > context:
+        raise ConfigError(
+            "--stride", stride, f"at most {context}, the model's context, or tokens are left out"
+        )
+    words = len(text.strip().split(" "))
+    tokens = tokenizer.encode(detokenize(text))
+    if len(tokens) < 2 or words < 2:
+        raise ConfigError("--data", str(path), "a text of two words or more")
+    spans = list(split_windows(len(tokens), context, stride or min(default_stride, context)))
+    return Samples(np.array(tokens, dtype=np.int64), np.array(spans, dtype=np.int64), words=words)
+
+
+def detokenize(text: str) -> str:
+    """Return WikiText as natural text, by the rules of Megatron-LM's `wikitext_detokenizer` in their order.
+
+    The rule for years (`' 90`) is omitted: its pattern contains slashes and matches nothing.
+    """
+    text = text.replace("s '", "s'")
+    for old, new in _SEPARATORS:
+        text = text.replace(old, new)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    for pattern, new in _BRACKETS:
+        text = pattern.sub(new, text)
+    for old, new in _HEADINGS:
+        text = text.replace(old, new)
+    text = text.replace(" ° ", "°").replace(" \n", "\n").replace("\n ", "\n")
+    return text.replace(" N ", " 1 ").replace(" 's", "'s")
+
+
+def split_windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield spans (first token, tokens, scored tokens) that score every token except the first once.
+
+    A window has up to `context` + 1 tokens. Every window after the first scores the tokens after its predecessor's end.
+    """
+    for k in range(1 + max(0, math.ceil((tokens - 1 - context) / stride))):
+        begin = k * stride
+        end = min(begin + context + 1, tokens)
+        yield begin, end - begin, end - 1 - (begin - stride + context if k else 0)
+
+
+def last_word_samples(
+    texts: Sequence[str], protocol: protocols.Protocol, tokenizer: Tokenizer, context: int
+) -> Samples:
+    """Return samples that score the full last word (protocol `megatron`) or the last token of each text."""
+    tokens: list[int] = []
+    spans = []
+    truncated = 0
+    for number, text in enumerate(texts, 1):
+        before, last = _split_target(text, protocol, tokenizer)
+        if not before or not last:
+            raise ConfigError("--data", f"sample {number}", "a text with a word before its last one")
+        if len(last) > context:
+            raise ConfigError("--data", f"sample {number}", f"a last word of at most {context} tokens")
+        available = context + 1 - len(last)
+        truncated += len(before) > available
+        before = before[-available:]
+        spans.append((len(tokens), len(before) + len(last), len(last)))
+        tokens += before + last
+    if not spans:
+        raise ConfigError("--data", says="has no samples")
+    return Samples(np.array(tokens, dtype=np.int64), np.array(spans, dtype=np.int64), truncated=truncated)
+
+
+def _split_target(
+    text: str, protocol: protocols.Protocol, tokenizer: Tokenizer
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of the context, and those of the target."""
+    if protocol.name == MEGATRON:
+        words = text.split()
+        if len(words) < 2:
+            return [], []
+        begin = text.rfind(words[-1])
+        return tokenizer.encode(text[:begin].strip()), tokenizer.encode(f" {words[-1]}")
+    if protocol.name == GPT2:
+        text = "\n" + text.replace("“", '"').replace("”", '"').strip()
+    tokens = tokenizer.encode(text)
+    return tokens[:-1], tokens[-1:]
+
+
+def _read_lines(text: str, path: Path) -> Iterator[str]:
+    """Yield the text of each line; in a `.jsonl` file it is the value of `text`."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if not path.name.endswith((".jsonl", ".json")):
+            yield line
+            continue
+        try:
+            found = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if not isinstance(found, str):
+            raise ConfigError("--data", f"line {number}", 'a JSON object with a "text"', file=str(path))
+        yield found

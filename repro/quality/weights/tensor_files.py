@@ -1,0 +1,171 @@
+"""Files of tensors in the formats of safetensors and of `torch.save`, mapped where the format allows it.
+
+torch's restricted reader (`weights_only`) accepts only torch's own classes. Checkpoints of Megatron-LM name other
+classes, for example for arguments, loss scalers and random states. A `Placeholder` replaces an object of such a class,
+so that no code named in a file is imported or called.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import pickletools
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from repro.config import ConfigError
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+PLACEHOLDER_CLASSES = re.compile(
+    r"argparse\.Namespace|numpy\.(?:_?core\.)[\w.]*|numpy\.(?:ndarray|dtype|random\.[\w.]*)"
+    r"|(?:megatron|fp16|mpu|apex|signal|pathlib)\.[\w.]*|types\.SimpleNamespace"
+)
+"""Classes that a `Placeholder` replaces; all others except torch's own are refused."""
+_TORCH_CLASSES = re.compile(r"(?:torch|collections|_codecs)\..*")
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file of safetensors, mapped.
+
+    The file has 8 bytes little-endian with the length of the header, the header (JSON: name to dtype, shape, offsets)
+    and the data. Raises `ConfigError` for any other file.
+    """
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="c")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "empty"
+        raise ConfigError(reason, expected="a file of safetensors", file=str(path)) from None
+    try:
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:begin].tobytes())
+        header.pop("__metadata__", None)
+        return {
+            name: _mapped_tensor(data[begin:], entry["dtype"], entry["shape"], *entry["data_offsets"])
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError("not whole", says="needs a file of safetensors", file=str(path)) from None
+
+
+def _mapped_tensor(
+    data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int], start: int, stop: int
+) -> Tensor:
+    kind = SAFETENSORS_DTYPES[dtype]
+    raw = torch.from_numpy(data[start:stop])
+    if start < 0 or raw.numel() != stop - start or raw.numel() != math.prod(shape) * kind.itemsize:
+        raise ValueError(dtype)
+    if raw.data_ptr() % kind.itemsize:
+        raw = raw.clone()
+    return raw.view(kind).view(*shape)
+
+
+def write_safetensors(
+    path: Path, shapes: Mapping[str, Sequence[int]], read_slices: Callable[[str], Iterable[Tensor]]
+) -> None:
+    """Write fp32 tensors of these `shapes`; `read_slices` yields the elements of a tensor in order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        stop = offset + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            for piece in read_slices(name):
+                assert piece.dtype == torch.float32
+                file.write(memoryview(piece.contiguous().numpy().data).cast("B"))
+
+
+class Placeholder:
+    """Attributes of an object whose class is not imported."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Placeholder:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def read_torch_file(path: Path) -> Any:
+    """Return the content of a file of `torch.save`; tensors in the zip format of torch 1.6 are mapped.
+
+    Raises `ConfigError` for a file that is damaged or names a class that is refused.
+    """
+    names: dict[str, None] = {}
+    try:
+        is_zip = zipfile.is_zipfile(path)
+        for name in _class_names(path, is_zip):
+            names[name] = None
+        placeholders: list[Any] = [
+            (Placeholder, name) for name in names if PLACEHOLDER_CLASSES.fullmatch(name)
+        ]
+        with torch.serialization.safe_globals(placeholders):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise ConfigError(reason, expected="a file of weights", file=str(path)) from None
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, IndexError, KeyError) as error:
+        refused = [
+            name
+            for name in names
+            if not PLACEHOLDER_CLASSES.fullmatch(name) and not _TORCH_CLASSES.fullmatch(name)
+        ]
+        if not refused:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                "not weights", says=f"needs a file of torch.save: {reason}", file=str(path)
+            ) from None
+        says = f"refused: loading it would call {refused[0]}; a file of weights has tensors and plain values only"
+        raise ConfigError("weights", says=says, file=str(path)) from None
+
+
+def _class_names(path: Path, is_zip: bool) -> Iterator[str]:
+    """Yield the classes and functions that the pickles of a file name, as `module.name`, without executing them."""
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            inner = next((n for n in archive.namelist() if n.rpartition("/")[2] == "data.pkl"), None)
+            if inner is not None:
+                with archive.open(inner) as file:
+                    yield from _global_names(file)
+        return
+    with open(path, "rb") as file:
+        for _ in range(4):  # magic number, version, machine, saved object
+            yield from _global_names(file)
+
+
+def _global_names(file: IO[bytes]) -> Iterator[str]:
+    strings: list[str] = []
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "GLOBAL":
+            yield str(argument).replace(" ", ".")
+        elif operation.name == "STACK_GLOBAL" and len(strings) > 1:
+            yield ".".join(strings[-2:])
+        elif isinstance(argument, str):
+            strings.append(argument)
