@@ -52,7 +52,7 @@ pd.DataFrame(Machines(measured).entries, columns=shown)
 # %%
 rows = [
     {
-        "experiment": record.at,
+        "experiment": record.full_name,
         "layout": describe_layout(record.experiment.layout),
         "outcome": record.outcome,
         "tokens/s": record.metrics.get("tokens_per_s"),

@@ -20,4 +20,4 @@ def suite(path: Path) -> Suite:
 @cache
 def ledger() -> Ledger:
     """All claims."""
-    return reader.load()
+    return reader.load_ledger()

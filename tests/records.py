@@ -17,12 +17,14 @@ def made_up(name: str, **keys: Any) -> ExperimentRecord:
     """A record of an experiment that nobody ran; `keys` as in a line of the store."""
     plain = {"kind": "experiment", "protocol": schema.PROTOCOL, "suite": "s", "key": "k", "written": "2026"}
     plain |= {"evidence": "measured", "outcome": "ok", "reason": "", "metrics": {}, "series": {}}
-    return cast(ExperimentRecord, schema.read({**plain, "experiment": CONDITIONS, "name": name, **keys}))
+    return cast(
+        ExperimentRecord, schema.read_record({**plain, "experiment": CONDITIONS, "name": name, **keys})
+    )
 
 
 def changed(record: R, **keys: Any) -> R:
     """The record with other values; `keys` as in a line of the store."""
-    return cast(R, schema.read({**record.as_dict(), **keys}))
+    return cast(R, schema.read_record({**record.as_dict(), **keys}))
 
 
 def lines(results: Path) -> list[dict[str, Any]]:

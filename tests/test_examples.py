@@ -16,7 +16,7 @@ import pytest
 import typer.main
 
 from repro import cli
-from repro.claims.reader import load as ledger
+from repro.claims.reader import load_ledger
 from repro.config import suites
 
 ROOT = Path(__file__).parents[1]
@@ -208,4 +208,6 @@ def test_suites_and_claims_load(page: Path, tmp_path: Path) -> None:
             suites.load_suite(tmp_path / "s.toml")
         if "[[claim]]" in text:
             (tmp_path / "mine.toml").write_text('title = "Mine"\n' + text.replace('id = "', 'id = "my-'))
-            assert any(claim.id.startswith("my-") for claim in ledger(own=[tmp_path / "mine.toml"]).claims)
+            assert any(
+                claim.id.startswith("my-") for claim in load_ledger(own=[tmp_path / "mine.toml"]).claims
+            )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from repro.claims.judge import experiments_read
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from tests import supported_pythons
 
 ROOT = Path(__file__).parents[1]
@@ -380,7 +380,7 @@ def test_every_suite_that_claims_are_simulated_from_is_simulated(copy: Path, tar
     run = [Path(word).stem for word in simulated if word.endswith(".toml")]
     read = {
         name.partition("/")[0]
-        for claim in load().claims
+        for claim in load_ledger().claims
         for row in claim.rows
         for evidence in row.evidence
         if evidence.kind == "simulated"

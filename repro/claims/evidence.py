@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from repro.claims.expression import ExpressionError, Result, evaluate
+from repro.claims.expression import ExpressionError, Result, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import EMULATED, ITSELF, Claim, Evidence, Row
 from repro.claims.published import UNITS, digitised, format_value, printed
@@ -30,7 +30,7 @@ from repro.claims.verdicts import (
     Finding,
     InputUncertainty,
 )
-from repro.results.interval import Case, allowed, likely
+from repro.results.interval import Case, likely_range, possible_range
 from repro.results.schema import MEASURED, SIMULATED
 
 _INPUTS = {"printed": printed, "digitised": digitised}
@@ -62,8 +62,8 @@ def evaluate_evidence(
     if row.calibrates and evidence.kind == SIMULATED:
         calibration = f"calibration, no evidence: {row.calibrates} takes its efficiency from this value"
     try:
-        value = evaluate(evidence.value, functions, variables)
-        expected = evaluate(evidence.expect, functions, variables) if evidence.expect else None
+        value = evaluate_expression(evidence.value, functions, variables)
+        expected = evaluate_expression(evidence.expect, functions, variables) if evidence.expect else None
     except Missing as missing:
         return Finding(
             verdict=NOT_COMPARABLE if calibration else NOT_RUN,
@@ -175,7 +175,7 @@ def propagate_unknowns(
 
     def value(case: Case | None) -> Any:
         moved = {**functions, **records.functions(evidence.kind, case)}
-        return evaluate(evidence.value, moved, variables).value
+        return evaluate_expression(evidence.value, moved, variables).value
 
     try:
         best, joint = value(None), [value(number) for number in range(draws)]
@@ -190,7 +190,7 @@ def propagate_unknowns(
         return None
     alone = dict(sorted(alone.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
     ends = [end for pair in alone.values() for end in pair]
-    return InputUncertainty(*likely(joint, best), *allowed([*joint, *ends], best), best, alone)
+    return InputUncertainty(*likely_range(joint, best), *possible_range([*joint, *ends], best), best, alone)
 
 
 def run_command(suite: str, kind: str) -> str:

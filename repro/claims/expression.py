@@ -105,7 +105,9 @@ def parse(text: str) -> Expression:
     return Expression(text, tree, frozenset(names), frozenset(calls))
 
 
-def check(expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]) -> None:
+def check_expression(
+    expression: Expression, functions: Mapping[str, Callable[..., Any]], names: frozenset[str]
+) -> None:
     """Raise `ExpressionError` for an unknown function, wrong arguments or an unknown name."""
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -121,7 +123,7 @@ def check(expression: Expression, functions: Mapping[str, Callable[..., Any]], n
             raise ExpressionError(f"unknown name {name}{_near(name, names)}")
 
 
-def evaluate(
+def evaluate_expression(
     expression: Expression,
     functions: Mapping[str, Callable[..., Any]],
     variables: Mapping[str, Value | Uncertain],

@@ -1,21 +1,27 @@
-"""The ledger: every published claim, as the TOML files beside this module have it.
+"""The ledger: every published claim, and the schema of the TOML files beside this module that hold the claims.
 
-A claim has rows; a row is one published value with the expressions that test it.  Rows are written one by
-one (`rows`) or as a table like the source's (`[[claim.table]]`), whose `cells` say which columns are
-claims and may use the other columns of the line by name.  `docs/claims.md` shows how to add one.
+A claim has rows. A row is one published value with the expressions that test it. A file lists rows one by one
+(`rows`) or as a table of the source (`[[claim.table]]`), whose `cells` name the columns with published values.
+Expressions may use the other columns of a line by name. `docs/claims.md` shows how to add a claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 from repro.claims.expression import Expression, Uncertain, Value
 from repro.claims.published import PrintedNumber
 from repro.config.errors import ConfigError
+from repro.config.files import build_dataclass, read_toml
 from repro.results.schema import EMULATED
 
+T = TypeVar("T")
 KINDS = ("analytic", "simulated", EMULATED, "measured")
 """Of evidence, the weakest first.  `emulated`: real processes that train a small twin on this machine, behind links
 that are as slow as its compute, so that the ratio of two runs can be held against the published one."""
@@ -168,8 +174,6 @@ class Ledger:
         for claim in self.claims:
             if claim.id == claim_id:
                 return claim
-        import difflib
-
         known = [claim.id for claim in self.claims]
         near = difflib.get_close_matches(claim_id, known, n=3, cutoff=0.4)
         near += [k for k in known if claim_id and claim_id in k and k not in near][: 3 - len(near)]
@@ -179,3 +183,175 @@ class Ledger:
             else "must be a claim's id; `repro claims` lists them"
         )
         raise ConfigError("claim", claim_id, says=hint)
+
+
+@dataclass(kw_only=True)
+class EvidenceEntry:
+    """`measured = { value = "...", expect = "...", scale = "scaled twin", metric = "exact" }`."""
+
+    value: str
+    expect: str = ""
+    scale: str = PUBLISHED_SCALE
+    metric: str = ""
+
+
+@dataclass(kw_only=True)
+class TestableEntry:
+    """Keys that a row and a column of a table have in common. An empty value takes the value of the claim."""
+
+    label: str = ""
+    unit: str | None = None
+    """`""` is no unit; None is the unit of the claim."""
+    metric: str = ""
+    bound: str = ""
+    error: float = 0.0
+    certainty: str = ""
+    analytic: str = ""
+    simulated: list[EvidenceEntry] = field(default_factory=list)
+    emulated: list[EvidenceEntry] = field(default_factory=list)
+    measured: list[EvidenceEntry] = field(default_factory=list)
+    calibrates: str = ""
+    blind: str = ""
+    needs: str = ""
+    not_comparable: str = ""
+    note: str = ""
+    main: bool = False
+    given: str = ""
+
+
+@dataclass(kw_only=True)
+class RowEntry(TestableEntry):
+    """One element of `rows`."""
+
+    published: str
+
+
+@dataclass(kw_only=True)
+class CellEntry(TestableEntry):
+    """One element of a table's `cells`: the column of that name holds published values."""
+
+    column: str
+
+
+@dataclass(kw_only=True)
+class TableEntry:
+    """`[[claim.table]]`.  Strings in `body` are printed values, numbers are exact; "" is no value."""
+
+    columns: list[str]
+    keys: list[str]
+    """Columns that name a line."""
+    cells: list[CellEntry]
+    body: list[list[int | float | str]]
+
+
+@dataclass(kw_only=True)
+class ClaimEntry:
+    """`[[claim]]`; the fields are explained at `Claim`."""
+
+    id: str
+    title: str
+    family: str
+    published: str
+    source: list[str]
+    certainty: str
+    predicted_blind: str = ""
+    conditions: str = ""
+    metric: str = "exact"
+    unit: str = ""
+    contradictions: list[str] = field(default_factory=list)
+    needs: str = ""
+    not_comparable: str = ""
+    note: str = ""
+    steps: list[str] = field(default_factory=list)
+    rows: list[RowEntry] = field(default_factory=list)
+    table: list[TableEntry] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class FileEntry:
+    """One ledger file."""
+
+    title: str
+    about: str = ""
+    """Author of the claims, in one or two words; empty for the title. Several files may name the same author."""
+    claim: list[ClaimEntry] = field(default_factory=list)
+    source: list[Source] = field(default_factory=list)
+
+
+def read_ledger_file(path: Path) -> FileEntry:
+    """Read one file and check its keys and types.
+
+    Raises:
+        ConfigError: One line that names file, claim, row and key.
+    """
+    return _build_entry(FileEntry, read_toml(path), str(path), "")
+
+
+_INNER_ENTRIES: dict[tuple[type, str], type] = {
+    (FileEntry, "claim"): ClaimEntry,
+    (FileEntry, "source"): Source,
+    (ClaimEntry, "rows"): RowEntry,
+    (ClaimEntry, "table"): TableEntry,
+    (TableEntry, "cells"): CellEntry,
+    **{(cls, kind): EvidenceEntry for cls in (RowEntry, CellEntry) for kind in KINDS[1:]},
+}
+
+
+def _fields(cls: Any) -> tuple[dict[str, str], frozenset[str]]:
+    """Return the annotations by name, and the names without a default."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return {f.name: str(f.type) for f in fields}, frozenset(
+        f.name for f in fields if f.default is missing and f.default_factory is missing
+    )
+
+
+_ENTRY_FIELDS = {cls: _fields(cls) for cls in (FileEntry, *_INNER_ENTRIES.values())}
+_TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda v: type(v) is str,
+    "str | None": lambda v: type(v) is str,
+    "bool": lambda v: type(v) is bool,
+    "float": lambda v: type(v) in (int, float),
+    "list[str]": lambda v: type(v) is list and all(type(i) is str for i in v),
+    "list[list[int | float | str]]": lambda v: (
+        type(v) is list
+        and all(type(line) is list and all(type(i) in (int, float, str) for i in line) for line in v)
+    ),
+}
+
+
+def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
+    """Return `cls(**data)` with dataclasses for the inner tables.
+
+    Only an invalid table goes to `build_dataclass`, whose pydantic words the error: importing pydantic for valid
+    claims would double the time of `repro claims`.
+    """
+    if not isinstance(data, dict):
+        outer, _, key = where.rpartition(".")
+        raise ConfigError(key, data, "a table", file=file, where=outer)
+    known, required = _ENTRY_FIELDS[cls]
+    values: dict[str, Any] = {}
+    sound = required <= data.keys()
+    for key, value in data.items():
+        inner = _INNER_ENTRIES.get((cls, key))
+        if inner is EvidenceEntry and isinstance(value, dict):
+            value = [value]
+        if inner is not None and isinstance(value, list):
+            value = [
+                _build_entry(inner, item, file, _place(where, key, n, item)) for n, item in enumerate(value)
+            ]
+        else:
+            sound = sound and inner is None and key in known and _TYPE_CHECKS[known[key]](value)
+        values[key] = value
+    return cls(**values) if sound else build_dataclass(cls, values, file=file, where=where)
+
+
+def _place(where: str, key: str, number: int, item: Any) -> str:
+    """Return the name of an inner table for a person: a claim's id, a row's label or a cell's column."""
+    names = [item.get(k) for k in ("id", "key", "label", "column")] if isinstance(item, dict) else []
+    name = next((name for name in names if name), number)
+    return (
+        str(name)
+        if key == "claim" and name != number
+        else ".".join(p for p in (where, f"{key}[{name}]") if p)
+    )

@@ -8,39 +8,38 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from repro.claims import ledger as the
-from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check, parse
+from repro.claims import ledger
+from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check_expression, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.independence import LARGE_RESULT_UNITS, analytic_origin, shared_input
-from repro.claims.ledger_schema import ClaimEntry, EvidenceEntry, FileEntry, TableEntry, Testable, read_file
 from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS
 from repro.config.errors import ConfigError
 from repro.results.schema import EMULATED
 
-HERE = Path(__file__).parent
+LEDGER_DIRECTORY = Path(__file__).parent
 _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
 
-def load(directory: Path = HERE, own: tuple[Path, ...] = ()) -> the.Ledger:
+def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) -> ledger.Ledger:
     """Read and check every `*.toml` in `directory`, then the files `own`.  Raises `ConfigError` in one line."""
-    files = {path: read_file(path) for path in sorted(directory.glob("*.toml"))}
+    files = {path: ledger.read_ledger_file(path) for path in sorted(directory.glob("*.toml"))}
     for path in own:
         if any(path.name == other.name for other in files):
             raise ConfigError("--ledger", str(path), "a file whose name no other ledger file has")
-        files[path] = read_file(path)
-    sources: dict[str, the.Source] = {}
+        files[path] = ledger.read_ledger_file(path)
+    sources: dict[str, ledger.Source] = {}
     for path, content in files.items():
         for source in content.source:
             if source.key in sources:
                 raise ConfigError("key", source.key, "used once", file=str(path), where="source")
             sources[source.key] = source
     rates = frozenset(_rates(files.values()))
-    claims: dict[str, the.Claim] = {}
+    claims: dict[str, ledger.Claim] = {}
     for path, content in files.items():
         for entry in content.claim:
             try:
@@ -51,7 +50,7 @@ def load(directory: Path = HERE, own: tuple[Path, ...] = ()) -> the.Ledger:
                 raise error.within(file=str(path), where=entry.id) from None
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
-    return the.Ledger(
+    return ledger.Ledger(
         claims=tuple(claims.values()),
         sources=sources,
         titles={path.name: content.title for path, content in files.items()},
@@ -59,10 +58,10 @@ def load(directory: Path = HERE, own: tuple[Path, ...] = ()) -> the.Ledger:
     )
 
 
-def _rates(files: Iterable[FileEntry]) -> Iterator[float]:
-    """What is published in one of the units of `inputs.RATES`, in base units."""
+def _rates(files: Iterable[ledger.FileEntry]) -> Iterator[float]:
+    """Yield the published values whose unit is one of `LARGE_RESULT_UNITS`, in base units."""
     for claim in (claim for content in files for claim in content.claim):
-        published: list[tuple[Testable, str]] = [(row, row.published) for row in claim.rows]
+        published: list[tuple[ledger.TestableEntry, str]] = [(row, row.published) for row in claim.rows]
         for table in claim.table:
             for cell in table.cells:
                 at = table.columns.index(cell.column) if cell.column in table.columns else len(table.columns)
@@ -77,11 +76,11 @@ def _rates(files: Iterable[FileEntry]) -> Iterator[float]:
 
 
 def _claim(
-    entry: ClaimEntry, sources: Mapping[str, the.Source], file: str, rates: frozenset[float]
-) -> the.Claim:
+    entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file: str, rates: frozenset[float]
+) -> ledger.Claim:
     if not _ID.fullmatch(entry.id):
         raise ConfigError("id", entry.id, "lower-case words joined by hyphens")
-    _one_of("family", entry.family, the.FAMILIES)
+    _one_of("family", entry.family, ledger.FAMILIES)
     if not entry.source:
         raise ConfigError("source", entry.source, "at least one source key with a place")
     for source in entry.source:
@@ -110,14 +109,14 @@ def _claim(
             entry.predicted_blind,
             "the day and the commit of the predictions in `blind`, as 2026-11-22 at 1c75963; nothing without them",
         )
-    return the.Claim(
+    return ledger.Claim(
         id=entry.id,
         title=entry.title,
         family=entry.family,
         published=entry.published,
         conditions=entry.conditions,
         source=tuple(entry.source),
-        certainty=_one_of("certainty", entry.certainty, the.CERTAINTIES),
+        certainty=_one_of("certainty", entry.certainty, ledger.CERTAINTIES),
         contradictions=tuple(entry.contradictions),
         note=entry.note,
         needs=entry.needs,
@@ -128,7 +127,9 @@ def _claim(
     )
 
 
-def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -> list[the.Row]:
+def _table_rows(
+    entry: ledger.ClaimEntry, table: ledger.TableEntry, rates: frozenset[float]
+) -> list[ledger.Row]:
     for key in [*table.keys, *(cell.column for cell in table.cells)]:
         _one_of("table.columns", key, table.columns)
     errors = {cell.column: cell.error for cell in table.cells}
@@ -169,7 +170,7 @@ def _table_rows(entry: ClaimEntry, table: TableEntry, rates: frozenset[float]) -
     return rows
 
 
-def _unit(entry: Testable, claim: ClaimEntry) -> str:
+def _unit(entry: ledger.TestableEntry, claim: ledger.ClaimEntry) -> str:
     return claim.unit if entry.unit is None else entry.unit
 
 
@@ -185,16 +186,16 @@ def _variable(value: int | float | str, error: float) -> Value | Uncertain:
 
 
 def _row(
-    claim: ClaimEntry,
-    entry: Testable,
+    claim: ledger.ClaimEntry,
+    entry: ledger.TestableEntry,
     published: str,
     variables: Mapping[str, Value | Uncertain],
     where: str,
     rates: frozenset[float],
-) -> the.Row:
+) -> ledger.Row:
     try:
         metric = _one_of("metric", entry.metric or claim.metric, RELATIVE_TOLERANCE)
-        certainty = _one_of("certainty", entry.certainty or claim.certainty, the.CERTAINTIES)
+        certainty = _one_of("certainty", entry.certainty or claim.certainty, ledger.CERTAINTIES)
         if entry.error < 0:
             raise ConfigError("error", entry.error, "0 or more")
         unit = _one_of("unit", _unit(entry, claim), UNITS)
@@ -209,19 +210,19 @@ def _row(
             number = None
         evidence = []
         if entry.analytic:
-            value = _expression("analytic", entry.analytic, _CLOSED, variables)
+            value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
             size = None if number is None else number.value * UNITS[unit]
             origin = analytic_origin(value, variables, certainty, size, unit, rates)
-            origin = the.ITSELF if entry.given else origin
+            origin = ledger.ITSELF if entry.given else origin
             evidence.append(
-                the.Evidence(
+                ledger.Evidence(
                     kind="analytic", scale=origin, origin=origin, value=value, expect=None, metric=metric
                 )
             )
-        for kind in the.KINDS[1:]:
+        for kind in ledger.KINDS[1:]:
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
-                evidence.append(dataclasses.replace(found, origin=the.ITSELF) if entry.given else found)
+                evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
         if entry.calibrates and not entry.simulated:
             raise ConfigError(
                 "calibrates", entry.calibrates, says="needs simulated evidence, which then gets no verdict"
@@ -233,7 +234,7 @@ def _row(
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
             if unit != "%":
                 raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
-        row = the.Row(
+        row = ledger.Row(
             label=entry.label,
             published=published,
             printed=number,
@@ -260,11 +261,13 @@ def _row(
 
 
 def _evidence(
-    kind: str, item: EvidenceEntry, metric: str, variables: Mapping[str, Value | Uncertain]
-) -> the.Evidence:
-    if item.scale not in (the.PUBLISHED_SCALE, the.SCALED_TWIN) and not item.scale.startswith(the.ONE_RANK):
+    kind: str, item: ledger.EvidenceEntry, metric: str, variables: Mapping[str, Value | Uncertain]
+) -> ledger.Evidence:
+    if item.scale not in (ledger.PUBLISHED_SCALE, ledger.SCALED_TWIN) and not item.scale.startswith(
+        ledger.ONE_RANK
+    ):
         raise ConfigError("scale", item.scale, "published scale, one rank of N, or scaled twin")
-    if item.scale == the.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
+    if item.scale == ledger.SCALED_TWIN and metric not in ("exact", "ratio") and not item.expect:
         raise ConfigError(
             "expect", says="is missing: a scaled twin is compared with the formula at its own scale"
         )
@@ -272,22 +275,27 @@ def _evidence(
         right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
         raise ConfigError(EMULATED, item.value, says=right)
     fallback = "exact" if item.expect else metric
-    return the.Evidence(
+    return ledger.Evidence(
         kind=kind,
-        scale=the.EMULATED_NETWORK if kind == EMULATED else item.scale,
-        origin=the.TRACE if kind == "simulated" else the.RUN,
-        value=_expression(kind, item.value, _WITH_RECORDS, variables),
-        expect=_expression("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
+        scale=ledger.EMULATED_NETWORK if kind == EMULATED else item.scale,
+        origin=ledger.TRACE if kind == "simulated" else ledger.RUN,
+        value=parse_checked(kind, item.value, _WITH_RECORDS, variables),
+        expect=parse_checked("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
         metric=_one_of("metric", item.metric or fallback, RELATIVE_TOLERANCE),
     )
 
 
-def _expression(
-    key: str, text: str, functions: Mapping[str, Any], variables: Mapping[str, Any]
+def parse_checked(
+    key: str, text: str, functions: Mapping[str, Any], variables: Collection[str]
 ) -> Expression:
+    """Parse an expression of the key `key` and check its functions and names.
+
+    Raises:
+        ConfigError: The expression is invalid.
+    """
     try:
         expression = parse(text)
-        check(expression, functions, frozenset(variables) | frozenset(CONSTANTS))
+        check_expression(expression, functions, frozenset(variables) | frozenset(CONSTANTS))
     except ExpressionError as error:
         raise ConfigError(key, text, says=str(error)) from None
     return expression

@@ -11,9 +11,13 @@ from typing import Any, cast
 from repro.claims.expression import Uncertain, Value
 from repro.config import ConfigError, Model, models
 from repro.config.engines import NATIVE
-from repro.results import curves
 from repro.results.interval import Case, StepInterval
-from repro.results.metrics import STEP_SECONDS, at
+from repro.results.metrics import (
+    STEP_SECONDS,
+    final_loss,
+    metric_at_step_seconds,
+    relative_loss_distance,
+)
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
@@ -78,7 +82,7 @@ class Records:
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
-                raise Missing(record.at, f"it ran on {on}, which is another kind of evidence")
+                raise Missing(record.full_name, f"it ran on {on}, which is another kind of evidence")
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
@@ -95,8 +99,8 @@ class Records:
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
                 raise Missing(experiment, f"its record has no metric {name}{ended}")
             if case is not None and record.interval is not None and STEP_SECONDS in metrics:
-                seconds = record.interval.at(case, metrics[STEP_SECONDS])
-                moved = at(name, metrics, seconds)
+                seconds = record.interval.seconds_in(case, metrics[STEP_SECONDS])
+                moved = metric_at_step_seconds(name, metrics, seconds)
                 return value if moved is None else moved
             if f"{name}.low" in metrics:
                 return Uncertain(value, metrics[f"{name}.low"], metrics[f"{name}.high"])
@@ -187,17 +191,17 @@ class Records:
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
-            """How far a loss curve strays from another, in what `controls` do (`repro.results.curves`)."""
+            """Return the distance of a loss curve from another over that of `controls` (`relative_loss_distance`)."""
             curve, *others = map(losses, (experiment, *controls))
             try:
-                return curves.strayed(curve, losses(reference), others)
+                return relative_loss_distance(curve, losses(reference), others)
             except ValueError as error:
                 raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
 
         def apart(experiment: str, reference: str) -> Value:
             """Relative difference of two trainings' mean loss over their last 50 steps."""
             try:
-                mine, other = curves.end(losses(experiment)), curves.end(losses(reference))
+                mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
                 raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
             return abs(mine - other) / other
@@ -228,7 +232,7 @@ class Records:
                     value = record.metrics.get(metric)
                     if isinstance(value, int | float):
                         return value
-                    raise Missing(record.at, f"its record has no metric {metric}")
+                    raise Missing(record.full_name, f"its record has no metric {metric}")
             reason = "not run here, runnable by anyone with the weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
@@ -283,7 +287,9 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
         other = _conditions(record, free)
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
-            raise Missing(record.at, f"it differs from {records[0].at} in {', '.join(differ)} as well")
+            raise Missing(
+                record.full_name, f"it differs from {records[0].full_name} in {', '.join(differ)} as well"
+            )
 
 
 def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:

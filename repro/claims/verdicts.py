@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from repro.claims.expression import Value
 from repro.claims.ledger import ITSELF, Claim, Row
-from repro.results.interval import allowed
+from repro.results.interval import possible_range
 
 MIN_SHOWN_SHARE = 0.02
 """Minimum share of the uncertainty of an unknown that is shown."""
@@ -54,7 +54,7 @@ class InputUncertainty:
         `meets` says whether an interval contains the published value.
         """
         for key, ends in self.alone.items():
-            if meets(*allowed(ends, self.best)):
+            if meets(*possible_range(ends, self.best)):
                 return (key,)
         return tuple(list(self.alone)[:2])
 

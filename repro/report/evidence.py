@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
 from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
-from repro.claims.again.answers import Answer, answers, systems_of
-from repro.claims.again.questions import load as load_questions
 from repro.claims.judge import judge
 from repro.claims.ledger import EMULATED, KINDS, Ledger
-from repro.claims.reader import load
+from repro.claims.other_system import Answer, answer_questions, load_questions, simulated_systems
+from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, summary, table
 from repro.claims.verdicts import ClaimResult
 from repro.config import ConfigError, Experiment, Layout, Training, models
@@ -140,7 +139,7 @@ class JudgedStore:
         from repro.claims.run_commands import SuiteCatalogue
         from repro.report.verdicts import experiments_of
 
-        known = {(record.evidence, record.at) for record in self.latest() if record.conclusive}
+        known = {(record.evidence, record.full_name) for record in self.latest() if record.conclusive}
         lacking = [
             (kind, at)
             for result in self.judged
@@ -162,7 +161,7 @@ class JudgedStore:
         return [
             record
             for record in [*chosen.measured, *chosen.simulated]
-            if fnmatchcase(record.at, pattern) and evidence in ("", record.evidence)
+            if fnmatchcase(record.full_name, pattern) and evidence in ("", record.evidence)
         ]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
@@ -185,10 +184,10 @@ class JudgedStore:
 
     @cached_property
     def asked_again(self) -> dict[str, list[Answer]]:
-        """By system of today that is simulated, what it answers to the claims asked again (`repro.claims.again`)."""
-        of = systems_of(self.records)
-        questions = load_questions(self.ledger).asked if of else ()
-        return {name: answers(questions, self.records, load_system(name)) for name in of}
+        """Return by simulated system the answers to the questions of `repro.claims.other_system`."""
+        simulated = simulated_systems(self.records)
+        questions = load_questions(self.ledger).asked if simulated else ()
+        return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
         """One row per unknown: its range, how many rows it moves and settles, what would measure it."""
@@ -200,14 +199,14 @@ class JudgedStore:
         return _frame(rows)
 
     def _matching(self, pattern: str) -> list[Record]:
-        return [record for record in self.records if fnmatchcase(record.at, pattern)]
+        return [record for record in self.records if fnmatchcase(record.full_name, pattern)]
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
     """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
-    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load(own=tuple(own)))
+    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load_ledger(own=tuple(own)))
 
 
 def default_store() -> Path:

@@ -1,4 +1,4 @@
-"""How far a predicted step may be off, part of the record of a simulation.  Seconds."""
+"""Uncertainty of a predicted step time from unknown numbers of a system, part of the record of a simulation."""
 
 from __future__ import annotations
 
@@ -11,106 +11,106 @@ from typing import Any, NamedTuple, TypeAlias
 from repro.measure.statistics import quantile
 from repro.results.json_fields import RecordPart
 
-ENDS = (0.05, 0.95)
-"""Quantiles of the joint draws between which a 90 % interval lies."""
+INTERVAL_QUANTILES = (0.05, 0.95)
+"""Quantiles of the joint draws that are the ends of a 90 % interval."""
 
 
 class Other(NamedTuple):
-    """One unknown alone at some value, in its range or not, that its curve reaches."""
+    """One unknown number at a value on its curve, inside its range or outside; all others at their best values."""
 
     key: str
     value: float
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""The number of a joint draw; or the key of an unknown that is alone at an end of its range, True at the high one."""
+"""Number of a joint draw, or the key of one unknown and whether it is at the high end of its range."""
 
 
-def part_of(value: float, left: float, right: float) -> float:
-    """How far `value` is on the way from `left` to `right`, by logarithms; from 0, which has none, by the values."""
+def log_fraction(value: float, left: float, right: float) -> float:
+    """Return the position of `value` from `left` (0) to `right` (1): on a log scale, or linear if `left` is 0."""
     return log(value / left) / log(right / left) if left else value / right
 
 
-def between(left: float, right: float, part: float) -> float:
-    """What lies that `part` of the way, likewise."""
+def interpolate_log(left: float, right: float, part: float) -> float:
+    """Return the value at position `part`: the inverse of `log_fraction`."""
     return left * exp(part * log(right / left)) if left else part * right
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(RecordPart):
-    """One unknown number of a system and the step at both ends of its range, all others at their best values."""
+    """Step time at both ends of the range of one unknown number; all others are at their best values."""
 
     key: str
-    """As `repro.config.systems.unknowns` has it."""
+    """Key of the unknown in `repro.config.systems.unknowns`."""
     low: float
     best: float
     high: float
     low_s: float
     high_s: float
     curve: list[list[float]] | None = None
-    """[value, seconds] in the range and around it, by value; None where it moves the step by little."""
+    """Points [value, seconds] in the range and around it, by value; None for an unknown with a small effect."""
 
-    def at(self, value: float) -> float:
-        """Seconds of a step with another value, on straight lines between logarithms of the curve's points."""
+    def seconds_at(self, value: float) -> float:
+        """Return the step time at another value by log-log interpolation of the curve, in seconds."""
         points = self.curve or []
         after = min(max(bisect_left(points, [value]), 1), len(points) - 1)
         (left, low), (right, high) = points[after - 1], points[after]
-        return between(low, high, part_of(min(max(value, left), right), left, right))
+        return interpolate_log(low, high, log_fraction(min(max(value, left), right), left, right))
 
     @property
     def span(self) -> float:
-        """Seconds between the two steps."""
+        """Difference of the step times at both ends, in seconds."""
         return abs(self.high_s - self.low_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInterval(RecordPart):
-    """The seconds of a step for other values of what is not known."""
+    """Step times for other values of the unknown numbers of a system, in seconds."""
 
     draws: list[float]
-    """Joint ones; a number stands for the same values of the same unknowns in every record."""
+    """Step time of each joint draw. Draw i uses the same values of the unknowns in every record."""
     moves: list[Sensitivity]
-    """Each unknown by itself, the one that moves the step most first."""
+    """Effect of each unknown alone; largest effect first."""
 
-    def likely(self, best: float) -> tuple[float, float]:
-        """The 90 % interval of a step that takes `best` at the best values, which lies in it."""
-        return likely(self.draws, best)
+    def likely_range(self, best: float) -> tuple[float, float]:
+        """Return the 90 % interval of the step time, extended to the step time `best` at the best values."""
+        return likely_range(self.draws, best)
 
-    def allowed(self, best: float) -> tuple[float, float]:
-        """The least and the most in any case."""
-        return allowed(self.cases(), best)
+    def possible_range(self, best: float) -> tuple[float, float]:
+        """Return the shortest and the longest step time of all cases and `best`."""
+        return possible_range(self.cases(), best)
 
     def summary(self, best: float) -> dict[str, Any]:
-        """Plain data, of a step that takes `best` at the best values."""
-        low, high = self.likely(best)
-        least, most = self.allowed(best)
+        """Return JSON data for a step that takes `best` at the best values."""
+        low, high = self.likely_range(best)
+        least, most = self.possible_range(best)
         moves = [{**move.as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
-    def at(self, case: Case, best: float) -> float:
-        """The seconds in `case`."""
+    def seconds_in(self, case: Case, best: float) -> float:
+        """Return the step time in `case`, in seconds; `best` where the case does not move the step."""
         if isinstance(case, int):
             return self.draws[case]
         key, end = case
         move = next((move for move in self.moves if move.key == key), None)
         if isinstance(case, Other):
-            return best if move is None or not move.curve else move.at(case.value)
+            return best if move is None or not move.curve else move.seconds_at(case.value)
         return best if move is None else move.high_s if end else move.low_s
 
     def cases(self) -> Iterator[float]:
-        """The seconds of every case."""
+        """Yield the step time of every case."""
         yield from self.draws
         for move in self.moves:
             yield from (move.low_s, move.high_s)
 
 
-def likely(draws: Sequence[float], best: float) -> tuple[float, float]:
-    """The 90 % interval of a value with these `draws`, `best` in it."""
-    low, high = (quantile(draws, end) for end in ENDS)
+def likely_range(draws: Sequence[float], best: float) -> tuple[float, float]:
+    """Return the 90 % interval of `draws`, extended to `best`."""
+    low, high = (quantile(draws, end) for end in INTERVAL_QUANTILES)
     return min(low, best), max(high, best)
 
 
-def allowed(cases: Iterable[float], best: float) -> tuple[float, float]:
-    """The least and the most of all `cases` and `best`."""
+def possible_range(cases: Iterable[float], best: float) -> tuple[float, float]:
+    """Return the minimum and the maximum of all `cases` and `best`."""
     found = [*cases, best]
     return min(found), max(found)

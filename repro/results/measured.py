@@ -69,7 +69,7 @@ def experiment_record(
         comm_by_rank=[result.comm for result in results],
         software=first.software if first else None,
         kernels=kernels_of_ranks(results),
-        network=NetworkReport.of([rank.network for rank in results if rank.network]),
+        network=NetworkReport.from_ranks([rank.network for rank in results if rank.network]),
         provenance=provenance,
         wall_s=round(wall_s, 3),
     )

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import TypeAlias
 
 from repro.config import Experiment
@@ -72,7 +73,7 @@ def shown(found: Mapping[str, float], outcome: str) -> Metrics:
     return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
 
 
-def at(name: str, found: Mapping[str, float], seconds: float) -> float | None:
+def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float) -> float | None:
     """What the metric `name` among `found` is if the step takes `seconds`; None if it does not follow from them."""
     if name == STEP_SECONDS:
         return seconds
@@ -231,5 +232,60 @@ def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
 
 def _add(metrics: Metrics, name: str, **counts: float) -> None:
     for quantity, count in counts.items():
-        at = f"{name}.{quantity}"
-        metrics[at] = metrics.get(at, 0) + count
+        full_name = f"{name}.{quantity}"
+        metrics[full_name] = metrics.get(full_name, 0) + count
+
+
+Losses: TypeAlias = Sequence[float | None]
+"""Losses of all steps; None for NaN."""
+LOSS_STRETCH_STEPS = 50
+"""Steps whose loss distances are averaged, because a training amplifies equal rounding errors unequally over time."""
+FP32_ROUNDING = 2.0**-24
+"""Relative rounding error of an fp32 loss. A smaller distance is not measurable."""
+
+
+def loss_distances(losses: Losses, reference: Losses) -> list[float]:
+    """Return |loss - reference| / |reference| of every step that has both losses."""
+    pairs = zip(losses, reference, strict=False)
+    return [abs(loss - right) / abs(right) for loss, right in pairs if loss is not None and right]
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """Return the root mean square of one or more values."""
+    return sqrt(sum(value * value for value in values) / len(values))
+
+
+def relative_loss_distance(losses: Losses, reference: Losses, controls: Sequence[Losses]) -> float:
+    """Return the distance of a loss curve from `reference` over the distance of `controls`, in the worst stretch.
+
+    Controls repeat the training of `reference` and change only the order of sums. A training amplifies the different
+    rounding errors, so that no fixed tolerance of losses holds after hundreds of steps. Distances are root mean
+    squares. Rounding errors add up to a normal distribution whose width the controls estimate: without another cause
+    the ratio of a stretch follows Student's t with one degree of freedom per control, or has thinner tails.
+
+    Raises:
+        ValueError: There are no controls, or a curve lacks the loss of a step.
+    """
+    distances = loss_distances(losses, reference)
+    of_controls = [loss_distances(control, reference) for control in controls]
+    curves = (losses, *controls, distances, *of_controls)
+    if not controls or {len(curve) for curve in curves} != {len(reference)}:
+        raise ValueError("needs controls, and a loss of every step of each")
+    largest = 0.0
+    for start in range(0, len(reference), LOSS_STRETCH_STEPS):
+        part = slice(start, start + LOSS_STRETCH_STEPS)
+        explained = root_mean_square([distance for control in of_controls for distance in control[part]])
+        largest = max(largest, root_mean_square(distances[part]) / max(explained, FP32_ROUNDING))
+    return largest
+
+
+def final_loss(losses: Losses) -> float:
+    """Return the mean loss of the last stretch.
+
+    Raises:
+        ValueError: A loss of the stretch is missing.
+    """
+    last = [loss for loss in losses[-LOSS_STRETCH_STEPS:] if loss is not None]
+    if len(last) < LOSS_STRETCH_STEPS:
+        raise ValueError(f"needs a loss in each of the last {LOSS_STRETCH_STEPS} steps")
+    return sum(last) / LOSS_STRETCH_STEPS

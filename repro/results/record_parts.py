@@ -246,7 +246,7 @@ class NetworkReport(RecordPart):
         return replace(network, within=within, between=between, flops_per_s=0.0)
 
     @classmethod
-    def of(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:
+    def from_ranks(cls, ranks: Sequence[RankOnNetwork]) -> NetworkReport | None:
         """Combine the reports of all ranks; return None without ranks on an emulated network."""
         if not ranks or (facts := ranks[0].facts) is None:
             return None

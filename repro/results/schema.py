@@ -1,9 +1,9 @@
-"""The record as a type: what was run, how it ended, its metrics, and where they come from.
+"""Types of records: conditions, outcome, metrics and provenance of an experiment, a comparison or an evaluation.
 
-A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`).  A store
-outlives the program that wrote it, and people merge, cut and edit files: `read` takes lines of every version since
-the first and says of others what they lack, so that no reader fails in the middle of one.  Times are seconds, sizes
-bytes, work FLOP.
+A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`). A store
+outlives the program that wrote it, and people merge, cut and edit files. `read_record` accepts lines of every version
+since the first. For any other line it names the missing or wrong key. Times are in seconds, sizes in bytes, work in
+FLOP.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class RecordHead(RecordPart):
         return _microseconds(self.written) if self.sequence is None else self.sequence
 
     @property
-    def at(self) -> str:
-        """`suite/name`, as claims and captions cite it."""
+    def full_name(self) -> str:
+        """`suite/name`, as claims and captions cite the record."""
         return f"{self.suite}/{self.name}"
 
 
@@ -237,7 +237,7 @@ class NotARecord(ValueError):
     """JSON data that is no whole record; `str` says what is wrong in a few words."""
 
 
-def read(document: Mapping[str, Any]) -> Record:
+def read_record(document: Mapping[str, Any]) -> Record:
     """The record that a line of the store holds.  Raises `NotARecord`."""
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -26,14 +26,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from repro.config.errors import ConfigError
-from repro.results.schema import ExperimentRecord, NotARecord, Record
-from repro.results.schema import read as read_record
+from repro.results.schema import ExperimentRecord, NotARecord, Record, read_record
 from repro.util.files import sync_folder
 
 RecordT = TypeVar("RecordT", bound=Record)
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-MOST_REMARKS = 10
+MAX_PRINTED_REMARKS = 10
 """Lines that are no records, named one by one."""
 CLOCK_TOLERANCE_S = 60
 """Difference between the clocks of several writers that is not reported, in seconds."""
@@ -204,10 +203,10 @@ class Store:
         self._reserve = None
 
 
-def read(root: Path) -> list[Record]:
+def read_records(root: Path) -> list[Record]:
     """The readable records below `root`, oldest first; the other lines are named on standard error."""
     records, remarks = Store(root).readable()
-    say(remarks)
+    print_remarks(remarks)
     return records
 
 
@@ -215,9 +214,9 @@ def _oldest_first(records: Iterable[Record]) -> list[Record]:
     return sorted(records, key=lambda record: record.order)
 
 
-def say(remarks: list[str]) -> None:
+def print_remarks(remarks: list[str]) -> None:
     """Name the first lines that are no records on standard error."""
-    for remark in remarks[:MOST_REMARKS]:
+    for remark in remarks[:MAX_PRINTED_REMARKS]:
         print(f"note: {remark}", file=sys.stderr)
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from repro.claims.expression import ExpressionError, Uncertain, check, evaluate, parse
+from repro.claims.expression import ExpressionError, Uncertain, check_expression, evaluate_expression, parse
 from repro.claims.formulas import FORMULAS
 
 NOTHING: dict[str, float] = {}
 
 
 def value(text: str, **variables: float) -> object:
-    return evaluate(parse(text), FORMULAS, variables).value
+    return evaluate_expression(parse(text), FORMULAS, variables).value
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_what_is_not_arithmetic_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["open('x')", "eval('1')", "print(1)", "getattr(1, 'real')"])
 def test_builtins_are_unknown(text: str) -> None:
     with pytest.raises(ExpressionError, match="unknown function"):
-        check(parse(text), FORMULAS, frozenset())
+        check_expression(parse(text), FORMULAS, frozenset())
 
 
 def test_unknown_names_get_a_hint() -> None:
     with pytest.raises(ExpressionError, match="did you mean max_params"):
-        check(parse("max_param(1)"), FORMULAS, frozenset())
+        check_expression(parse("max_param(1)"), FORMULAS, frozenset())
     with pytest.raises(ExpressionError, match="unknown name hiden"):
-        check(parse("12 * hiden"), FORMULAS, frozenset({"hidden"}))
+        check_expression(parse("12 * hiden"), FORMULAS, frozenset({"hidden"}))
 
 
 def test_wrong_arguments_are_refused_before_anything_is_computed() -> None:
     with pytest.raises(ExpressionError, match="stge"):
-        check(parse("model_state_bytes(1, stge=2)"), FORMULAS, frozenset())
+        check_expression(parse("model_state_bytes(1, stge=2)"), FORMULAS, frozenset())
     with pytest.raises(ExpressionError, match="missing"):
-        check(parse("train_seconds(1, 2)"), FORMULAS, frozenset())
+        check_expression(parse("train_seconds(1, 2)"), FORMULAS, frozenset())
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "10.0 ** 64 ** 1.5 ** 9", "2 ** 65", "(-1) ** 0.5", "'a' * 2.0"])
@@ -111,14 +111,14 @@ def test_failing_arithmetic_is_one_line(text: str) -> None:
 
 def test_uncertain_inputs_give_an_interval() -> None:
     inputs = {"a": Uncertain(10, 9, 11), "b": Uncertain(2, 1, 4), "c": 1}
-    result = evaluate(parse("a / b - c"), FORMULAS, inputs)
+    result = evaluate_expression(parse("a / b - c"), FORMULAS, inputs)
     assert (result.low, result.value, result.high) == (9 / 4 - 1, 4, 11 / 1 - 1)
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=12), st.floats(0, 0.5))
 def test_the_mean_of_digitised_points_is_as_exact_as_the_points(points: list[float], error: float) -> None:
     names = {f"p{i}": Uncertain(point, point - error, point + error) for i, point in enumerate(points)}
-    result = evaluate(parse(f"mean({', '.join(names)})"), FORMULAS, names)
+    result = evaluate_expression(parse(f"mean({', '.join(names)})"), FORMULAS, names)
     middle = sum(points) / len(points)
     assert math.isclose(result.low, middle - error, abs_tol=1e-9)  # type: ignore[arg-type]
     assert math.isclose(result.high, middle + error, abs_tol=1e-9)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 from repro.claims.independence import QuantityCounts, count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.table import summary, totals, why
 from repro.results.schema import Record
 from tests import committed
@@ -24,7 +24,7 @@ RATIO = (
 def things(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, QuantityCounts]:
     lines = [f'{{ label = "{n}", published = "3", {row} }},\n' for n, row in enumerate(rows)]
     (tmp_path / "test.toml").write_text(HEAD + "".join(lines) + "]\n")
-    return count_independent(judge(load(tmp_path), of))
+    return count_independent(judge(load_ledger(tmp_path), of))
 
 
 def test_one_formula_in_many_cells_is_one_thing(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_rates_of_two_runs_and_their_ratio_are_two_things(tmp_path: Path) -> Non
 def test_what_is_consistent_is_counted_apart(tmp_path: Path) -> None:
     found = things(tmp_path, 'analytic = "3 / 1"', 'analytic = "dp_elements(1.5)"', of=[])
     assert (found[ITSELF], found["analytic"]) == (QuantityCounts(1, 1), QuantityCounts(1, 1))
-    counts = summary(judge(load(tmp_path), []))
+    counts = summary(judge(load_ledger(tmp_path), []))
     assert (counts["things"], counts["evidence"]["analytic"]["rows"]) == (
         {"tested": 1, "hold": 1, "possible": 0},
         1,
@@ -75,7 +75,7 @@ def test_the_ledgers_cells_are_far_more_than_its_things() -> None:
 
 def test_every_verdict_is_said_in_one_sentence(tmp_path: Path) -> None:
     things(tmp_path, 'analytic = "dp_elements(1.5)"', of=[])
-    (result,) = judge(load(tmp_path), [])
+    (result,) = judge(load_ledger(tmp_path), [])
     expected = "The value that is the claim agrees with a paper's formula, evaluated from sizes (1 independent test)."
     assert why(result) == expected
     for judged in judge(committed.ledger(), []):

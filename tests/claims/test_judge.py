@@ -8,7 +8,7 @@ import pytest
 
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.table import summary, table
 from repro.claims.verdicts import (
     CONSISTENT,
@@ -49,7 +49,7 @@ TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled t
 
 def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
     (tmp_path / "test.toml").write_text(HEAD + rows + "]\n")
-    (result,) = judge(load(tmp_path), records)
+    (result,) = judge(load_ledger(tmp_path), records)
     return result
 
 

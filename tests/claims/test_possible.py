@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, summary, totals, why
 from repro.claims.verdicts import (
     NOT_COMPARABLE,
@@ -52,7 +52,7 @@ def judged(
 ) -> ClaimResult:
     text = f'{{ label = "x", published = "{published}", bound = "{bound}", {value} }}'
     (path / "claims.toml").write_text(HEAD + text + "]\n")
-    return judge(load(path), records)[0]
+    return judge(load_ledger(path), records)[0]
 
 
 def rate(name: str = "s/a") -> str:
@@ -144,7 +144,7 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
     )
     (tmp_path / "claims.toml").write_text(HEAD + rows + "]\n")
     records = [simulated(f"s/{name}", 10.0, DOUBT) for name in "ab"]
-    (result,) = judge(load(tmp_path), records)
+    (result,) = judge(load_ledger(tmp_path), records)
     assert (result.verdict, result.basis) == (POSSIBLE, "simulated 1/2")
     assert result.disagreements == ()
     kind = result.kind("simulated")
@@ -182,7 +182,7 @@ def test_a_tornado_has_the_unknowns_that_move_a_value_most_as_parts_of_the_wides
     assert rings["share"] == f"{100 * spans[0] / sum(spans):.1f} %"
     assert (rings["least"], rings["most"], launch["least"]) == ("10", "20", "9.09")
     assert launch["ends"] == "10.1 at the low end of its range, 9.09 at the high end"
-    document = as_dict(result, load(tmp_path))["rows"][0]["evidence"][0]
+    document = as_dict(result, load_ledger(tmp_path))["rows"][0]["evidence"][0]
     assert [(move["key"], move["low"]) for move in document["moved_by"]] == [
         (RINGS, 10.0),
         (LAUNCH, 100 / 9.9),
@@ -204,7 +204,7 @@ def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -
     for name, interval in (("open", DOUBT), ("certain", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
-        print_claim(result, load(tmp_path), console)
+        print_claim(result, load_ledger(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
         said[name] = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from repro.claims.ledger import CLOSED_FORM, ITSELF, Ledger
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.config import ConfigError
 
 HEAD = """
@@ -32,7 +32,7 @@ ROW = 'rows = [{ label = "x", published = "2", analytic = "2 * GB" }]\n'
 
 def read(folder: Path, text: str) -> Ledger:
     (folder / "test.toml").write_text(text)
-    return load(folder)
+    return load_ledger(folder)
 
 
 def test_a_sound_file_is_read(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_
 def test_notes_of_a_table_belong_to_a_line_or_to_one_of_its_values(tmp_path: Path) -> None:
     table = TABLE.replace('"b"]', '"b", "c", "note", "c note"]').replace('"b" }]', '"b" }, { column = "c" }]')
     (tmp_path / "test.toml").write_text(HEAD + CLAIM + table.replace('"1"]', '"1", "2", "both", "only c"]'))
-    notes = {row.label: row.note for row in load(tmp_path).claim("a-claim").rows}
+    notes = {row.label: row.note for row in load_ledger(tmp_path).claim("a-claim").rows}
     assert notes == {"x: b": "both", "x: c": "both only c"}
 
 
@@ -158,4 +158,4 @@ def test_a_row_without_a_unit_is_not_a_row_that_says_nothing_of_it(
     tmp_path: Path, key: str, unit: str
 ) -> None:
     (tmp_path / "test.toml").write_text(SOUND.replace("label", f"{key}label"))
-    assert load(tmp_path).claim("a-claim").rows[0].unit == unit
+    assert load_ledger(tmp_path).claim("a-claim").rows[0].unit == unit

@@ -13,9 +13,8 @@ from repro.claims.records import Records
 from repro.claims.run_commands import evaluation_commands
 from repro.claims.verdicts import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED, RowResult
 from repro.config import models
-from repro.results.schema import EvaluationRecord, Record
-from repro.results.schema import read as read_record
-from repro.results.store import Store, read
+from repro.results.schema import EvaluationRecord, Record, read_record
+from repro.results.store import Store, read_records
 from tests import committed
 
 GPT2 = asdict(models.load_model("gpt2-1.5b"))
@@ -117,5 +116,5 @@ def test_a_record_comes_back_from_a_store(tmp_path: Path) -> None:
     record = scored("gpt2", accuracy=0.5)
     with Store(tmp_path) as store:
         store.append(record)
-    (stored,) = read(tmp_path)
+    (stored,) = read_records(tmp_path)
     assert replace(stored, sequence=None) == record == read_record(record.as_dict())

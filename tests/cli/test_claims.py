@@ -15,7 +15,7 @@ from rich.console import Console
 
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.table import summary, table
 from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
@@ -25,7 +25,7 @@ from repro.report.text.claims import print_all_claims, print_claim, print_claims
 @lru_cache(maxsize=1)
 def everything() -> tuple[Ledger, list[ClaimResult]]:
     """The ledger and its verdicts with an empty store."""
-    ledger = load()
+    ledger = load_ledger()
     return ledger, judge(ledger, [])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.results.store import read
+from repro.results.store import read_records
 from tests.cli.samples import EXEMPT, SAMPLES, cases
 from tests.launch.runs import FAKE, ROOT, experiments, write_suite
 
@@ -41,7 +41,7 @@ def test_all_experiments_run_after_the_reader_has_gone(tmp_path: Path, evidence:
         ["bash", "-c", command], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines()[-1] == "0", done.stdout + done.stderr
-    assert sorted(record.name for record in read(results)) == ["a", "b", "c"]
+    assert sorted(record.name for record in read_records(results)) == ["a", "b", "c"]
 
 
 def test_unbuffered_streams(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def built(report: Report) -> Path:
     return report.page.parent
 
 
-READ_ONCE = functools.cache(reader.load)
+READ_ONCE = functools.cache(reader.load_ledger)
 ONE_CATALOGUE = functools.cache(run_commands.SuiteCatalogue)
 
 
@@ -53,7 +53,7 @@ def read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (reader, evidence, artifact):
-            patch.setattr(module, "load", READ_ONCE)
+            patch.setattr(module, "load_ledger", READ_ONCE)
         for module in (run_commands, artifact, build):
             patch.setattr(module, "SuiteCatalogue", ONE_CATALOGUE)
         yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from repro.claims.again.answers import Answer
-from repro.claims.again.questions import load as load_questions
+from repro.claims.other_system import Answer, load_questions
 from repro.report.page.context import _again, template
 from tests import committed
 

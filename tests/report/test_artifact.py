@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs
 from repro.report.exports import artifact
 from repro.report.verdicts import experiments_of
@@ -27,14 +27,14 @@ def test_the_committed_file_is_up_to_date() -> None:
 
 def test_every_claim_is_there_once_with_its_command() -> None:
     named = re.findall(r"^### (\S+)$", appendix(), re.MULTILINE)
-    assert sorted(named) == sorted(claim.id for claim in load().claims)
+    assert sorted(named) == sorted(claim.id for claim in load_ledger().claims)
     assert "repro submit suites/zero_r.toml --profile slurm/dgx2.toml" in appendix()
     assert "400 GPUs of dgx2" in appendix()
 
 
 def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
     catalogue = SuiteCatalogue()
-    for claim in load().claims:
+    for claim in load_ledger().claims:
         wanted = set(experiments_of(claim))
         asked = set()
         for command in catalogue.commands(wanted):

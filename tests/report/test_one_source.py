@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from repro import cli
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.report.evidence import KINDS, JudgedStore
 from repro.report.verdicts import experiments_of
 from repro.results.schema import Record
@@ -111,7 +111,7 @@ def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], fo
 )
 def test_what_failed_is_still_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
     """What ran on an emulated network is a measurement by its record, and has run."""
-    ledger = load()
+    ledger = load_ledger()
     claim = next(claim for claim in ledger.claims if kind in dict(experiments_of(claim)))
     ledger = replace(ledger, claims=(claim,))
     nothing = JudgedStore(tmp_path, [], [], ledger).to_run(claim.id)

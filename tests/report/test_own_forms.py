@@ -10,7 +10,7 @@ import synthetic
 from overlaps import troubles
 
 from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.config import Experiment, Layout
 from repro.parallel.pipeline.schedule import build_schedule
 from repro.report.figures import (
@@ -44,7 +44,7 @@ def record(suite: str, name: str, metrics: dict[str, float], **layout: Any) -> E
 
 @pytest.fixture(scope="module")
 def view() -> View:
-    return View(judge(load(), []), [])
+    return View(judge(load_ledger(), []), [])
 
 
 def words(drawing: Drawing, axes: int = 0) -> list[str]:
@@ -85,7 +85,9 @@ def test_model_states_stand_beside_the_published_totals(view: View) -> None:
     parts = {"memory.parameters_bytes": 15e9, "memory.gradients_bytes": 15e9, "memory.optimizer_bytes": 1.4e9}
     simulated = [record("zero_memory", "7.5b-z1-n64", parts | {"memory.states_bytes": 31.4e9})]
     with figure_style():
-        drawing = model_states.draw_published_states(View(judge(load(), simulated), simulated), simulated)
+        drawing = model_states.draw_published_states(
+            View(judge(load_ledger(), simulated), simulated), simulated
+        )
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
     assert words(drawing)[1] == "published 31.4, simulated 31.4, analytic 31.41"
     assert drawing.figure is not None

@@ -15,7 +15,7 @@ from repro.claims.expression import parse
 from repro.claims.judge import experiments_read, judge
 from repro.claims.ledger import Ledger
 from repro.claims.published import parse_printed_number
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.config.errors import ConfigError
 from repro.report.figures import draw_all, evidence_marks, redrawn
 from repro.report.figures.style import Drawing, figure_style, make_axes
@@ -59,7 +59,7 @@ TIMELINE = {
 
 @pytest.fixture(scope="module")
 def ledger() -> Ledger:
-    return load()
+    return load_ledger()
 
 
 def invented(name: str, metric: str) -> float:
@@ -84,7 +84,7 @@ def records() -> tuple[ExperimentRecord, ...]:
                 continue
             made = failed_record(e, "", suite=suite.name, wall_s=0.1)
             facts = {"system": e.system, "memory_bytes": 40e9, "devices_per_node": 16.0}
-            metrics = {metric: invented(made.at, metric) for metric in METRICS}
+            metrics = {metric: invented(made.full_name, metric) for metric in METRICS}
             series = {"memory": TIMELINE}
             found.append(changed(made, outcome="ok", simulated_on=facts, series=series, metrics=metrics))
     return tuple(found)

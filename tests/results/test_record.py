@@ -256,7 +256,7 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
         )
         for rank in range(4)
     ]
-    found = NetworkReport.of(seen)
+    found = NetworkReport.from_ranks(seen)
     assert found is not None
     assert {key: getattr(found, key) for key in facts} == facts
     assert (found.compute_flops_per_s, found.core_share) == ([0, 1, 2, 3], 0.5)
@@ -266,7 +266,7 @@ def test_a_network_is_what_its_ranks_saw_of_it() -> None:
     assert found.made(open_).within == 0, "no limit"
     assert (found.sent_bytes, found.received_bytes) == ([10, 11, 12, 13], [20, 21, 22, 23])
     assert (found.node_sent_bytes, found.node_received_bytes) == ([30, 32], [40, 42])
-    assert NetworkReport.of(seen[1:]) is NetworkReport.of([]) is None
+    assert NetworkReport.from_ranks(seen[1:]) is NetworkReport.from_ranks([]) is None
 
 
 def test_ranks_that_stop_a_step_apart_are_compared_by_the_steps_of_both() -> None:

@@ -54,12 +54,12 @@ def line(**keys: Any) -> dict[str, Any]:
     ids=["plain", "series", "ranks", "link", "roles", "kernels", "checkpoints"],
 )
 def test_what_is_read_is_written_again_without_more_or_less(keys: dict[str, Any]) -> None:
-    assert schema.read(line(**keys)).as_dict() == line(**keys)
+    assert schema.read_record(line(**keys)).as_dict() == line(**keys)
 
 
 def test_parts_have_types() -> None:
     role = dict.fromkeys(SimulatedRole.__dataclass_fields__, 0) | {"name": "all", "reserved_bytes": None}
-    record = schema.read(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[HELD], roles=[role]))
+    record = schema.read_record(line(comm_by_rank=[[TRAFFIC]], memory_by_rank=[HELD], roles=[role]))
     assert isinstance(record, ExperimentRecord)
     assert record.comm_by_rank[0][0] == TrafficRow(**TRAFFIC)
     assert record.memory_by_rank == [RankMemory(rss_peak_bytes=1)]
@@ -75,7 +75,7 @@ def test_a_line_of_the_first_version_is_read() -> None:
     model = {"name": "m", "layers": 2, "hidden": 16, "heads": 2, "vocab": 64, "seq": 16}
     parts = {"model": model, "layout": {"dp": 2}, "training": {}, "limits": {}}
     short["experiment"] = {"name": "a", "system": "local", "engine": "native", **parts}
-    record = schema.read(json.loads(json.dumps(short)))
+    record = schema.read_record(json.loads(json.dumps(short)))
     assert isinstance(record, ExperimentRecord)
     assert (record.id, record.protocol) == ("", None)
     assert record.experiment.layout == Layout(dp=2)
@@ -131,15 +131,15 @@ def test_two_records_of_one_experiment_are_two(tmp_path: Path) -> None:
 )
 def test_the_first_key_that_is_of_another_type_is_named(keys: dict[str, Any], wrong: str) -> None:
     with pytest.raises(schema.NotARecord, match=wrong):
-        schema.read(line(**keys))
+        schema.read_record(line(**keys))
 
 
 def test_a_record_that_nobody_dated_is_none() -> None:
     undated = {key: value for key, value in line().items() if key != "written"}
     with pytest.raises(schema.NotARecord, match="written: missing in a record of kind experiment"):
-        schema.read(undated)
+        schema.read_record(undated)
     with pytest.raises(schema.NotARecord, match="wall_s: of another type in"):
-        schema.read(undated | {"wall_s": "1"})
+        schema.read_record(undated | {"wall_s": "1"})
 
 
 @pytest.mark.parametrize("key", ["model", "layout", "system", "engine"])
@@ -148,4 +148,4 @@ def test_conditions_that_every_experiment_has_had_are_asked_for(key: str) -> Non
     with pytest.raises(
         schema.NotARecord, match=rf"experiment\.{key}: missing in a record of kind experiment"
     ):
-        schema.read(lacking)
+        schema.read_record(lacking)

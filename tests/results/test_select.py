@@ -10,7 +10,7 @@ import pytest
 
 from repro.accuracy.validate.published import V100_ZERO, Point, family_statistics, points
 from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.config import PROTOCOL, suites
 from repro.results.schema import ComparisonRecord, ExperimentRecord, Side
 from repro.results.select import by_key, by_keys, select
@@ -80,7 +80,7 @@ def test_a_published_value_is_not_held_against_a_record_of_another_protocol() ->
     rates = {day: {"hardware_flops_per_s.device": day * 1e12} for day in (1, 2)}
     ours = made_up(name, **run, written="2026-01-01", metrics=rates[1])
     other = made_up(name, **run, written="2026-01-02", metrics=rates[2], protocol=PROTOCOL + 1)
-    found = points(judge(load(), [ours, other]), [ours, other])
+    found = points(judge(load_ledger(), [ours, other]), [ours, other])
     assert {point.device_flops for point in found if point.kind == "rate"} == {1e12}
 
 

@@ -79,8 +79,8 @@ def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
     assert twice is not None
     assert whole.interval is not None
     for mine, other in (
-        (found.allowed(whole.step_s), whole.interval.allowed(whole.step_s)),
-        (found.likely(whole.step_s), whole.interval.likely(whole.step_s)),
+        (found.possible_range(whole.step_s), whole.interval.possible_range(whole.step_s)),
+        (found.likely_range(whole.step_s), whole.interval.likely_range(whole.step_s)),
     ):
         assert mine == pytest.approx(other, rel=0.01)
     assert twice.draws == pytest.approx([2 * draw for draw in found.draws])

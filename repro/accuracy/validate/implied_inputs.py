@@ -14,14 +14,14 @@ from typing import Any
 
 from repro.accuracy.validate.published import points
 from repro.accuracy.validate.unknowns import row_name, simulated_records, uncertain_rows
-from repro.claims.expression import evaluate
+from repro.claims.expression import evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.published import UNITS
 from repro.claims.records import Records
 from repro.claims.tolerance import accepted_range_of_row
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config.words import count_noun
-from repro.results.interval import Other, Sensitivity, between, part_of
+from repro.results.interval import Other, Sensitivity, interpolate_log, log_fraction
 from repro.results.schema import SIMULATED, ExperimentRecord, Record
 
 MIN_SHARE = 0.1
@@ -156,7 +156,7 @@ def _predicted(key: str, row: RowResult, finding: Finding, records: Records) -> 
 
     def predict_at(value: float) -> float:
         functions = {**FORMULAS, **records.functions(SIMULATED, Other(key, value))}
-        return float(evaluate(evidence.value, functions, variables).value) / UNITS[row.row.unit]
+        return float(evaluate_expression(evidence.value, functions, variables).value) / UNITS[row.row.unit]
 
     return predict_at
 
@@ -178,7 +178,7 @@ def _crossing(curve: Curve, target: float) -> float | None:
     """Return the first value with the prediction `target`, by log-linear interpolation."""
     for (left, low), (right, high) in pairwise(curve):
         if min(low, high) <= target <= max(low, high) and low != high:
-            return between(left, right, part_of(target, low, high))
+            return interpolate_log(left, right, log_fraction(target, low, high))
     return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, evaluation_commands
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
@@ -67,7 +67,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 def appendix(own: Sequence[Path] = ()) -> str:
     """The appendix as Markdown."""
-    ledger, catalogue = load(own=tuple(own)), SuiteCatalogue()
+    ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION]
     groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)

@@ -15,7 +15,7 @@ from statistics import median
 from repro.config.errors import ConfigError, require
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key
-from repro.results.store import read
+from repro.results.store import read_records
 from repro.util import units
 from repro.util.console import print_json
 
@@ -57,11 +57,11 @@ def read_side(text: str, results: Path) -> list[Record]:
     """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
     folder = Path(text)
     if folder.is_dir():
-        records = read(folder)
+        records = read_records(folder)
         if not records:
             raise ConfigError("compare", text, "a folder with records")
         return records
-    records = read(results)
+    records = read_records(results)
     found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
     if not found:
         known = ", ".join(sorted({_commit(record)[:9] for record in records if _commit(record)})) or "none"
@@ -140,9 +140,9 @@ def speed_ratio(
 
 def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) -> list[Change]:
     from repro.claims.judge import judge
-    from repro.claims.reader import load
+    from repro.claims.reader import load_ledger
 
-    ledger = load(own=tuple(own))
+    ledger = load_ledger(own=tuple(own))
     old, new = ({r.claim.id: r.verdict for r in judge(ledger, records)} for records in (before, after))
     return [
         Change(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
-from repro.results.store import say
+from repro.results.store import print_remarks
 from repro.util import files
 from repro.util.extras import missing_package_hint
 
@@ -51,7 +51,7 @@ def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataF
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
-    say(found.torn)
+    print_remarks(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
         "summary": found.summary,
         "claims": found.claims,

@@ -22,7 +22,7 @@ from repro.report.figures.style import (
     successful_records,
     zero_stage,
 )
-from repro.results.curves import ROUNDING, distances, root_mean_square
+from repro.results.metrics import FP32_ROUNDING, loss_distances, root_mean_square
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,7 @@ def draw_parity(records: list[Record]) -> Drawing:
     set_grid(left, "y")
 
     for y, record in enumerate(others):
-        drawn = [max(d, MIN_DRAWN_DIFFERENCE) for d in distances(record.series.loss or [], reference)]
+        drawn = [max(d, MIN_DRAWN_DIFFERENCE) for d in loss_distances(record.series.loss or [], reference)]
         colour = STRATEGY_COLOURS[_strategy_of(record)]
         right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
         if drawn:
@@ -90,7 +90,7 @@ def draw_parity(records: list[Record]) -> Drawing:
     right.set_title("distance from one process (largest outlined)")
     set_grid(right, "x")
 
-    differences = [d for r in others for d in distances(r.series.loss or [], reference)]
+    differences = [d for r in others for d in loss_distances(r.series.loss or [], reference)]
     absent = sum(loss is None for r in [single, *others] for loss in r.series.loss or ())
     caption = (
         f"Loss of {single.experiment.model.name} from the same seed, text and global batch over "
@@ -103,7 +103,7 @@ def draw_parity(records: list[Record]) -> Drawing:
         "loss",
         PARITY_TITLE,
         caption,
-        tuple(r.at for r in [single, *others]),
+        tuple(r.full_name for r in [single, *others]),
         "" if others else PARITY_COMMAND,
         figure,
     )
@@ -199,7 +199,9 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
         f"{explained:.1e}. Dotted: small faults, which are no rounding."
     )
     missing = "" if layouts and faults and short and seeds else CONVERGENCE_COMMAND
-    return Drawing("convergence", CONVERGENCE_TITLE, caption, tuple(r.at for r in ran), missing, figure)
+    return Drawing(
+        "convergence", CONVERGENCE_TITLE, caption, tuple(r.full_name for r in ran), missing, figure
+    )
 
 
 def _draw_losses(
@@ -276,7 +278,7 @@ def layout_kind(record: Record) -> str:
 
 
 def _distances(record: Record, reference: Record) -> list[float]:
-    return distances(record.series.loss or (), reference.series.loss or ())
+    return loss_distances(record.series.loss or (), reference.series.loss or ())
 
 
 def _smoothed_distances(record: Record, reference: Record) -> list[float]:
@@ -286,7 +288,7 @@ def _smoothed_distances(record: Record, reference: Record) -> list[float]:
         found[start : start + STEPS_PER_POINT]
         for start in range(0, len(found) - STEPS_PER_POINT + 1, STEPS_PER_POINT)
     ]
-    return [max(root_mean_square(part), ROUNDING / 2) for part in parts]
+    return [max(root_mean_square(part), FP32_ROUNDING / 2) for part in parts]
 
 
 CURVES_TITLE = "Loss over the steps"
@@ -327,5 +329,5 @@ def draw_loss_curves(records: Sequence[Record]) -> Drawing:
         )
         set_grid(axes, "y")
     grid[-1, 0].set_xlabel("optimizer step")
-    drawn = tuple(record.at for shown in panels.values() for record in shown)
+    drawn = tuple(record.full_name for shown in panels.values() for record in shown)
     return Drawing("curves", CURVES_TITLE, f"Loss of {len(drawn)} results.", drawn, "", figure)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from repro.accuracy.validate.published import TIMED
 from repro.claims.evidence import run_command
-from repro.claims.expression import ExpressionError, evaluate, parse
+from repro.claims.expression import ExpressionError, evaluate_expression, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.judge import experiments_read
 from repro.claims.ledger import PUBLISHED_SCALE
@@ -81,8 +81,8 @@ class View:
 
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
-        self._oom = {r.at for r in simulated if r.outcome == "oom"}
-        self._bases = {r.at: basis_of_record(r) for r in simulated}
+        self._oom = {r.full_name for r in simulated if r.outcome == "oom"}
+        self._bases = {r.full_name: basis_of_record(r) for r in simulated}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
@@ -113,7 +113,7 @@ class View:
         ours: tuple[Ours, ...] = ()
         remedy: tuple[str, ...] = ()
         try:
-            result = evaluate(parsed, self._functions, CONSTANTS)
+            result = evaluate_expression(parsed, self._functions, CONSTANTS)
         except Missing as missing:
             remedy = (run_command(missing.suite, SIMULATED),)
         except ExpressionError as error:

@@ -15,7 +15,7 @@ from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
 from repro.report.page.context import context, render_page
 from repro.results.select import Selection, select
-from repro.results.store import MOST_REMARKS
+from repro.results.store import MAX_PRINTED_REMARKS
 from repro.util import extras
 from repro.util.console import print_json
 from repro.util.files import replace_file
@@ -122,9 +122,9 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
 
 
 def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
-    remarks = found.torn[:MOST_REMARKS]
-    if len(found.torn) > MOST_REMARKS:
-        remarks.append(f"and {len(found.torn) - MOST_REMARKS} more lines that are no records")
+    remarks = found.torn[:MAX_PRINTED_REMARKS]
+    if len(found.torn) > MAX_PRINTED_REMARKS:
+        remarks.append(f"and {len(found.torn) - MAX_PRINTED_REMARKS} more lines that are no records")
     if not found.records:
         remarks.append(
             f"no records in {found.results}: the page shows the ledger and its analytic evidence only"
@@ -136,7 +136,7 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     every = [*chosen.measured, *chosen.simulated]
     failed = [record for record in every if not record.conclusive]
     if failed:
-        names = ", ".join(f"{record.at} ({record.outcome})" for record in failed[:6])
+        names = ", ".join(f"{record.full_name} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_by_claim, format_range
-from repro.claims.again.answers import PREDICTIONS, Answer, how_to_simulate
+from repro.claims.other_system import PREDICTIONS, Answer, simulation_command
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
 from repro.config.words import count_noun
@@ -125,7 +125,7 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
         "words": PREDICTIONS,
         "systems": list(found),
         "lines": lines,
-        "command": how_to_simulate("SYSTEM"),
+        "command": simulation_command("SYSTEM"),
     }
 
 
@@ -167,7 +167,7 @@ def _code(words: str) -> Any:
 
 
 def _anchor(record: ExperimentRecord) -> str:
-    return verdicts.anchor(record.evidence, record.at)
+    return verdicts.anchor(record.evidence, record.full_name)
 
 
 def _listed(

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from repro.claims.again.answers import PREDICTIONS, Answer, answers, how_to_simulate
-from repro.claims.again.questions import ASKED
-from repro.claims.again.questions import load as load_questions
+from repro.claims import other_system
 from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
-from repro.claims.reader import load
+from repro.claims.other_system import Answer
+from repro.claims.reader import load_ledger
 from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.claims.verdicts import (
     CONSISTENT,
@@ -27,7 +26,7 @@ from repro.claims.verdicts import (
 )
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
-from repro.results.store import read
+from repro.results.store import read_records
 from repro.simulate.time.calibration import BASIS_LABELS, count_bases
 from repro.util import console as render
 from repro.util import units
@@ -58,10 +57,10 @@ def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[
 
     Raises `ConfigError` for an unknown id or a bad ledger file.
     """
-    ledger = load(own=tuple(own))
+    ledger = load_ledger(own=tuple(own))
     if claim_id:
         ledger.claim(claim_id)
-    judged = judge(ledger, read(results))
+    judged = judge(ledger, read_records(results))
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
@@ -259,26 +258,34 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
 
     Raises `ConfigError` for an unknown system, and for a claim that is unknown or not asked again.
     """
-    ledger = load()
-    questions = load_questions(ledger)
+    ledger = load_ledger()
+    questions = other_system.load_questions(ledger)
     if claim:
         family = ledger.claim(claim).family
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
-            why = questions.left_out.get(claim, f"its family is {family}, not one of {', '.join(ASKED)}")
+            why = questions.left_out.get(
+                claim, f"its family is {family}, not one of {', '.join(other_system.QUESTION_FAMILIES)}"
+            )
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
     target = load_system(system)
-    name, found = target.name, answers(asked, read(results), target)
+    name, found = target.name, other_system.answer_questions(asked, read_records(results), target)
     nothing = all(answer.unrecorded for answer in found)
     if json:
-        print_json({"system": name, "is": PREDICTIONS, "answers": [answer.as_dict() for answer in found]})
+        print_json(
+            {
+                "system": name,
+                "is": other_system.PREDICTIONS,
+                "answers": [answer.as_dict() for answer in found],
+            }
+        )
         return int(nothing)
     console = stdout(WIDE_PAGE_COLUMNS)
     if nothing:
         console.print(
-            f"Nothing is predicted of {name} in {results}; `{how_to_simulate(system)}` does it.",
+            f"Nothing is predicted of {name} in {results}; `{other_system.simulation_command(system)}` does it.",
             markup=False,
             soft_wrap=True,
         )
@@ -286,7 +293,9 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     print_answers(found, name, console)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(
-            f"{lacking} not simulated yet: `{how_to_simulate(system)}`.", markup=False, soft_wrap=True
+            f"{lacking} not simulated yet: `{other_system.simulation_command(system)}`.",
+            markup=False,
+            soft_wrap=True,
         )
     return 0
 
@@ -314,6 +323,6 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
         )
     console.print(grid)
     console.print()
-    console.print(PREDICTIONS)
+    console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):
         console.print(rests_on)

@@ -15,7 +15,7 @@ from repro.config.errors import ConfigError
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
-from repro.results.store import Store, read
+from repro.results.store import Store, read_records
 from repro.results.tables import (
     ComparableResults,
     comparable_results,
@@ -74,7 +74,7 @@ class Column(NamedTuple):
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
     """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
-    selection = select(read(results))
+    selection = select(read_records(results))
     found = comparable_results(selection, _suite_pattern(what))
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.twins.derive import Twin, TwinOptions, compute_s, derive, useful_rate
 from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
-from repro.claims.reader import load as ledger
+from repro.claims.reader import load_ledger
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import words
 from repro.config.errors import ConfigError, require
@@ -89,7 +89,7 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named_comparisons(names, catalogue.suites), []
-    claims = {claim.id: claim for claim in ledger().claims}
+    claims = {claim.id: claim for claim in load_ledger().claims}
     found: list[list[Experiment]] = []
     for name in names:
         if name not in claims:

@@ -55,10 +55,10 @@ def print_validation(
     `own`: ledger files whose claims are among the others.
     """
     from repro.report import evidence
-    from repro.results.store import say
+    from repro.results.store import print_remarks
 
     seen = evidence.read_store(results, own)
-    say(seen.torn)
+    print_remarks(seen.torn)
     found = points(seen.judged, seen.records)
     machine = None
     if system:
@@ -81,10 +81,10 @@ def print_validation(
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
     """Print how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
     from repro.report import evidence
-    from repro.results.store import say
+    from repro.results.store import print_remarks
 
     seen = evidence.read_store(results, own)
-    say(seen.torn)
+    print_remarks(seen.torn)
     console, least, most = stdout(), *between
     found = family_statistics(points(seen.judged, seen.records))
     together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
@@ -321,10 +321,10 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
 def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of what the store `results` predicts; 0.  `own`: ledger files beside the packaged ones."""
     from repro.report import evidence
-    from repro.results.store import say
+    from repro.results.store import print_remarks
 
     seen = evidence.read_store(results, own)
-    say(seen.torn)
+    print_remarks(seen.torn)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
     else:

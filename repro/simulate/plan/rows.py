@@ -70,7 +70,7 @@ def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
 
 def _time_ratio(mine: TimedStep, its: TimedStep, case: tuple[str, bool]) -> float:
     """Seconds of `mine` over those of `its` in one case."""
-    return mine[1].at(case, mine[0]) / its[1].at(case, its[0])
+    return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
 
 
 STATES, SHALLOW, FULL = "states", "shallow", "full"

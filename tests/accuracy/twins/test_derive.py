@@ -12,7 +12,7 @@ from repro.accuracy.calibrate.document import toml_text as toml
 from repro.accuracy.twins.derive import Twin, TwinOptions, derive, inside_rate, useful_rate
 from repro.accuracy.twins.numbers import SimilarityNumber, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
-from repro.claims.reader import load as ledger
+from repro.claims.reader import load_ledger
 from repro.claims.run_commands import SuiteCatalogue
 from repro.cli import main
 from repro.config import EmulatedNetwork, suites
@@ -165,7 +165,7 @@ def test_which_experiments_are_compared(catalogue: SuiteCatalogue) -> None:
         ["zero_throughput/25b-one-dgx2", "zero_throughput/40b-two-dgx2"], catalogue.suites
     )
     assert [[e.name for e in members] for members in two] == [["25b-one-dgx2", "40b-two-dgx2"]]
-    claims = {claim.id: claim for claim in ledger().claims}
+    claims = {claim.id: claim for claim in load_ledger().claims}
     assert claim_comparisons(claims["ds-3p75x-lowbw"], catalogue.suites) == both[:1]
     with pytest.raises(ConfigError, match="comparison"):
         claim_comparisons(claims["zero-bw-cliff"], catalogue.suites)

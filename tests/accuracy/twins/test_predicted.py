@@ -20,7 +20,7 @@ from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.launch import simulated
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import NetworkReport, RankOnNetwork
-from repro.results.store import read
+from repro.results.store import read_records
 from repro.simulate.time.emulated import MESSAGE_CORES_FACT, emulated_system
 from repro.simulate.time.network import Network
 from tests.accuracy.twins.conftest import tables
@@ -64,7 +64,7 @@ def test_the_records_of_a_twin_have_the_seconds_of_its_network(
     assert found == {
         f"{member.original.name}@here": pytest.approx(member.after.step_s) for member in lowbw.members
     }
-    assert all(record.experiment.network is not None for record in read(results))  # type: ignore[union-attr]
+    assert all(record.experiment.network is not None for record in read_records(results))  # type: ignore[union-attr]
 
 
 def calibrated(**facts: float) -> System:
@@ -123,7 +123,7 @@ def test_a_run_is_predicted_on_the_links_that_it_had() -> None:
         experiment = tiny(Layout(dp=16))
         on = replace(experiment, network=replace(network, **changed))
         record = made_up("a", experiment=on.as_dict(), metrics={STEP_SECONDS: 1.0})
-        found = predict_measured_runs([replace(record, network=NetworkReport.of(ranks))], here)
+        found = predict_measured_runs([replace(record, network=NetworkReport.from_ranks(ranks))], here)
         assert not found.missing
         return found.pairs[0].predicted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.claims.verdicts import ClaimResult
 from repro.config import Experiment, Layout, Model, OperatorSet
 from repro.config.systems.unknowns import PACE
@@ -39,4 +39,4 @@ def judged(path: Path, published: dict[str, str], *records: ExperimentRecord) ->
         for name, value in published.items()
     )
     (path / "claims.toml").write_text(HEAD + rows + "]\n")
-    return judge(load(path), records)
+    return judge(load_ledger(path), records)

@@ -9,7 +9,7 @@ import pytest
 
 from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
 from repro.claims.judge import judge
-from repro.claims.reader import load
+from repro.claims.reader import load_ledger
 from repro.config.systems.unknowns import PACE
 from repro.report.figures import validation as figure
 from repro.report.figures.style import figure_style
@@ -86,7 +86,7 @@ def test_a_ratio_is_taken_with_the_same_value_on_both_sides(tmp_path: Path) -> N
     row = f"""{{ label = "x", published = "3.0", simulated = {{ value = '{value}' }} }}"""
     (tmp_path / "claims.toml").write_text(HEAD + row + "]\n")
     records = moving("a", INVERSE), moving("b", dict.fromkeys(INVERSE, 10.0) | {1: 10.1})
-    (found,) = find_implied_inputs(judge(load(tmp_path), records), records)
+    (found,) = find_implied_inputs(judge(load_ledger(tmp_path), records), records)
     assert found.needs[0].value == pytest.approx(6, rel=1e-6)
 
 
@@ -108,9 +108,9 @@ def test_between_the_points_of_a_curve() -> None:
         key=RINGS, low=1, best=2, high=4, low_s=20, high_s=5, curve=[[1, 20.0], [2, 10.0], [4, 5.0]]
     )
     interval = StepInterval(draws=[], moves=[move])
-    assert interval.at(Other(RINGS, 3.0), 10.0) == pytest.approx(20 / 3)
-    assert interval.at(Other(RINGS, 100.0), 10.0) == pytest.approx(5), "no further than it was timed"
-    assert interval.at(Other(PACE, 3.0), 10.0) == 10.0, "another unknown"
+    assert interval.seconds_in(Other(RINGS, 3.0), 10.0) == pytest.approx(20 / 3)
+    assert interval.seconds_in(Other(RINGS, 100.0), 10.0) == pytest.approx(5), "no further than it was timed"
+    assert interval.seconds_in(Other(PACE, 3.0), 10.0) == 10.0, "another unknown"
 
 
 def test_the_figure_has_a_panel_for_each_and_marks_who_contradicts(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from repro.claims.expression import arguments
 from repro.claims.judge import experiments_read
-from repro.claims.reader import load as load_ledger
-from repro.results.curves import STRETCH
+from repro.claims.reader import load_ledger
+from repro.results.metrics import LOSS_STRETCH_STEPS
 from tests import committed
 
 SUITE = committed.suite(Path(__file__).parents[3] / "suites" / "convergence.toml")
@@ -61,7 +61,7 @@ def test_faults_differ_in_one_setting_and_must_be_noticed() -> None:
 def test_the_bound_is_students_t_over_all_stretches_of_all_curves() -> None:
     """Five in a hundred ledgers would hold a curve that strays further by chance, and more with a bound 0.1 lower."""
     (printed,) = {row.printed.value for row in CLAIM.rows if row.printed is not None}
-    stretches = len(LAYOUTS) * REFERENCE.training.steps // STRETCH
+    stretches = len(LAYOUTS) * REFERENCE.training.steps // LOSS_STRETCH_STEPS
 
     def by_chance(bound: float) -> float:
         return stretches * beyond(bound, len(CONTROLS))

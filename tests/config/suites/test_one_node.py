@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from repro.claims.reader import load as load_ledger
+from repro.claims.reader import load_ledger
 from repro.config import systems
 from repro.model.counts import total_parameters
 from repro.simulate.time.calibration import calibration_points

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.reader import load as load_ledger
+from repro.claims.reader import load_ledger
 from repro.config import Experiment
 from repro.model import counts
 from repro.model.counts import total_parameters

@@ -28,7 +28,7 @@ from repro.quality.evaluate.samples import (
 )
 from repro.quality.weights.formats import open_weights
 from repro.results.schema import EvaluationRecord
-from repro.results.store import read
+from repro.results.store import read_records
 from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights
 
 RAW = " = Robert = \n Robert 's cat , 3 @.@ 5 kg , ate 1 @,@ 000 fish ( all cold ) . \n"
@@ -183,7 +183,7 @@ def test_the_whole_command_on_two_ranks(
     more = ["--task", "wikitext103", "--tokenizer", "bytes", "--pp", "2", "--stride", "5", "--json"]
     assert main(arguments(tmp_path / "zeros", data, *more)) == 0
     told = json.loads(capsys.readouterr().out)
-    (record,) = read(Path("results"))
+    (record,) = read_records(Path("results"))
     assert isinstance(record, EvaluationRecord)
     assert record.as_dict() == told
     assert record.metrics == pytest.approx(

@@ -87,8 +87,8 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
     experiment, traces = traced(name)
     found = predict(experiment, load_system_file("dgx2"), traces, interval=True)
     assert found.interval is not None
-    low, high = found.interval.likely(found.step_s)
-    least, most = found.interval.allowed(found.step_s)
+    low, high = found.interval.likely_range(found.step_s)
+    least, most = found.interval.possible_range(found.step_s)
     assert least <= low <= found.step_s <= high <= most
     assert low < high
     spans = [move.span for move in found.interval.moves]
@@ -120,7 +120,7 @@ def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
         "device.time.kernel_s",
         f"{found.generation.name}: FLOP/s",
     }  # type: ignore[union-attr]
-    (low, high), ends = found.interval.likely(found.step_s), [found.step_s]
+    (low, high), ends = found.interval.likely_range(found.step_s), [found.step_s]
     for move in found.interval.moves:
         ends += [move.low_s, move.high_s]
     slack = 0.01 * found.step_s
@@ -138,7 +138,10 @@ def test_who_knows_a_number_has_no_wider_interval(key: str) -> None:
     exact_ = predict(experiment, known, traces, interval=True)
     assert step.interval is not None
     assert exact_.interval is not None
-    (low, high), (least, most) = exact_.interval.likely(step.step_s), step.interval.likely(step.step_s)
+    (low, high), (least, most) = (
+        exact_.interval.likely_range(step.step_s),
+        step.interval.likely_range(step.step_s),
+    )
     assert high - low <= (most - least) * 1.02
 
 
@@ -171,7 +174,7 @@ def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: fl
     step = schedule_traces(experiment, system, traces, MODELLED_KERNELS).step_s
     outer, inner = (by_itself(experiment, one, traces) for one in (wide, narrow))
     slack = 1e-6 * step
-    for ends in ("likely", "allowed"):
+    for ends in ("likely_range", "possible_range"):
         (low, high), (least, most) = getattr(inner, ends)(step), getattr(outer, ends)(step)
         assert least <= low + slack
         assert high <= most + slack
@@ -297,8 +300,8 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
         values = [value for value, _ in move.curve or ()]
         assert values == sorted(set(values))
         assert {move.low, move.best, move.high} <= set(values)
-        assert move.at(move.low) == pytest.approx(move.low_s, rel=1e-6)
-        assert move.at(move.high) == pytest.approx(move.high_s, rel=1e-6)
+        assert move.seconds_at(move.low) == pytest.approx(move.low_s, rel=1e-6)
+        assert move.seconds_at(move.high) == pytest.approx(move.high_s, rel=1e-6)
     if name == "zero1":  # which meets over nodes for long enough
         rings = curves["links.inter-node.rings"]
         assert {1, 2, 3, 4, 5, 6, 7, 8} <= {value for value, _ in rings.curve or ()}
@@ -307,7 +310,7 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
     for value in (0.7, 1.0, 1.3):
         (other,) = [with_values(system, {"device.time.pace": value})]
         alone = predict(experiment, other, traces).step_s
-        assert pace.at(value) == pytest.approx(alone, rel=1.5e-2), value
+        assert pace.seconds_at(value) == pytest.approx(alone, rel=1.5e-2), value
 
 
 def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:

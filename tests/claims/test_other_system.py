@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.again.answers import SUITE, Answer, answers, systems_of
-from repro.claims.again.questions import ASKED, Questions
-from repro.claims.again.questions import load as load_questions
 from repro.claims.expression import texts
+from repro.claims.other_system import (
+    QUESTION_FAMILIES,
+    SUITE,
+    Answer,
+    QuestionSet,
+    answer_questions,
+    load_questions,
+    simulated_systems,
+)
 from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -26,7 +32,7 @@ RATIO = """value = 'metric("again/a", "samples_per_s") / metric("again/b", "samp
 
 def test_every_claim_of_speed_and_memory_is_asked_again_or_said_why_not() -> None:
     asked = {question.claim for question in QUESTIONS.asked}
-    assert asked | QUESTIONS.left_out.keys() == {c.id for c in LEDGER.claims if c.family in ASKED}
+    assert asked | QUESTIONS.left_out.keys() == {c.id for c in LEDGER.claims if c.family in QUESTION_FAMILIES}
 
 
 def test_questions_read_the_suite_and_all_of_it() -> None:
@@ -58,7 +64,7 @@ def test_a_suite_s_llamas_have_the_sizes_that_they_are_called() -> None:
         assert total_parameters(model) == pytest.approx(model.published_params, rel=0.05), model.name
 
 
-def asked(folder: Path, text: str) -> Questions:
+def asked(folder: Path, text: str) -> QuestionSet:
     path = folder / "questions.toml"
     path.write_text(f"[[question]]\n{ROW}{text}")
     return load_questions(LEDGER, path)
@@ -99,7 +105,7 @@ def simulated(name: str, step_s: float = 1.0, outcome: str = "ok", moved: float 
 
 
 def answer(folder: Path, text: str, *records: ExperimentRecord, system: str = "dgx-h100") -> Answer:
-    (found,) = answers(asked(folder, text).asked, records, systems.load_system_file(system))
+    (found,) = answer_questions(asked(folder, text).asked, records, systems.load_system_file(system))
     return found
 
 
@@ -114,7 +120,7 @@ def test_an_answer_is_of_its_system_with_what_unknowns_leave(tmp_path: Path) -> 
     assert (found.value, found.low, found.high) == (2.0, 2.0, 8.0)
     assert (found.text, found.published) == ("2x [2, 8]", "3.75x")
     assert found.word == "a smaller gain (or as then)"
-    assert systems_of(records) == ["dgx-h100", "dgx-h200"]
+    assert simulated_systems(records) == ["dgx-h100", "dgx-h200"]
 
 
 def test_a_value_at_a_threshold_has_the_word_behind_it(tmp_path: Path) -> None:

@@ -1,0 +1,308 @@
+"""Claims for another system: questions from the ledger, and predictions that answer them.
+
+    [[question]]
+    claim = "ds-3p75x-lowbw"
+    row = "throughput over Megatron"                       # row of the ledger: published value and unit
+    asks = "1.5B on 16 GPUs: ZeRO 1 over MP 4"
+    value = 'metric("again/1.5b-zero1", "samples_per_s") / metric("again/1.5b-mp4", "samples_per_s")'
+    words = ["no gain", 1.05, "a smaller gain", 3, "as then"]      # no gain below 1.05, as then from 3 on
+
+An expression names the experiments of the suite `again`. On dgx-h100 it reads the records `again/NAME@dgx-h100` of
+`repro run again --evidence simulated --system dgx-h100`. `PEAK` is the dense bf16 peak of the system in FLOP/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from repro.claims.evidence import propagate_unknowns
+from repro.claims.expression import Expression, ExpressionError, arguments, evaluate_expression
+from repro.claims.formulas import CONSTANTS, FORMULAS
+from repro.claims.judge import experiments_read
+from repro.claims.ledger import PUBLISHED_SCALE, TRACE, Evidence, Ledger, Row
+from repro.claims.published import UNITS, append_unit, format_value
+from repro.claims.reader import parse_checked
+from repro.claims.records import Missing, Records
+from repro.claims.verdicts import InputUncertainty
+from repro.config import systems
+from repro.config.errors import ConfigError
+from repro.config.files import build_dataclass, read_toml
+from repro.config.system import System
+from repro.results.metrics import SPEED
+from repro.results.schema import SIMULATED, ExperimentRecord, Record
+from repro.results.select import select
+from repro.simulate.time.calibration import basis_of_record, weakest_basis
+
+SUITE = "again"
+QUESTIONS_FILE = Path(__file__).parent / "data" / "questions.toml"
+PEAK = "PEAK"
+QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
+"""Families whose claims have a question or a reason to have none."""
+PREDICTIONS = (
+    "Predictions of Llamas of the same size in software of 2024, with the 90 % interval that the system's unknown "
+    "numbers leave and the model's own error is not in; no verdicts."
+)
+
+
+@dataclass(frozen=True)
+class SystemQuestion:
+    """One row of the ledger with the expression that answers it on another system."""
+
+    claim: str
+    row: Row
+    asks: str
+    """Description of the compared experiments, for a person."""
+    value: Expression
+    words: tuple[str, ...]
+    """Words for the value, one more than `steps`; empty if the number needs none."""
+    steps: tuple[float, ...]
+    """Rising thresholds in the row's unit. From the first threshold on, the second word holds."""
+    note: str = ""
+    """Caveat of the answer."""
+
+    def word(self, value: float) -> str:
+        """Return the word for `value` in the row's unit; empty without words."""
+        return self.words[sum(value >= step for step in self.steps)] if self.words else ""
+
+    def evidence(self) -> Evidence:
+        """Return the expression as simulated evidence for `evidence.propagate_unknowns`."""
+        return Evidence(
+            kind=SIMULATED,
+            scale=PUBLISHED_SCALE,
+            origin=TRACE,
+            value=self.value,
+            expect=None,
+            metric=self.row.metric,
+        )
+
+    def row_with_peak(self, peak: float | None) -> Row:
+        """Return the row with the variable `PEAK`, in FLOP/s."""
+        return self.row if peak is None else replace(self.row, variables={**self.row.variables, PEAK: peak})
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """All questions, in the order of the file."""
+
+    asked: tuple[SystemQuestion, ...]
+    left_out: Mapping[str, str]
+    """By claim, the reason why it has no question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QuestionEntry:
+    claim: str
+    row: str
+    asks: str
+    value: str
+    words: list[str | float] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LeftOutEntry:
+    because: str
+    claims: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _QuestionFile:
+    question: list[_QuestionEntry]
+    left_out: list[_LeftOutEntry] = field(default_factory=list)
+
+
+def load_questions(ledger: Ledger, file: Path = QUESTIONS_FILE) -> QuestionSet:
+    """Read and check the questions in `file`.
+
+    Raises:
+        ConfigError: The file is invalid or names an unknown claim or row.
+    """
+    content = build_dataclass(_QuestionFile, read_toml(file), file=str(file))
+    left_out = {claim: part.because for part in content.left_out for claim in part.claims}
+    try:
+        for claim in left_out:
+            ledger.claim(claim)
+        asked = tuple(_question(entry, ledger) for entry in content.question)
+    except ConfigError as error:
+        raise error.within(file=str(file)) from None
+    for twice in left_out.keys() & {question.claim for question in asked}:
+        raise ConfigError("left_out", twice, "a claim that no question asks", file=str(file))
+    return QuestionSet(asked, left_out)
+
+
+def _question(entry: _QuestionEntry, ledger: Ledger) -> SystemQuestion:
+    rows = {row.label: row for row in ledger.claim(entry.claim).rows}
+    try:
+        if entry.row not in rows:
+            raise ConfigError("row", entry.row, f"a row of the claim: {', '.join(rows)}")
+        words, steps = _words_and_thresholds(entry.words)
+        row = rows[entry.row]
+        functions = {**FORMULAS, **Records([]).functions(SIMULATED)}
+        value = parse_checked("value", entry.value, functions, {*row.variables, PEAK})
+        return SystemQuestion(entry.claim, row, entry.asks, value, words, steps, entry.note)
+    except ConfigError as error:
+        raise error.within(where=entry.claim) from None
+
+
+def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Split words and the thresholds between them."""
+    words = tuple(part for part in parts[::2] if isinstance(part, str))
+    steps = tuple(float(part) for part in parts[1::2] if not isinstance(part, str))
+    rising = all(low < high for low, high in pairwise(steps))
+    if len(words) + len(steps) != len(parts) or not rising or (parts and len(parts) % 2 == 0):
+        raise ConfigError("words", parts, 'words with rising thresholds between them: ["gone", 1.1, "still"]')
+    return words, steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer to one question on one system."""
+
+    question: SystemQuestion
+    value: float | str | None = None
+    """Value in the row's unit; None for the reason in `lacks`."""
+    low: float | None = None
+    """Lower end of the 90 % interval from unknown numbers of the system; None without unknown numbers."""
+    high: float | None = None
+    word: str = ""
+    """Word for the value; in brackets the words for other values in the interval."""
+    rests_on: str = ""
+    """Basis of the step times in the value, one of `repro.simulate.time.calibration.BASES`."""
+    lacks: str = ""
+    """Reason for a missing value."""
+    unrecorded: bool = False
+    """Whether the value misses because a record does."""
+
+    @property
+    def published(self) -> str:
+        """The published value with its unit."""
+        row = self.question.row
+        text = f"{row.bound} {row.published}".strip()
+        return text if row.printed is None else append_unit(text, row.unit)
+
+    @property
+    def text(self) -> str:
+        """The value for a person: `1.15x [1.1, 1.2]`."""
+        row = self.question.row
+        if self.value is None or isinstance(self.value, str):
+            return self.value or ""
+        text = format_value(self.value, row.printed)
+        if self.low is not None and self.high is not None:
+            text += f" [{format_value(self.low, row.printed)}, {format_value(self.high, row.printed)}]"
+        return append_unit(text, row.unit)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON data."""
+        row = self.question.row
+        keys = ("value", "low", "high", "word", "rests_on", "lacks")
+        return {
+            "claim": self.question.claim,
+            "row": row.label,
+            "asks": self.question.asks,
+            "note": self.question.note,
+            "published": row.published,
+            "unit": row.unit,
+            **{key: getattr(self, key) for key in keys},
+        }
+
+
+def simulation_command(system: str) -> str:
+    """Return the command that creates the records of a system."""
+    return f"repro run {SUITE} --evidence {SIMULATED} --system {system}"
+
+
+def simulated_systems(records: Iterable[Record]) -> list[str]:
+    """Return the packaged systems on which the suite has been simulated."""
+    names = {record.name.rpartition("@")[2] for record in _suite_records(records)}
+    return [name for name in systems.system_names() if name in names]
+
+
+def answer_questions(
+    questions: Iterable[SystemQuestion], records: Iterable[Record], system: System
+) -> list[Answer]:
+    """Answer each question with the records of `system`."""
+    ending = f"@{system.name}"
+    system_records = [
+        replace(record, name=record.name.removesuffix(ending))
+        for record in _suite_records(records)
+        if record.name.endswith(ending)
+    ]
+    quantity = system.device.peak_flops.get("bf16")
+    peak = None if quantity is None else quantity.value
+    named = {name: record for (_, name), record in select(system_records).by_name.items()}
+    seen = Records(system_records)
+    return [_answer(question, seen, named, peak) for question in questions]
+
+
+def _suite_records(records: Iterable[Record]) -> list[ExperimentRecord]:
+    """Return the simulated records of the suite."""
+    experiments = (record for record in records if isinstance(record, ExperimentRecord))
+    return [record for record in experiments if (record.suite, record.evidence) == (SUITE, SIMULATED)]
+
+
+def _answer(
+    question: SystemQuestion, records: Records, named: Mapping[str, ExperimentRecord], peak: float | None
+) -> Answer:
+    row = question.row_with_peak(peak)
+    read = experiments_read(question.value, row.variables)
+    functions = {**FORMULAS, **records.functions(SIMULATED)}
+    try:
+        timed = _timed_records(question, named)
+        value = evaluate_expression(question.value, functions, {**CONSTANTS, **row.variables}).value
+    except Missing as missing:
+        reason = str(missing).replace(f"{SUITE}/", "")  # all questions read the same suite
+        return Answer(question=question, lacks=reason, unrecorded=not set(read) <= named.keys())
+    except (ConfigError, ExpressionError, KeyError) as error:
+        return Answer(question=question, lacks=f"cannot be computed: {error}")
+    if isinstance(value, str):
+        return Answer(question=question, value=value)
+    size = UNITS[row.unit]
+    uncertainty = propagate_unknowns(question.evidence(), row, read, records, functions)
+    if uncertainty is not None:
+        uncertainty = uncertainty.in_units_of(size)
+    return Answer(
+        question=question,
+        value=value / size,
+        low=None if uncertainty is None else uncertainty.low,
+        high=None if uncertainty is None else uncertainty.high,
+        word=_word_with_alternatives(question, value / size, uncertainty),
+        rests_on=weakest_basis(map(basis_of_record, timed)),
+    )
+
+
+def _timed_records(question: SystemQuestion, named: Mapping[str, ExperimentRecord]) -> list[ExperimentRecord]:
+    """Return the records whose step times are in the value.
+
+    Raises:
+        Missing: The expression reads a rate of a step that does not fit; the value would hide that.
+    """
+    found = []
+    for function, texts in arguments(question.value, question.row.variables):
+        if function == "metric":
+            experiment, name = texts
+            record = named.get(experiment)
+            if record is None or not name.startswith(SPEED):
+                continue
+            if record.outcome != "ok":
+                raise Missing(experiment, "it does not fit")
+            found.append(record)
+        elif function == "fastest":
+            found += [named[experiment] for experiment in texts[1:] if experiment in named]
+    return found
+
+
+def _word_with_alternatives(
+    question: SystemQuestion, value: float, uncertainty: InputUncertainty | None
+) -> str:
+    """Return the word for `value`, and in brackets the other words for values in the interval."""
+    best = question.word(value)
+    if uncertainty is None:
+        return best
+    low, high = uncertainty.low, uncertainty.high
+    ends = (low, value, *(step for step in question.steps if low < step < high), high)
+    others = dict.fromkeys(word for word in map(question.word, sorted(ends)) if word != best)
+    return f"{best} (or {', '.join(others)})" if others else best
