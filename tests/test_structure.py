@@ -56,6 +56,14 @@ def test_an_excess_is_found(tree: Path, file: str, text: str, says: str) -> None
     assert any(says in line for line in excesses(tree, tree / "budget.toml"))
 
 
+def test_commands_and_interfaces_may_repeat_a_name(tree: Path) -> None:
+    (tree / "repro/cli/commands").mkdir(parents=True)
+    (tree / "repro/cli/commands/judge.py").write_text("def judge():\n    pass\n")
+    (tree / "repro/claims/other.py").write_text("def main():\n    pass\n")
+    (tree / "repro/__init__.py").write_text("def main():\n    pass\n")
+    assert measure(tree)["repeated_public_names"] == 0
+
+
 def test_small_files_and_private_constants_are_counted(tree: Path) -> None:
     (tree / "repro/claims/judge.py").write_text("MOST = 3\nHERE: str = ''\nMAX_ROWS = 4\n" + "\n" * 60)
     numbers = measure(tree)

@@ -83,7 +83,7 @@ def compile_target(capability: tuple[int, int]) -> CompileTarget:
     return CompileTarget(f"{kind}_{known[-1]}")
 
 
-def compile_program(program: Program, target: CompileTarget) -> CompiledProgram:
+def compile_cuda_program(program: Program, target: CompileTarget) -> CompiledProgram:
     """Compile a program for a target. Raises Unavailable with the compiler's message."""
     api, texts = nvrtc(), headers()
     handle = _checked(
@@ -177,7 +177,7 @@ def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
     path = _cache_path(program, target)
     found = _read_cached(path)
     if found is None:
-        found = compile_program(program, target)
+        found = compile_cuda_program(program, target)
         try:
             _write_cached(path, found)
         except OSError as error:

@@ -138,14 +138,14 @@ def evaluate_expression(
     if not uncertain:
         return Result(value, value, value)
 
-    def at(chosen: Mapping[str, float]) -> Any:
+    def evaluate_with(chosen: Mapping[str, float]) -> Any:
         return _walk(expression.tree, functions, variables, {}, chosen)
 
     lowest, highest = {}, {}
     for key, interval in uncertain.items():
-        ends = sorted((interval.low, interval.high), key=lambda end: at({key: end}))
+        ends = sorted((interval.low, interval.high), key=lambda end: evaluate_with({key: end}))
         lowest[key], highest[key] = ends
-    return Result(value, at(lowest), at(highest))
+    return Result(value, evaluate_with(lowest), evaluate_with(highest))
 
 
 def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:

@@ -189,7 +189,7 @@ def _name(finding: Finding) -> str:
         return ITSELF
     if finding.kind == EMULATED:
         return ", ".join((finding.kind, *finding.libraries))
-    return f"measured, {finding.at}" if finding.kind == MEASURED else finding.kind
+    return f"measured, {finding.scale_label}" if finding.kind == MEASURED else finding.kind
 
 
 def experiments_read(expression: Expression, variables: Mapping[str, Any]) -> list[str]:

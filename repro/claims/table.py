@@ -263,7 +263,7 @@ def _row(result: RowResult) -> dict[str, Any]:
 def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
-        "scale": finding.at,
+        "scale": finding.scale_label,
         "origin": finding.origin,
         "value": _json(finding.value),
         "low": _json(finding.low),

@@ -103,8 +103,8 @@ class Finding:
     """Where it is `possible`: the unknown that brings it to what was published, or the two that move it most."""
 
     @property
-    def at(self) -> str:
-        """The scale, and whose software."""
+    def scale_label(self) -> str:
+        """Scale of a measurement, and the libraries that were measured."""
         return ", ".join((self.scale, *self.libraries))
 
     @property

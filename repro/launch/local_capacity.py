@@ -18,7 +18,7 @@ DEVICES = {"local": "cpu", "local-gpu": "cuda"}
 """Device type of each system that the local launcher supports."""
 
 
-def missing_requirement(experiment: Experiment) -> str:
+def missing_resource(experiment: Experiment) -> str:
     """Return the devices or software that `experiment` needs and this machine lacks, as text; empty if none."""
     world = experiment.layout.world
     if experiment.system not in DEVICES:

@@ -116,7 +116,7 @@ def missing_for_measurement(entry: Entry) -> str:
     An experiment that is expected to run out of memory is started at any size.
     """
     experiment = entry.experiment
-    needs = local_capacity.missing_requirement(experiment)
+    needs = local_capacity.missing_resource(experiment)
     if not needs and local_capacity.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
         needs = local_capacity.memory_shortage(experiment)
     hint = (

@@ -211,7 +211,7 @@ class Attention(nn.Module):
 
         if cp.size == 1:
             return of_chunk(q, k, v)
-        return context.attend(q, k, v, cp, of_chunk, again=not self.setting.recomputed)
+        return context.attend_to_gathered(q, k, v, cp, of_chunk, again=not self.setting.recomputed)
 
     def _heads(self, products: Sequence[Tensor]) -> tuple[Tensor, ...]:
         a, width, (b, s, _) = self.heads, self.setting.model.head_width, products[0].shape

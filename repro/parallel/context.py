@@ -193,7 +193,9 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cp: Group, attention: Attention, *, again: bool) -> Tensor:
+def attend_to_gathered(
+    q: Tensor, k: Tensor, v: Tensor, cp: Group, attention: Attention, *, again: bool
+) -> Tensor:
     """Causal attention of this rank's queries [b, a, s/cp, d] to all keys and values, of which it has [b, n, s/cp, d].
 
     `again`: gather once more in backward; without, what was gathered is kept for it.  So are copies that attention

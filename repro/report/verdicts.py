@@ -174,7 +174,7 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
     at_scale = finding.decided and isinstance(finding.expected, int | float)
     return {
         "kind": finding.kind,
-        "scale": finding.at,
+        "scale": finding.scale_label,
         "origin": finding.origin,
         "itself": finding.itself,
         "value": "not run" if finding.value is None else _value(finding, result),

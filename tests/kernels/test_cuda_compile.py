@@ -31,7 +31,7 @@ def test_compiles_without_spills(program: Program, architecture: int) -> None:
 
 
 def check(program: Program, target: compiler.CompileTarget) -> None:
-    compiled = compiler.compile_program(program, target)
+    compiled = compiler.compile_cuda_program(program, target)
     assert compiled.code.startswith(b"\x7fELF")
     assert not [line for line in compiled.log.splitlines() if "warning" in line and "deprecated" not in line]
     found = parse_resources(compiled.log)
@@ -63,7 +63,7 @@ def test_the_message_of_the_compiler_reaches_the_user() -> None:
     good = families.example_programs()[0]
     bad = Program(good.source, (*good.definitions, ("float", "nonsense")), good.arguments, good.kernels, 256)
     with pytest.raises(Unavailable, match=r"does not compile for sm_80: (.|\n)*nonsense"):
-        compiler.compile_program(bad, compiler.CompileTarget("sm_80"))
+        compiler.compile_cuda_program(bad, compiler.CompileTarget("sm_80"))
 
 
 def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:

@@ -32,7 +32,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return CompiledProgram(b"code\nof " + target.architecture.encode(), "log")
 
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "compile_cuda_program", compile)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
     return calls
 
@@ -167,7 +167,7 @@ def test_a_failed_compilation_is_not_tried_again(
     properties = SimpleNamespace(major=8, minor=0, multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (80,))
-    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "compile_cuda_program", compile)
     monkeypatch.setattr(device, "_devices", {})
     for _ in range(3):
         with pytest.raises(Unavailable, match="line 3: nonsense"):

@@ -35,7 +35,7 @@ def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     )
     monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    needs = local_capacity.missing_requirement
+    needs = local_capacity.missing_resource
     assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
     assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
         *("", "3 GPUs of system local-gpu, and 2 are visible here")

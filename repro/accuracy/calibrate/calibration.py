@@ -49,7 +49,7 @@ class Calibrated:
     """Tables of the system file."""
 
 
-def calibrate(
+def run_calibration(
     system: str,
     gpus: int,
     output: Path | None,

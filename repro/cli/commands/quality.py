@@ -111,6 +111,6 @@ def export_weights(
     json: Json = False,
 ) -> int:
     """Write weights as a folder that transformers loads: config.json and safetensors, in fp32."""
-    from repro.report.text.evaluate import export_weights
+    from repro.report.text.evaluate import print_exported_weights
 
-    return export_weights(weights, output, vocab, model, json)
+    return print_exported_weights(weights, output, vocab, model, json)

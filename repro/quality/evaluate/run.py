@@ -150,7 +150,7 @@ def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
         options.system,
         f"{known}: it runs on this machine",
     )
-    if lacking := local_capacity.missing_requirement(experiment):
+    if lacking := local_capacity.missing_resource(experiment):
         raise ConfigError("tp x pp x dp", layout.world, says=f"needs {lacking}")
     return experiment
 

@@ -188,7 +188,7 @@ def _finding_cells(finding: Finding) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.at}"),
+        Text(finding.origin if finding.itself else f"{finding.kind}, {finding.scale_label}"),
         Text(finding.text or "-"),
         Text(finding.verdict, style=VERDICT_STYLES[finding.verdict]),
         Text(finding.reason),

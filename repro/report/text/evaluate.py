@@ -43,7 +43,7 @@ def print_scores(
     return int(record.outcome != "ok")
 
 
-def export_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
+def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
     """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
     from repro.quality.weights.formats import open_weights
     from repro.quality.weights.huggingface import export_huggingface

@@ -133,12 +133,12 @@ def print_calibration(
 ) -> int:
     """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
 
-    The options are those of `repro.accuracy.calibrate.calibration.calibrate`. Returns 1 if a rank or the job fails, 130
-    if interrupted.
+    The options are those of `repro.accuracy.calibrate.calibration.run_calibration`. Returns 1 if a rank or the job
+    fails, 130 if interrupted.
     """
-    from repro.accuracy.calibrate.calibration import calibrate
+    from repro.accuracy.calibrate.calibration import run_calibration
 
-    found = calibrate(system, gpus, output, profile, nodes, quick, suites, quiet=json)
+    found = run_calibration(system, gpus, output, profile, nodes, quick, suites, quiet=json)
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":

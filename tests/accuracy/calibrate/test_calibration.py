@@ -13,7 +13,7 @@ import pytest
 
 from repro import cli
 from repro.accuracy.calibrate import clock, plan
-from repro.accuracy.calibrate.calibration import LocalMachine, calibrate
+from repro.accuracy.calibrate.calibration import LocalMachine, run_calibration
 from repro.accuracy.calibrate.document import STEP
 from repro.accuracy.calibrate.fit import rate_of
 from repro.accuracy.calibrate.target import run_rank
@@ -244,7 +244,7 @@ model = "own"
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        answer = calibrate("local", 2, output, None, 0, True, [suite], quiet=True)
+        answer = run_calibration("local", 2, output, None, 0, True, [suite], quiet=True)
     finally:
         os.sched_setaffinity(0, cores)
     assert answer.outcome == "ok", answer.reason

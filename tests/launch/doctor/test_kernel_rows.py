@@ -32,7 +32,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "compile_cuda_program", compile)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 86, 90, 100))
 

@@ -40,7 +40,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return CompiledProgram(b"code", LOG.format(registers=40, spilled=8 * (program.source == "gelu")))
 
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "compile_program", compile)
+    monkeypatch.setattr(compiler, "compile_cuda_program", compile)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
     monkeypatch.setattr(compiler, "supported_architectures", lambda: (70, 80, 90))
 

@@ -36,7 +36,7 @@ def intended(folder: Path, site: Path, *only: str) -> SubmissionPlan:
 
 
 def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    submission_plan.print_dry_run(intended(tmp_path, site), tmp_path, json=False)
+    submission_plan.print_submission_plan(intended(tmp_path, site), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "# array 0: 1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
         "#   c4",
@@ -52,7 +52,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "3 cases in 2 job arrays; at most 4 core-hours",
         "nothing was submitted (--dry-run)",
     ]
-    submission_plan.print_dry_run(intended(tmp_path, site, "known", "far"), tmp_path, json=False)
+    submission_plan.print_submission_plan(intended(tmp_path, site, "known", "far"), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "1 in the store already (--rerun runs them again)",
         "1 not for nodes of local: far needs 16 devices of system dgx2",
@@ -60,7 +60,7 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "nothing was submitted (--dry-run)",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
-    submission_plan.print_dry_run(intended(tmp_path, site, "further"), tmp_path, json=False)
+    submission_plan.print_submission_plan(intended(tmp_path, site, "further"), tmp_path, json=False)
     assert capsys.readouterr().out.splitlines() == [
         "# array 0: 1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
         "#   further",

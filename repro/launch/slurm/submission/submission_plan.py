@@ -175,7 +175,7 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
     return found
 
 
-def print_dry_run(planned: SubmissionPlan, results: Path, *, json: bool) -> None:
+def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool) -> None:
     """Print the submission without submitting it."""
     if json:
         print(jsonlib.dumps(dry_run_document(planned, results)))

@@ -60,7 +60,7 @@ def submit_suite(
     profile_check.require_shared_folder(site, results)
     if dry:
         planned = plan_submission(suite, site, Store(results), only=only, move=move, rerun=rerun)
-        submission_plan.print_dry_run(planned, results, json=json)
+        submission_plan.print_submission_plan(planned, results, json=json)
         return 0
     if site.private:
         os.umask(site.umask)
