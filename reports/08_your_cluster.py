@@ -52,7 +52,7 @@ pd.DataFrame(Machines(measured).entries, columns=shown)
 # %%
 rows = [
     {
-        "experiment": record.full_name,
+        "experiment": record.label,
         "layout": describe_layout(record.experiment.layout),
         "outcome": record.outcome,
         "tokens/s": record.metrics.get("tokens_per_s"),

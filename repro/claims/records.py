@@ -82,7 +82,7 @@ class Records:
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
-                raise Missing(record.full_name, f"it ran on {on}, which is another kind of evidence")
+                raise Missing(record.label, f"it ran on {on}, which is another kind of evidence")
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
             """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
@@ -232,7 +232,7 @@ class Records:
                     value = record.metrics.get(metric)
                     if isinstance(value, int | float):
                         return value
-                    raise Missing(record.full_name, f"its record has no metric {metric}")
+                    raise Missing(record.label, f"its record has no metric {metric}")
             reason = "not run here, runnable by anyone with the weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
@@ -287,9 +287,7 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
         other = _conditions(record, free)
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
-            raise Missing(
-                record.full_name, f"it differs from {records[0].full_name} in {', '.join(differ)} as well"
-            )
+            raise Missing(record.label, f"it differs from {records[0].label} in {', '.join(differ)} as well")
 
 
 def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:

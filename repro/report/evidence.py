@@ -139,7 +139,7 @@ class JudgedStore:
         from repro.claims.run_commands import SuiteCatalogue
         from repro.report.verdicts import experiments_of
 
-        known = {(record.evidence, record.full_name) for record in self.latest() if record.conclusive}
+        known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
         lacking = [
             (kind, at)
             for result in self.judged
@@ -161,7 +161,7 @@ class JudgedStore:
         return [
             record
             for record in [*chosen.measured, *chosen.simulated]
-            if fnmatchcase(record.full_name, pattern) and evidence in ("", record.evidence)
+            if fnmatchcase(record.label, pattern) and evidence in ("", record.evidence)
         ]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
@@ -199,7 +199,7 @@ class JudgedStore:
         return _frame(rows)
 
     def _matching(self, pattern: str) -> list[Record]:
-        return [record for record in self.records if fnmatchcase(record.full_name, pattern)]
+        return [record for record in self.records if fnmatchcase(record.label, pattern)]
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:

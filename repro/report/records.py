@@ -83,7 +83,7 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "suite": record.suite,
-        "anchor": anchor(MEASURED, record.full_name),
+        "anchor": anchor(MEASURED, record.label),
         "model": experiment.model.name,
         "engine": experiment.engine,
         "layout": words.describe_layout(experiment.layout),
@@ -115,7 +115,7 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "suite": record.suite,
-        "anchor": anchor(SIMULATED, record.full_name),
+        "anchor": anchor(SIMULATED, record.label),
         "model": experiment.model.name,
         "system": experiment.system,
         "ranks": units.number(values.world),

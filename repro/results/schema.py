@@ -80,7 +80,7 @@ class RecordHead(RecordPart):
         return _microseconds(self.written) if self.sequence is None else self.sequence
 
     @property
-    def full_name(self) -> str:
+    def label(self) -> str:
         """`suite/name`, as claims and captions cite the record."""
         return f"{self.suite}/{self.name}"
 

@@ -57,14 +57,14 @@ def test_needs_are_known_where_it_does_not_fit() -> None:
 def test_a_failure_says_where_and_at_what() -> None:
     (failed,) = simulated("zero_memory", "fig4-dp-1.5b-batch1")
     names = ("phase", "allocated_bytes", "reserved_bytes")
-    found = [call("failure", failed.full_name, name, of=[failed]) for name in names]
+    found = [call("failure", failed.label, name, of=[failed]) for name in names]
     assert found[0] == "backward"
     assert f"{found[1]} allocated and {found[2]} reserved" in failed.reason
     assert call("failure", "s/a", "phase", of=[record("a")]) == "it fits"
     with pytest.raises(Missing, match="does not say at what phase"):  # records before it was kept
         call("failure", "s/a", "phase", of=[record("a", "oom")])
     with pytest.raises(Missing, match="does not say at what place"):
-        call("failure", failed.full_name, "place", of=[failed])
+        call("failure", failed.label, "place", of=[failed])
 
 
 def test_ddps_copies_decide_whether_1p5b_fits() -> None:

@@ -84,7 +84,7 @@ def records() -> tuple[ExperimentRecord, ...]:
                 continue
             made = failed_record(e, "", suite=suite.name, wall_s=0.1)
             facts = {"system": e.system, "memory_bytes": 40e9, "devices_per_node": 16.0}
-            metrics = {metric: invented(made.full_name, metric) for metric in METRICS}
+            metrics = {metric: invented(made.label, metric) for metric in METRICS}
             series = {"memory": TIMELINE}
             found.append(changed(made, outcome="ok", simulated_on=facts, series=series, metrics=metrics))
     return tuple(found)

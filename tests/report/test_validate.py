@@ -88,8 +88,8 @@ def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
     layout = {**zero.conditions["layout"], "kernels": "fused"}
     seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
-    assert bases[RATE, (zero.full_name,)] == UPPER_BOUND
-    assert bases[RATE, (megatron.full_name,)] == PUBLISHED_POINT
+    assert bases[RATE, (zero.label,)] == UPPER_BOUND
+    assert bases[RATE, (megatron.label,)] == PUBLISHED_POINT
     assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UPPER_BOUND}
 
 
@@ -306,7 +306,7 @@ def test_measured_runs_are_predicted_on_a_system_file(
     names = ("parity-single", "parity-z1-dp2", "states-z1-dp2", "limit-z0-dp2")
     records = [record for record in synthetic.records() if record.name in names]
     machine = validate_machine.predict_measured_runs(records, load_system("dgx2"))
-    measured = {record.full_name: record.metrics for record in records}
+    measured = {record.label: record.metrics for record in records}
     assert {pair.name: pair.layout for pair in machine.pairs} == {
         "smoke/parity-single": "one rank, fp32",
         "smoke/parity-z1-dp2": "dp 2, ZeRO 1, fp32",

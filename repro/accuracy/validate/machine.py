@@ -61,7 +61,7 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
     pairs, missing = [], {}
     gloo = "memory" in system.links
     for record in filter(_measured_here, select(records).measured):
-        name = record.full_name
+        name = record.label
         experiment = record.experiment
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:

@@ -135,7 +135,7 @@ class FamilyStatistics:
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
     """Return every row about time with a simulated value, in the ledger's order."""
-    seen = {record.full_name: record for record in select(records).simulated if record.conclusive}
+    seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result in judged:
         for row in result.rows:

@@ -198,7 +198,7 @@ def row_name(result: ClaimResult, row: RowResult) -> str:
 
 def simulated_records(records: Iterable[Record]) -> dict[str, ExperimentRecord]:
     """Return the simulated records that count, by `suite/name`."""
-    return {record.full_name: record for record in select(records).simulated if record.conclusive}
+    return {record.label: record for record in select(records).simulated if record.conclusive}
 
 
 def _inputs(

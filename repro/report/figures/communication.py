@@ -93,12 +93,7 @@ def draw_volume(records: list[Record]) -> Drawing:
         "gradient norm, count."
     )
     return Drawing(
-        "communication",
-        VOLUME_TITLE,
-        caption,
-        tuple(r.full_name for r in shown),
-        _missing_command(shown),
-        figure,
+        "communication", VOLUME_TITLE, caption, tuple(r.label for r in shown), _missing_command(shown), figure
     )
 
 
@@ -138,7 +133,7 @@ LINK_STYLES = {LINK_NAMES["nvlink"]: (BLUE, "o"), LINK_NAMES["inter-node"]: (VER
 
 def draw_link_traffic(simulated: list[Record]) -> Drawing:
     """One panel a system, one line a model: bytes that all GPUs send for one sample, by class of link."""
-    records = {r.full_name: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
+    records = {r.label: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
         for model in LINKS_MODELS
@@ -185,7 +180,7 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
     )
     missing = LINKS_COMMAND if len(found) < len(LINKS_MODELS) * len(LINKS_PANELS) else ""
     return Drawing(
-        LINKS_ID, LINKS_TITLE, caption, tuple(r.full_name for r in found.values()), missing, figure, SIMULATED
+        LINKS_ID, LINKS_TITLE, caption, tuple(r.label for r in found.values()), missing, figure, SIMULATED
     )
 
 

@@ -75,7 +75,7 @@ def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
         caption += f" The newest {len(shown)} of {len(comparisons):,}."
     if rounds[0] <= 5:
         caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
-    return Drawing("comparison", RATIOS_TITLE, caption, tuple(r.full_name for r in shown), "", figure)
+    return Drawing("comparison", RATIOS_TITLE, caption, tuple(r.label for r in shown), "", figure)
 
 
 def _round_ratios(record: ComparisonRecord) -> list[float]:
@@ -146,7 +146,7 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
     )
     missing = "" if here == list(ENGINE_STYLES) else ENGINES_COMMAND
     return Drawing(
-        "engines", ENGINES_TITLE, caption, tuple(r.full_name for r in members.values()), missing, figure
+        "engines", ENGINES_TITLE, caption, tuple(r.label for r in members.values()), missing, figure
     )
 
 
@@ -250,7 +250,7 @@ def draw_bandwidth_sweeps(
         f"{rounds} rounds. The curves are the time model's, of the originals and of these twins, which no step entered."
     )
     missing = "" if len(shown) == len(SWEEPS) and single else SWEEPS_COMMAND
-    ran = tuple(p.record.full_name for p in used)
+    ran = tuple(p.record.label for p in used)
     return Drawing("windtunnel", SWEEPS_TITLE, caption, ran, missing, figure)
 
 

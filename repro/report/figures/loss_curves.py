@@ -103,7 +103,7 @@ def draw_parity(records: list[Record]) -> Drawing:
         "loss",
         PARITY_TITLE,
         caption,
-        tuple(r.full_name for r in [single, *others]),
+        tuple(r.label for r in [single, *others]),
         "" if others else PARITY_COMMAND,
         figure,
     )
@@ -199,9 +199,7 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
         f"{explained:.1e}. Dotted: small faults, which are no rounding."
     )
     missing = "" if layouts and faults and short and seeds else CONVERGENCE_COMMAND
-    return Drawing(
-        "convergence", CONVERGENCE_TITLE, caption, tuple(r.full_name for r in ran), missing, figure
-    )
+    return Drawing("convergence", CONVERGENCE_TITLE, caption, tuple(r.label for r in ran), missing, figure)
 
 
 def _draw_losses(
@@ -329,5 +327,5 @@ def draw_loss_curves(records: Sequence[Record]) -> Drawing:
         )
         set_grid(axes, "y")
     grid[-1, 0].set_xlabel("optimizer step")
-    drawn = tuple(record.full_name for shown in panels.values() for record in shown)
+    drawn = tuple(record.label for shown in panels.values() for record in shown)
     return Drawing("curves", CURVES_TITLE, f"Loss of {len(drawn)} results.", drawn, "", figure)

@@ -97,7 +97,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     else:
         caption += "Bars and diamonds are equal to the byte."
     return Drawing(
-        "states", MEASURED_TITLE, caption, tuple(r.full_name for r in shown), _missing_command(shown), figure
+        "states", MEASURED_TITLE, caption, tuple(r.label for r in shown), _missing_command(shown), figure
     )
 
 
@@ -147,7 +147,7 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
     from matplotlib.patches import Patch
 
     values = view.matching(PUBLISHED_ROWS)
-    records = {record.full_name: record for record in simulated}
+    records = {record.label: record for record in simulated}
     figure, axes = make_axes(3.6)
     drawn: list[str] = []
     for y, value in enumerate(values):
@@ -155,7 +155,7 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
         assert printed is not None
         record = records.get(ours.runs[0]) if ours else None
         if record:
-            drawn.append(record.full_name)
+            drawn.append(record.label)
             sizes = {part: record.metrics[f"memory.{part}_bytes"] / units.GB for part in STATE_PARTS}
             draw_stacked_bar(axes, y, sizes, PART_COLOURS, 0.56, across=True)
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=INK, lw=1.3, zorder=3)

@@ -102,7 +102,7 @@ def draw_peaks(records: list[Record]) -> Drawing:
             f" Left out: {len(others)} experiments of engine {engines}, of whose memory the total and the model "
             "states alone are known."
         )
-    return Drawing("peak", PEAK_TITLE, caption, tuple(r.full_name for r in shown), "", figure)
+    return Drawing("peak", PEAK_TITLE, caption, tuple(r.label for r in shown), "", figure)
 
 
 def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
@@ -131,7 +131,7 @@ PHASE_NAMES = {"forward": "forward", "backward": "backward", "optimizer": "updat
 
 def draw_timelines(simulated: list[Record]) -> Drawing:
     """A panel a layout: stacked bytes of the fullest role along the device's busy time."""
-    records = {record.full_name: record for record in simulated if record.series.memory}
+    records = {record.label: record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in TIMELINE_ROWS]
     shown = [record for row in rows for record in row if record]
     missing = " && ".join(run for row, run in zip(rows, TIMELINE_COMMANDS, strict=True) if not all(row))
@@ -178,7 +178,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
         "update begin."
     )
     return Drawing(
-        TIMELINE_ID, TIMELINE_TITLE, caption, tuple(r.full_name for r in shown), missing, figure, SIMULATED
+        TIMELINE_ID, TIMELINE_TITLE, caption, tuple(r.label for r in shown), missing, figure, SIMULATED
     )
 
 

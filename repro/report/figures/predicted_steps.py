@@ -66,7 +66,7 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
     """Left: seconds of Yuan's step.  Right: shares of the step in other layouts that a source published."""
-    records = {record.full_name: record for record in simulated if "step_seconds.median" in record.metrics}
+    records = {record.label: record for record in simulated if "step_seconds.median" in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
     lacking = [run for run in (YUAN_RUN, *OTHER_RUNS.values()) if run not in records]
@@ -102,7 +102,7 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
         BREAKDOWN_ID,
         BREAKDOWN_TITLE,
         caption.rstrip(),
-        tuple(r.full_name for r in shown),
+        tuple(r.label for r in shown),
         missing,
         figure,
         SIMULATED,
@@ -229,12 +229,12 @@ def measured_pairs(experiments: list[Record], simulated: list[Record], metric: s
     """Measured runs and the newest simulation of the same experiment."""
     predicted = _newest_simulations(simulated, metric)
     return [
-        (record.full_name, record.metrics[metric], float(predicted[record.full_name].metrics[metric]))
+        (record.label, record.metrics[metric], float(predicted[record.label].metrics[metric]))
         for record in experiments
         if record.outcome == "ok"
         and record.experiment.engine == "native"
         and record.metrics.get(metric)
-        and record.full_name in predicted
+        and record.label in predicted
     ]
 
 
@@ -247,7 +247,7 @@ def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Recor
 
     published = set(systems.system_names())
     return {
-        record.full_name.partition("@")[0]: record
+        record.label.partition("@")[0]: record
         for record in sorted(simulated, key=lambda record: record.order)
         if record.metrics.get(metric) and record.name.partition("@")[2] not in published
     }

@@ -81,8 +81,8 @@ class View:
 
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
-        self._oom = {r.full_name for r in simulated if r.outcome == "oom"}
-        self._bases = {r.full_name: basis_of_record(r) for r in simulated}
+        self._oom = {r.label for r in simulated if r.outcome == "oom"}
+        self._bases = {r.label: basis_of_record(r) for r in simulated}
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:

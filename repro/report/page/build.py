@@ -136,7 +136,7 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     every = [*chosen.measured, *chosen.simulated]
     failed = [record for record in every if not record.conclusive]
     if failed:
-        names = ", ".join(f"{record.full_name} ({record.outcome})" for record in failed[:6])
+        names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     return remarks

@@ -167,7 +167,7 @@ def _code(words: str) -> Any:
 
 
 def _anchor(record: ExperimentRecord) -> str:
-    return verdicts.anchor(record.evidence, record.full_name)
+    return verdicts.anchor(record.evidence, record.label)
 
 
 def _listed(

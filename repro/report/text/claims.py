@@ -264,9 +264,8 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
         family = ledger.claim(claim).family
         asked = tuple(question for question in questions.asked if question.claim == claim)
         if not asked:
-            why = questions.left_out.get(
-                claim, f"its family is {family}, not one of {', '.join(other_system.QUESTION_FAMILIES)}"
-            )
+            families = ", ".join(other_system.QUESTION_FAMILIES)
+            why = questions.left_out.get(claim, f"its family is {family}, not one of {families}")
             raise ConfigError("claim", claim, says=f"is not asked again: {why}")
     else:
         asked = questions.asked
@@ -274,29 +273,18 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     name, found = target.name, other_system.answer_questions(asked, read_records(results), target)
     nothing = all(answer.unrecorded for answer in found)
     if json:
-        print_json(
-            {
-                "system": name,
-                "is": other_system.PREDICTIONS,
-                "answers": [answer.as_dict() for answer in found],
-            }
-        )
+        answers = [answer.as_dict() for answer in found]
+        print_json({"system": name, "is": other_system.PREDICTIONS, "answers": answers})
         return int(nothing)
     console = stdout(WIDE_PAGE_COLUMNS)
+    command = other_system.simulation_command(system)
     if nothing:
-        console.print(
-            f"Nothing is predicted of {name} in {results}; `{other_system.simulation_command(system)}` does it.",
-            markup=False,
-            soft_wrap=True,
-        )
+        text = f"Nothing is predicted of {name} in {results}; `{command}` does it."
+        console.print(text, markup=False, soft_wrap=True)
         return 1
     print_answers(found, name, console)
     if lacking := sum(answer.unrecorded for answer in found):
-        console.print(
-            f"{lacking} not simulated yet: `{other_system.simulation_command(system)}`.",
-            markup=False,
-            soft_wrap=True,
-        )
+        console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 
