@@ -6,8 +6,7 @@ and their stop-word filter adds 10.58 points; Megatron-LM scores full words with
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from repro.config import ConfigError
 
@@ -29,10 +28,6 @@ class Protocol:
     """Rules that the source omits, and their replacements here."""
     published: tuple[str, ...] = ()
     """Published scores by this protocol."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the protocol as a record contains it."""
-        return asdict(self)
 
 
 PROTOCOLS = (
@@ -104,35 +99,14 @@ PROTOCOLS = (
 )
 
 
-@dataclass(frozen=True)
-class DataFile:
-    """Text of a task, which the suite may not redistribute, and its origin."""
-
-    name: str
-    where: str
-    checksum: str
-    licence: str
-
-    @property
-    def advice(self) -> str:
-        """One line that says what to download."""
-        return f"fetch {self.name} from {self.where} ({self.checksum}; {self.licence})"
-
-
-DATA_FILES = {
-    WIKITEXT: DataFile(
-        "wikitext-103/wiki.test.tokens",
-        "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip",
-        "sha1 8a5befc548865cec54ed4273cf87dbbad60d1e47, of the archive 0aec09a7537b58d4bb65362fee27650eeaba625a",
-        "CC BY-SA",
-    ),
-    LAMBADA: DataFile(
-        "lambada_test.jsonl",
-        "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
-        "sha256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
-        "LAMBADA is CC BY 4.0",
-    ),
+DOWNLOAD_ADVICE = {
+    WIKITEXT: "fetch wikitext-103/wiki.test.tokens from "
+    "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip (sha1 "
+    "8a5befc548865cec54ed4273cf87dbbad60d1e47, of the archive 0aec09a7537b58d4bb65362fee27650eeaba625a; CC BY-SA)",
+    LAMBADA: "fetch lambada_test.jsonl from https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl "
+    "(sha256 4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226; LAMBADA is CC BY 4.0)",
 }
+"""Origin, checksum and licence of the text of each task, which the suite may not redistribute."""
 
 
 def find_protocol(task: str, name: str = "") -> Protocol:

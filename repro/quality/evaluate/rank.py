@@ -102,7 +102,9 @@ def padded_batch(samples: Samples, numbers: list[int], size: int) -> tuple[Tenso
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counts
 
 
-def _sample_scores(numbers: list[int], samples: Samples, found: Scores, targets: Tensor) -> list[SampleScore]:
+def _sample_scores(
+    numbers: list[int], samples: Samples, found: TokenScores, targets: Tensor
+) -> list[SampleScore]:
     if not numbers:
         return []
     lengths = [int(samples.spans[number][2]) for number in numbers]
@@ -115,8 +117,8 @@ def _sample_scores(numbers: list[int], samples: Samples, found: Scores, targets:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of the masked targets in their order [n]."""
+class TokenScores:
+    """TokenScores of the masked targets in their order [n]."""
 
     loss: Tensor
     """Negative log-likelihood, fp32."""
@@ -147,7 +149,7 @@ class Scorer:
         self.mesh, self.layout, self.part = mesh, layout, part
         self._vocab, self._width = source.model.vocab, model.hidden
         self._forbidden = torch.tensor(list(forbidden), dtype=torch.int64, device=device)
-        self._found: Scores | None = None
+        self._found: TokenScores | None = None
         self._boundary: Boundary | None = None
         self._like = torch.empty(0, dtype=DTYPES[layout.precision], device=device)
         self.module = GPT(model, layout, Training(), mesh.tp, part=part).requires_grad_(False)
@@ -168,7 +170,7 @@ class Scorer:
             _load_parameters(self.module, values([]), self._like)
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, targets: Tensor, counts: Tensor) -> Scores | None:
+    def score(self, tokens: Tensor, targets: Tensor, counts: Tensor) -> TokenScores | None:
         """Return the scores of the `targets` [b, s] that the mask `counts` [b, s] selects, after `tokens` [b, s].
 
         Other stages than the last return None. Every call has the same shape and a non-empty mask.
@@ -213,7 +215,7 @@ class Scorer:
             local = local[(local >= 0) & (local < rows.shape[1])]
             allowed = _argmax_token(rows.index_fill(1, local, float("-inf")), first, tp)
         loss = tensor.vocab_parallel_cross_entropy(rows, targets, tp, plain=self.layout.kernels.plain)
-        self._found = Scores(loss, predicted, allowed)
+        self._found = TokenScores(loss, predicted, allowed)
         return loss
 
 

@@ -31,7 +31,6 @@ from repro.measure.provenance import provenance
 from repro.quality.evaluate.protocols import GPT2, LAMBADA, Protocol, find_protocol
 from repro.quality.evaluate.samples import (
     Samples,
-    Tokenizer,
     check_vocabulary,
     open_tokenizer,
     read_samples,
@@ -106,7 +105,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
         model=asdict(source.model),
         weights={"kind": source.kind, "files": {path.name: sha256_digest(path) for path in source.files}},
         task=protocol.task,
-        way=_protocol_with_deviations(protocol, options, tokenizer),
+        way=_protocol_with_deviations(protocol, options),
         data={
             "name": options.data.name,
             "bytes": options.data.stat().st_size,
@@ -155,16 +154,14 @@ def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
     return experiment
 
 
-def _protocol_with_deviations(
-    protocol: Protocol, options: EvaluationOptions, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def _protocol_with_deviations(protocol: Protocol, options: EvaluationOptions) -> dict[str, Any]:
     """Return the protocol, with the options that deviate from it."""
     otherwise: dict[str, Any] = {}
     if options.stride:
         otherwise["stride"] = options.stride
     if options.stop_words is not None:
         otherwise["stop_words"] = f"sha256 {sha256_digest(options.stop_words)}"
-    return protocol.as_dict() | ({"otherwise": otherwise} if otherwise else {})
+    return asdict(protocol) | ({"otherwise": otherwise} if otherwise else {})
 
 
 def compute_metrics(

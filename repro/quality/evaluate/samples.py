@@ -16,7 +16,7 @@ import numpy.typing as npt
 from repro.config import ConfigError
 from repro.model.data import gpt2
 from repro.quality.evaluate import protocols
-from repro.quality.evaluate.protocols import DATA_FILES, GPT2, LAMBADA, MEGATRON, WIKITEXT
+from repro.quality.evaluate.protocols import DOWNLOAD_ADVICE, GPT2, LAMBADA, MEGATRON, WIKITEXT
 from repro.util.files import sha256_digest
 
 BYTES = "bytes"
@@ -37,9 +37,6 @@ _HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
 class Tokenizer(Protocol):
     """Conversion of text to token ids."""
 
-    size: int
-    """Size of the vocabulary; every id is smaller."""
-
     def encode(self, text: str) -> list[int]: ...
     def word_tokens(self, words: frozenset[str]) -> list[int]:
         """Return the ids of tokens that consist of a space and one of `words`, in upper or lower case."""
@@ -50,8 +47,6 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """One token per byte of UTF-8."""
-
-    size = 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -69,14 +64,13 @@ class Gpt2Tokenizer:
     def __init__(self, folder: Path):
         self._files = gpt2.files(folder)
         self._inner = gpt2.tokenizer(folder)
-        self.size = self._inner.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """Return ids; the text `<|endoftext|>` becomes one id."""
         return list(self._inner.encode(text).ids)
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
-        texts = ((i, self._inner.decode([i])) for i in range(self.size))
+        texts = ((i, self._inner.decode([i])) for i in range(self._inner.get_vocab_size()))
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
@@ -156,7 +150,7 @@ def read_samples(
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
-        advice = DATA_FILES[protocol.task].advice
+        advice = DOWNLOAD_ADVICE[protocol.task]
         raise ConfigError("--data", str(path), says=f"{error.strerror}; {advice}") from None
     except UnicodeDecodeError:
         raise ConfigError("--data", str(path), "text in UTF-8") from None

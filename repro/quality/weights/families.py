@@ -7,7 +7,7 @@ model), `_NAME_layer` (tensors of a layer) and `_NAME_configuration` (keys of tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from repro.quality.weights.family import (
     gelu_name,
     linear_counterparts,
     norm_counterparts,
-    parameter_rows,
     rotary_sizes,
 )
 from repro.quality.weights.source import Counterpart, RowRange, counterpart
@@ -135,25 +134,24 @@ def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
     yield from norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     for k, name in enumerate("qkv"):
         rows = _qkv_rows(attention, model, k)
-        yield from linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, rows, biased=biased)
+        yield from linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, *rows, biased=biased)
     yield counterpart(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
     yield from norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
-    for name, at in (("gate", 0), ("up", f)):
-        yield from linear_counterparts(
-            f"{theirs}.mlp.{name}_proj", h, parameter_rows(f"{mlp}.up", f, at), biased=False
-        )
+    for name, first in (("gate", 0), ("up", f)):
+        yield Counterpart(f"{theirs}.mlp.{name}_proj.weight", (f, h), (RowRange(f"{mlp}.up", first, f),))
     yield counterpart(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
 
 
-def _qkv_rows(block: str, model: Model, k: int) -> Callable[[str], tuple[RowRange, ...]]:
-    """The rows of query, key or value (k = 0, 1, 2)."""
+def _qkv_rows(block: str, model: Model, k: int) -> list[RowRange]:
+    """Return the rows of query, key or value (k = 0, 1, 2)."""
     width, inner = model.head_width, model.heads * model.head_width
     if model.key_heads == model.heads:
-        return parameter_rows(f"{block}.qkv", inner, k * inner)
+        return [RowRange(f"{block}.qkv", k * inner, inner)]
     if k == 0:
-        return parameter_rows(f"{block}.q", inner)
-    first = range((k - 1) * width, 2 * model.key_heads * width, 2 * width)  # each head's key, then its value
-    return lambda ending: tuple(RowRange(f"{block}.kv{ending}", row, width) for row in first)
+        return [RowRange(f"{block}.q", 0, inner)]
+    # The parameter has each head's key, then its value.
+    firsts = range((k - 1) * width, 2 * model.key_heads * width, 2 * width)
+    return [RowRange(f"{block}.kv", first, width) for first in firsts]
 
 
 def _llama_configuration(model: Model) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The interface of a family of transformers' models, and conversions that several families share."""
+"""Interface of a family of models in transformers' format, and conversions that several families share."""
 
 from __future__ import annotations
 
@@ -96,38 +96,27 @@ def norm_counterparts(theirs: str, ours: str, model: Model) -> Iterator[Counterp
 
 
 def linear_counterparts(
-    theirs: str, inputs: int, row_ranges: Callable[[str], tuple[RowRange, ...]], *, biased: bool
+    theirs: str, inputs: int, *row_ranges: RowRange, biased: bool
 ) -> Iterator[Counterpart]:
-    """Yield a matrix [out, in] and its bias. `row_ranges` maps the suffix of our names, empty or `_bias`, to rows."""
-    weight_rows = row_ranges("")
-    rows = sum(part.rows for part in weight_rows)
-    yield Counterpart(f"{theirs}.weight", (rows, inputs), weight_rows)
+    """Yield a matrix [out, in] with the rows `row_ranges` of our weights, and its bias."""
+    rows = sum(part.rows for part in row_ranges)
+    yield Counterpart(f"{theirs}.weight", (rows, inputs), row_ranges)
     if biased:
-        yield Counterpart(f"{theirs}.bias", (rows,), row_ranges("_bias"))
+        biases = tuple(part._replace(ours=f"{part.ours}_bias") for part in row_ranges)
+        yield Counterpart(f"{theirs}.bias", (rows,), biases)
 
 
-def parameter_rows(ours: str, rows: int, first: int = 0) -> Callable[[str], tuple[RowRange, ...]]:
-    """Return the `row_ranges` of one parameter for `linear_counterparts`."""
-    return lambda ending: (RowRange(ours + ending, first, rows),)
-
-
-def fused_qkv_rows(block: str, model: Model) -> Callable[[str], tuple[RowRange, ...]]:
-    """Return the `row_ranges` of a fused matrix that stores queries, key and value of each key head together."""
+def fused_qkv_rows(block: str, model: Model) -> Iterator[RowRange]:
+    """Yield the rows of a fused matrix that stores queries, key and value of each key head together."""
     width, keys = model.head_width, model.key_heads
     queries = model.heads // keys * width
-
-    def row_ranges(ending: str) -> tuple[RowRange, ...]:
-        found = []
-        for group in range(keys):
-            if keys == model.heads:  # one parameter [3, heads, width]
-                ours = f"{block}.qkv{ending}"
-                found += [RowRange(ours, (k * keys + group) * width, width) for k in range(3)]
-            else:  # queries, and [heads, 2, width] of keys and values
-                found.append(RowRange(f"{block}.q{ending}", group * queries, queries))
-                found.append(RowRange(f"{block}.kv{ending}", group * 2 * width, 2 * width))
-        return tuple(found)
-
-    return row_ranges
+    for group in range(keys):
+        if keys == model.heads:  # one parameter [3, heads, width]
+            for k in range(3):
+                yield RowRange(f"{block}.qkv", (k * keys + group) * width, width)
+        else:  # queries, and [heads, 2, width] of keys and values
+            yield RowRange(f"{block}.q", group * queries, queries)
+            yield RowRange(f"{block}.kv", group * 2 * width, 2 * width)
 
 
 def fused_layer(
@@ -142,11 +131,11 @@ def fused_layer(
         yield from norm_counterparts(f"{theirs}.{name}", f"{ours}.{part}.norm", model)
     for name, inputs, row_ranges in (
         (f"{attention}.query_key_value", h, fused_qkv_rows(f"{ours}.attention", model)),
-        (f"{attention}.dense", model.heads * model.head_width, parameter_rows(f"{ours}.attention.out", h)),
-        ("mlp.dense_h_to_4h", h, parameter_rows(f"{ours}.mlp.up", f)),
-        ("mlp.dense_4h_to_h", f, parameter_rows(f"{ours}.mlp.down", h)),
+        (f"{attention}.dense", model.heads * model.head_width, [RowRange(f"{ours}.attention.out", 0, h)]),
+        ("mlp.dense_h_to_4h", h, [RowRange(f"{ours}.mlp.up", 0, f)]),
+        ("mlp.dense_4h_to_h", f, [RowRange(f"{ours}.mlp.down", 0, h)]),
     ):
-        yield from linear_counterparts(f"{theirs}.{name}", inputs, row_ranges, biased=model.biases == "all")
+        yield from linear_counterparts(f"{theirs}.{name}", inputs, *row_ranges, biased=model.biases == "all")
 
 
 def first_value(config: Config, *keys: str) -> Any:

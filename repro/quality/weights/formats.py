@@ -20,7 +20,7 @@ KNOWN_FORMATS = (
 
 
 class RunCheckpoint(WeightSource):
-    """The optimizer's fp32 weights in a checkpoint of `repro run` (folder `step-N`), written under any layout."""
+    """Optimizer's fp32 weights in a checkpoint of `repro run` (folder `step-N`), written under any layout."""
 
     kind = "repro checkpoint"
 

@@ -42,7 +42,7 @@ _RENAMED_TO_2021 = (
 )
 """Parts of names of 2019 and of Megatron-core, and their replacements in names of 2021."""
 _HEAD = "word_embeddings_for_head.weight"
-"""The last pipeline stage's copy of the embedding."""
+"""Name of the last pipeline stage's copy of the embedding."""
 _QKV_ORDERS = {
     0.0: "[3, heads, width]",
     1.0: "[heads, width, 3]",
