@@ -103,11 +103,11 @@ class Progress:
         if experiment not in self._lines:
             if not self.job.compare:
                 self._clear()
-            name, room = (
+            name, columns = (
                 self.job.experiments[experiment].name,
                 max(12, self._bars.console.width - FIXED_COLUMNS),
             )
-            short = name if len(name) <= room else f"{name[: room - 1]}…"
+            short = name if len(name) <= columns else f"{name[: columns - 1]}…"
             self._lines[experiment] = self._bars.add_task(short, total=None, place="", rate="", left="")
         steps = self.course.steps[experiment]
         self._bars.update(

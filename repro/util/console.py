@@ -115,16 +115,16 @@ def _whole_words(**settings: Any) -> Table:
             return widths
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
-            (least, wanted), room = self._widths(console, options), options.max_width
-            if sum(least) > room:
+            (least, wanted), columns = self._widths(console, options), options.max_width
+            if sum(least) > columns:
                 self.padding = (0, 1, self.padding[2], 0)
                 least, wanted = self._widths(console, options)
             is_headed = any(column.header for column in self.columns)
-            if sum(least) > room or (is_headed and sum(wanted) > room and room < MIN_TABLE_COLUMNS):
-                return self._blocks(console, room, is_headed)
+            if sum(least) > columns or (is_headed and sum(wanted) > columns and columns < MIN_TABLE_COLUMNS):
+                return self._blocks(console, columns, is_headed)
             return super().__rich_console__(console, options)
 
-        def _blocks(self, console: Any, room: int, is_headed: bool) -> Iterator[Text]:
+        def _blocks(self, console: Any, columns: int, is_headed: bool) -> Iterator[Text]:
             """Yield the lines of each row; a row whose first cell is empty continues the block before it."""
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
@@ -139,7 +139,7 @@ def _whole_words(**settings: Any) -> Table:
                         value = Text(" ").join(cell.split("\n"))
                         line = Text.assemble((f"{name}: " if name else "", "dim"), value)
                         line.rstrip()
-                        for j, part in enumerate(line.wrap(console, room - 2)):
+                        for j, part in enumerate(line.wrap(console, columns - 2)):
                             yield Text("  " if j else "").append_text(part)
             if is_headed:
                 yield Text("")
@@ -154,11 +154,11 @@ def _phrase(heading: str) -> str:
     return " ".join(text.split())
 
 
-def bar(console: Console, size: float, whole: float, *, room: bool = True) -> str:
-    """Return `size` / `whole` as a bar of `BAR_COLUMNS` columns.  `room`: whether the rest is drawn as well."""
+def bar(console: Console, size: float, whole: float, *, with_rest: bool = True) -> str:
+    """Return `size` / `whole` as a bar of `BAR_COLUMNS` columns.  `with_rest`: draw the remainder too."""
     full, empty = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
     filled = min(BAR_COLUMNS, round(BAR_COLUMNS * size / whole)) if whole else 0
-    return full * filled + (empty * (BAR_COLUMNS - filled) if room else "")
+    return full * filled + (empty * (BAR_COLUMNS - filled) if with_rest else "")
 
 
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:

@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Queues of a device that the streams of a process share, 8 unless something else is said.
+"""Environment variable: number of device queues that the streams of a process share; the default is 8.
 
-A rank of a pipeline has a stream for each of up to ten communicators, and more; in one queue a stream that waits holds
-up the others.  Megatron with several tp ranks asks for 1: products then begin after the messages that they are to
-overlap with.  Our schedules hang under neither (`tests/parallel/test_streams.py`).
+A pipeline rank has a stream for each of up to ten communicators, and further streams. A waiting stream delays the other
+streams of its queue. Megatron-LM asks for 1 queue with several tp ranks, so that products begin after the messages that
+they overlap with. The schedules of this suite hang under neither setting (`tests/parallel/test_streams.py`).
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-"""Until torch 2.7 the allocator is told of every stream that uses a collective's tensor, and keeps what ZeRO frees
-until it has looked at events; as since 2.8, `1` has what is read held until it is waited for."""
+"""Environment variable of torch up to 2.7: with `1`, a collective holds a reference to its tensors until it is waited
+for, as torch 2.8 does. Otherwise the allocator records every stream that uses a tensor, and reuses the memory that ZeRO
+frees only after it has polled events."""
 HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
-"""Collectives get a free multiprocessor before the products that they overlap with.  Libraries have their own way."""
+"""Environment variable: with `1`, a collective gets a free multiprocessor before the products that it overlaps with.
+DeepSpeed and Megatron-core set priorities themselves."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""For equal bits (`deterministic_algorithms`): cuBLAS chooses by the workspace that it happens to get, and sums in
-NVLink's switches (NVLS) are left out, as in Megatron-LM's deterministic mode."""
+"""Environment for bitwise reproducible runs (`deterministic_algorithms`). cuBLAS selects algorithms by its workspace,
+so the workspace is fixed. NVLink switches (NVLS) do not sum, as in Megatron-LM's deterministic mode."""
 GLOO_THREADS_PER_GROUP = 3
 """Threads that a gloo process group starts."""
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TIME_LOSS_COLUMNS = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
 """Columns for parts of the step time, with the keys of these times."""
 MIN_WIDE_TABLE_COLUMNS = 96
-"""Minimum terminal width, in columns, of a table with `TIME_LOSS_COLUMNS` and the time of a whole training."""
+"""Minimum terminal width, in columns, of a table with `TIME_LOSS_COLUMNS` and the duration of the training."""
 
 
 def bound_marks(console: Console, basis: str) -> tuple[str, str]:
@@ -92,7 +92,7 @@ def _print_terms(console: Console, document: dict[str, Any]) -> None:
         size = failing["memory"]["by_category"].get(category, 0)
         before = largest["memory"]["by_category"].get(category, 0) if largest else None
         if size or before:
-            rows.add_row(term, bar(console, size, whole, room=False), gb(size), gb(before))
+            rows.add_row(term, bar(console, size, whole, with_rest=False), gb(size), gb(before))
     console.print(rows)
 
 
@@ -160,8 +160,8 @@ def _print_layout_table(
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
-    roomy = not MIN_TABLE_COLUMNS <= console.width < MIN_WIDE_TABLE_COLUMNS
-    ends = timed and rows[0].interval is not None and (not trained or roomy)
+    is_wide = not MIN_TABLE_COLUMNS <= console.width < MIN_WIDE_TABLE_COLUMNS
+    ends = timed and rows[0].interval is not None and (not trained or is_wide)
     if ends:
         columns += ["90 %\ns"]
     if timed:
@@ -172,7 +172,7 @@ def _print_layout_table(
         columns.remove("samples\n/s")
         columns += ["trained\nin days"]
         columns += ["for\nmillions"] if request.price_per_gpu_hour else []
-    if not roomy and (trained or ends):
+    if not is_wide and (trained or ends):
         columns = [heading for heading in columns if heading not in TIME_LOSS_COLUMNS]
     axes = words.axes(row.layout for row in rows)
     numbered = any(row.undecided for row in rows)

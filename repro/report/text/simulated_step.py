@@ -49,9 +49,9 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
     limit = simulation.limit_bytes
     peaks = [max(r.memory.peak_bytes, r.replay.peak_reserved) for r in simulation.roles]
     whole = limit or max(peaks)
-    room = f"{units.size(limit)} for torch" if limit is not None else "nobody knows how much"
+    capacity = f"{units.size(limit)} for torch" if limit is not None else "nobody knows how much"
     console.print(
-        f"\n[bold]Memory of a GPU[/]: {room}, {units.size(memory['context_bytes'])} of context beside it"
+        f"\n[bold]Memory of a GPU[/]: {capacity}, {units.size(memory['context_bytes'])} of context beside it"
     )
     rank = "all ranks" if len(simulation.roles) == 1 else "stages"
     ranks = new_table(rank, "", "live GB", "reserved GB", "states GB", left=2)
@@ -71,7 +71,9 @@ def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) ->
         most = memory["most_by_category"][category]
         if most:
             size = memory["by_category"][category]
-            parts.add_row(term, bar(console, size, whole, room=False).ljust(BAR_COLUMNS), gb(size), gb(most))
+            parts.add_row(
+                term, bar(console, size, whole, with_rest=False).ljust(BAR_COLUMNS), gb(size), gb(most)
+            )
     console.print(parts)
     if memory["host_bytes"]:
         console.print(
@@ -158,7 +160,7 @@ def print_step_time(
     )
     for key, part in TIME_PARTS:
         if time[key] >= step / 2000:
-            filled = bar(console, time[key], step, room=False).ljust(BAR_COLUMNS)
+            filled = bar(console, time[key], step, with_rest=False).ljust(BAR_COLUMNS)
             rows.add_row(part, filled, f"{time[key]:,.3f}", f"{100 * time[key] / step:.1f}")
     console.print(rows)
     exposed = sorted(time["exposed_by_kind"].items(), key=lambda entry: -entry[1])

@@ -117,7 +117,7 @@ class PlanRequest:
     """Keys of the layout that are fixed."""
     expandable: bool = False
     tokens: float = 0.0
-    """Of a whole training, to say how long it takes; 0: not asked."""
+    """Tokens of the training whose duration and cost a plan states; 0: none is stated."""
     price_per_gpu_hour: float = 0.0
     """In any currency; 0: not asked."""
 
