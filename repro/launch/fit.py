@@ -15,7 +15,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.quantity import Quantity
 from repro.config.sizes import at_most
 from repro.config.system import System
-from repro.launch import local_capacity
+from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover
@@ -36,8 +36,8 @@ def plan_trials(
     `as_rank`: one process is this rank alone, of `of`; else None.
     """
     system, gpus = asked.system, asked.gpus
-    if system not in local_capacity.DEVICES:
-        raise ConfigError("system", system, f"one of {', '.join(local_capacity.DEVICES)} with --measure")
+    if system not in local_launch.DEVICES:
+        raise ConfigError("system", system, f"one of {', '.join(local_launch.DEVICES)} with --measure")
     if asked.expandable:
         what = (
             "must be PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with --measure, where torch allocates"
@@ -52,21 +52,21 @@ def plan_trials(
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
-    if local_capacity.DEVICES[system] == "cuda" and gpus > local_capacity.count_cuda_devices():
+    if local_launch.DEVICES[system] == "cuda" and gpus > local_launch.count_cuda_devices():
         raise ConfigError(
             "gpus",
             gpus,
-            f"at most the {local_capacity.count_cuda_devices()} CUDA devices that are visible here",
+            f"at most the {local_launch.count_cuda_devices()} CUDA devices that are visible here",
         )
-    if local_capacity.DEVICES[system] == "cpu":
-        at_most("gpus", gpus, local_capacity.max_ranks())
+    if local_launch.DEVICES[system] == "cpu":
+        at_most("gpus", gpus, local_launch.max_ranks())
     return Trials(question, system, limit, as_rank)
 
 
 def _local_system(system: str, limit: int | None) -> System:
     """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
     on = discover()
-    on_cpu = local_capacity.DEVICES[system] == "cpu"
+    on_cpu = local_launch.DEVICES[system] == "cpu"
     if on_cpu:
         if limit is None:
             what = "is needed on processor cores: what one process may allocate, say 500MB"
@@ -126,7 +126,7 @@ class Trials:
         why = ""
         if ending.outcome == "oom":
             why = memory_failure_kind(
-                ending.reason, local_capacity.DEVICES[self.system], self.question.allocatable
+                ending.reason, local_launch.DEVICES[self.system], self.question.allocatable
             )
         elif ending.outcome != "ok":
             why = ending.outcome

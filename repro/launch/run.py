@@ -12,9 +12,9 @@ from repro.config import ConfigError, Experiment, words
 from repro.config.suites import Entry, Suite, load_suite
 from repro.config.systems import LOCAL_SYSTEMS
 from repro.config.systems import load_system_file as load_system
-from repro.launch import local_capacity, plan, simulated
+from repro.launch import local_launch, plan, simulated
 from repro.launch.job import Interrupt
-from repro.launch.local_capacity import DEVICES
+from repro.launch.local_launch import DEVICES
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder, RunEnd, run_end, summarise_run
 from repro.launch.runner import LocalLauncher, Runner
@@ -116,9 +116,9 @@ def missing_for_measurement(entry: Entry) -> str:
     An experiment that is expected to run out of memory is started at any size.
     """
     experiment = entry.experiment
-    needs = local_capacity.missing_resource(experiment)
-    if not needs and local_capacity.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
-        needs = local_capacity.memory_shortage(experiment)
+    needs = local_launch.missing_resource(experiment)
+    if not needs and local_launch.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
+        needs = local_launch.memory_shortage(experiment)
     hint = (
         f"; `--evidence {SIMULATED}` traces it here"
         if not simulated.missing_for_simulation(experiment)

@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import ConfigError, Experiment, Layout, Model, Training, sizes
-from repro.launch.local_capacity import max_ranks
+from repro.launch.local_launch import max_ranks
 
 MOST = [limit for limit in vars(sizes).values() if isinstance(limit, sizes.SizeLimit)]
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "seq": 128}

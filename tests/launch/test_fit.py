@@ -114,9 +114,9 @@ def test_what_cannot_be_tried_is_said(wrong: LayoutQuery, as_rank: int | None, o
 
 
 def test_as_many_processes_as_there_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.local_capacity, "count_cuda_devices", lambda: 2)
-    monkeypatch.setattr(measured.local_capacity, "usable_cores", lambda: 1)
-    most = measured.local_capacity.max_ranks().value
+    monkeypatch.setattr(measured.local_launch, "count_cuda_devices", lambda: 2)
+    monkeypatch.setattr(measured.local_launch, "usable_cores", lambda: 1)
+    most = measured.local_launch.max_ranks().value
     assert (
         measured.plan_trials(asked("local-gpu", 2), None, SIZES, "layers", None, 1).question.layout.world == 2
     )

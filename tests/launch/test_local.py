@@ -16,7 +16,7 @@ from repro import engines
 from repro.config import EmulatedNetwork, Experiment, Layout
 from repro.config.sizes import RANKS_PER_CORE
 from repro.emulate import lab
-from repro.launch import local_capacity, local_launch, rank_process
+from repro.launch import local_launch, rank_process
 from repro.launch.job import Job
 from repro.launch.local_launch import LocalLaunch
 from tests.clock import Clock
@@ -28,14 +28,14 @@ def experiment(world: int, system: str = "local", **keys: Any) -> Experiment:
 
 
 def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 2)
-    monkeypatch.setattr(local_capacity, "usable_cores", lambda: 2)
+    monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 2)
+    monkeypatch.setattr(local_launch, "usable_cores", lambda: 2)
     monkeypatch.setattr(
         engines, "missing_library", lambda engine: "" if engine == "native" else f"engine {engine}"
     )
     monkeypatch.setattr(lab, "missing_requirement", lambda: "namespaces")
     most, why = 2 * RANKS_PER_CORE.value, RANKS_PER_CORE.why
-    needs = local_capacity.missing_resource
+    needs = local_launch.missing_resource
     assert needs(experiment(2, "dgx2")) == "2 GPUs of system dgx2"
     assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
         *("", "3 GPUs of system local-gpu, and 2 are visible here")
@@ -50,7 +50,7 @@ def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, count in (("", 0), ("-1", 0), ("0", 1), ("3, 5,", 2), ("GPU-1,GPU-2,GPU-3", 3)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert local_capacity.count_cuda_devices() == count
+        assert local_launch.count_cuda_devices() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
     def absent() -> None:
@@ -58,9 +58,9 @@ def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch
 
     driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert local_capacity.count_cuda_devices() == 4
+    assert local_launch.count_cuda_devices() == 4
     driver.nvmlInit = absent
-    assert local_capacity.count_cuda_devices() == 0
+    assert local_launch.count_cuda_devices() == 0
 
 
 def test_a_rank_of_one_machine_and_of_an_emulated_node_knows_its_place(

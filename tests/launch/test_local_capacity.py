@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import suites
-from repro.launch import local_capacity
+from repro.launch import local_launch
 
 FREE = 10 * 10**9
 SUITE = """
@@ -45,7 +45,7 @@ INPUTS = 4 * 128 * 128 * 4
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(local_capacity, "memory_and_swap", lambda: FREE)
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: FREE)
     path = tmp_path / "large.toml"
     path.write_text(SUITE)
     return str(path)
@@ -83,10 +83,10 @@ def test_context_parallelism_splits_a_sample_once(
     path.write_text(f'[suite]\nname = "cp"\n[[experiment]]\n{experiment}')
     (entry,) = suites.load_suite(path).entries
     needed = states * 7_248_640 + 10 * samples * INPUTS
-    monkeypatch.setattr(local_capacity, "memory_and_swap", lambda: needed)
-    assert local_capacity.memory_shortage(entry.experiment) == ""
-    monkeypatch.setattr(local_capacity, "memory_and_swap", lambda: needed - 1)
-    assert "layout.micro_batch = 10, and at most 9 fit" in local_capacity.memory_shortage(entry.experiment)
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed)
+    assert local_launch.memory_shortage(entry.experiment) == ""
+    monkeypatch.setattr(local_launch, "memory_and_swap", lambda: needed - 1)
+    assert "layout.micro_batch = 10, and at most 9 fit" in local_launch.memory_shortage(entry.experiment)
 
 
 def test_it_is_refused_in_one_line_and_nothing_starts(

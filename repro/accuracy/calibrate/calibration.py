@@ -22,7 +22,7 @@ from repro.config.files import check_writable
 from repro.config.sizes import at_most
 from repro.config.suites import load_suite
 from repro.config.systems import LOCAL_SYSTEMS, parse_system, system_names
-from repro.launch import local_capacity
+from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover, load_system
@@ -148,19 +148,19 @@ class LocalMachine:
             ConfigError: The machine does not have the requested devices.
         """
         self.target = target
-        if system not in local_capacity.DEVICES:
-            known = ", ".join(local_capacity.DEVICES)
+        if system not in local_launch.DEVICES:
+            known = ", ".join(local_launch.DEVICES)
             expected = f"one of {known}: what can be measured is the machine at hand, or with "
             raise ConfigError("--system", system, f"{expected}--profile a cluster")
         require(gpus >= 0, "--gpus", gpus, "a number of ranks, 1 or more")
-        self.system, on_cpu = system, local_capacity.DEVICES[system] == "cpu"
-        visible = 0 if on_cpu else local_capacity.count_cuda_devices()
+        self.system, on_cpu = system, local_launch.DEVICES[system] == "cpu"
+        visible = 0 if on_cpu else local_launch.count_cuda_devices()
         if not on_cpu and visible == 0:
             raise ConfigError("--system", system, "a machine with CUDA devices; none is visible here")
         if not on_cpu and gpus > visible:
             raise ConfigError("--gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
         if on_cpu:
-            at_most("--gpus", gpus, local_capacity.max_ranks())
+            at_most("--gpus", gpus, local_launch.max_ranks())
         self.ranks = gpus or (min(DEFAULT_CORE_RANKS, usable_cores()) if on_cpu else visible)
         self.per_node = self.ranks
         self.precision = "fp32" if on_cpu else discover().best_precision
@@ -200,7 +200,7 @@ class ClusterNodes:
         profile_check.require_shared_folder(self.site, self.folder, option="--output", noun="file")
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
-        on_cpu = local_capacity.DEVICES.get(system) == "cpu"
+        on_cpu = local_launch.DEVICES.get(system) == "cpu"
         # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
         self.precision = (
             "fp32" if on_cpu else "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision

@@ -12,8 +12,8 @@ from torch.nn import Module
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.engines import EngineReport
-from repro.engines.deepspeed import library, model
-from repro.engines.deepspeed.states import States
+from repro.engines.deepspeed import library, model_states
+from repro.engines.deepspeed.model_states import States
 from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
@@ -33,12 +33,12 @@ class DeepSpeedEngine:
         mpu = library.ModelParallelUnit(layout, mesh) if layout.tp > 1 else None
         self.configuration = library.configuration(experiment.model, layout, training)
         with self.module_state.in_place():
-            built = model.build_model(
+            built = model_states.build_model(
                 experiment, mesh, device, self._partition(mpu) if layout.zero == 3 else None
             )
             self.engine, *_ = deepspeed.initialize(
                 model=built.model,
-                optimizer=model.fused_adamw(built, training),
+                optimizer=model_states.fused_adamw(built, training),
                 lr_scheduler=self._schedule,
                 mpu=mpu,
                 dist_init_required=False,

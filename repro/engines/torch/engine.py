@@ -21,8 +21,7 @@ from repro.engines import EngineReport
 from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.engines.torch import parallelism
 from repro.engines.torch.model import Dropout, PlainGPT, from_plain, initialise, suite_name
-from repro.engines.torch.parallelism import Strategy, device_mesh, strategy_of
-from repro.engines.torch.pipeline import TorchPipeline
+from repro.engines.torch.parallelism import Strategy, TorchPipeline, device_mesh, strategy_of
 from repro.model.gpt import Part
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Data, tensor and sequence parallelism of torch: the device mesh, the strategy of a layout, and its application.
+"""Parallelism of torch in every dimension: the device mesh, the strategy of a layout, and its application.
 
 | stage | dp alone, fp32 | with tp or pp, and in 16 bits |
 |---|---|---|
@@ -18,15 +18,17 @@ Every parameter becomes a DTensor of the tp mesh, so that norms and optimizer tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -37,9 +39,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from repro.config import Layout, Training
-from repro.config.enums import StrEnum
+from repro.config import Experiment, Layout, Training
+from repro.config.enums import Phase, StrEnum
+from repro.engines.native.model_part import MicroBatch
 from repro.engines.torch.model import PlainGPT
+from repro.parallel.pipeline.runner import Observer
 from repro.parallel.storage import DTYPES
 
 AXES = ("pp", "dp", "tp")
@@ -186,3 +190,97 @@ def apply_tensor_parallel(module: PlainGPT, mesh: DeviceMesh, *, sp: bool) -> No
     if module.part.last:
         # The loss is the same on all ranks; FSDP2 warns of views that leave a module.
         module.head.register_forward_hook(lambda head, inputs, loss: loss.to_local().clone())
+
+
+class InFlight:
+    """Micro-batches (per chunk) of a rank between forward and backward."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+
+class WatchedStage(PipelineStage):
+    """A stage that says when it computes; what is between is waiting for others, as the schedules do it."""
+
+    flying: InFlight
+    observe: Observer
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.observe(Phase.FORWARD)
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.flying.now += 1
+        self.flying.most = max(self.flying.most, self.flying.now)
+        self.observe(Phase.IDLE)
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self.observe(Phase.BACKWARD)
+        super().backward_one_chunk(*args, **kwargs)
+        self.flying.now -= 1
+        self.observe(Phase.IDLE)
+
+
+class TorchPipeline:
+    """One rank's stages, one a chunk, under the layout's schedule."""
+
+    def __init__(
+        self, experiment: Experiment, modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device
+    ):
+        layout = experiment.layout
+        self.layout, self.flying = layout, InFlight()
+        self.last = mesh.get_local_rank("pp") == layout.pp - 1
+        self.scale = torch.ones((), device=device)
+        seq = experiment.seq // layout.tp if layout.sp else experiment.seq
+        between = torch.empty(
+            layout.micro_batch, seq, experiment.model.hidden, dtype=DTYPES[layout.precision], device="meta"
+        )
+        tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device="meta")
+        total = layout.pp * layout.chunks
+        self.stages: list[Any] = []
+        for chunk, module in enumerate(modules):
+            number = chunk * layout.pp + mesh.get_local_rank("pp")
+            stage = WatchedStage(
+                module,
+                number,
+                total,
+                device,
+                input_args=between.clone().requires_grad_() if number else tokens,
+                output_args=between.clone().requires_grad_()
+                if number < total - 1
+                else torch.empty((), device="meta").requires_grad_(),
+                group=mesh.get_group("pp"),
+            )
+            stage.flying = self.flying
+            self.stages.append(stage)
+        settings: dict[str, Any] = {
+            "n_microbatches": layout.accumulation,
+            # The last stage's output is its mean loss, and the data it needs it has.
+            "loss_fn": lambda loss, _: loss * self.scale,
+            "scale_grads": False,
+        }
+        self.schedule: Any
+        if layout.schedule == "interleaved":
+            self.schedule = ScheduleInterleaved1F1B(self.stages, **settings)
+        else:
+            kind = ScheduleGPipe if layout.schedule == "gpipe" else Schedule1F1B
+            self.schedule = kind(self.stages[0], **settings)
+
+    def run(self, micro_batches: Sequence[MicroBatch], scale: Tensor | None, observe: Observer) -> Tensor:
+        """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
+
+        Gradients are those of the mean loss, times `scale` (0-dim) if there is one.
+        """
+        self.scale = torch.full_like(self.scale, 1 / len(micro_batches))
+        if scale is not None:
+            self.scale *= scale
+        for stage in self.stages:
+            stage.observe = observe
+        whole = torch.cat([batch.tokens for batch in micro_batches])
+        losses: list[Tensor] = []
+        observe(Phase.IDLE)
+        # The first stage takes the tokens; the targets only tell the last one that there is a loss.
+        inputs = (whole,) if self.stages[0].is_first else ()
+        self.schedule.step(*inputs, target=whole if self.last else None, losses=losses, return_outputs=False)
+        if not losses:
+            return torch.zeros_like(self.scale)
+        return torch.stack([loss.detach() for loss in losses]).sum() / (1.0 if scale is None else scale)

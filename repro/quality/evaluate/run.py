@@ -24,7 +24,7 @@ from typing import Any
 
 from repro.config import ConfigError, Experiment, Layout, Limits, models
 from repro.config.errors import require
-from repro.launch import local_capacity
+from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.provenance import provenance
@@ -142,14 +142,14 @@ def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
         system=options.system,
         limits=LIMITS,
     )
-    known = " or ".join(local_capacity.DEVICES)
+    known = " or ".join(local_launch.DEVICES)
     require(
-        options.system in local_capacity.DEVICES,
+        options.system in local_launch.DEVICES,
         "--system",
         options.system,
         f"{known}: it runs on this machine",
     )
-    if lacking := local_capacity.missing_resource(experiment):
+    if lacking := local_launch.missing_resource(experiment):
         raise ConfigError("tp x pp x dp", layout.world, says=f"needs {lacking}")
     return experiment
 

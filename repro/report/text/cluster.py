@@ -19,7 +19,7 @@ from repro.config.sizes import at_most
 from repro.emulate import lab
 from repro.emulate.lab import LabNetwork
 from repro.emulate.network import NoNetwork
-from repro.launch.local_capacity import max_ranks
+from repro.launch.local_launch import max_ranks
 from repro.launch.slurm.case_states import (
     CANCELLED,
     DONE,

@@ -22,7 +22,7 @@ from repro.config.errors import ConfigError
 from repro.config.links import OPERATIONS
 from repro.config.timing import EXCHANGE, MESSAGE
 from repro.emulate.compute_rate import COMPUTE_RATE_FACT
-from repro.launch import local_capacity
+from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from repro.report.text import machine as view
@@ -184,7 +184,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local_capacity, "count_cuda_devices", lambda: 0)
+    monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM here
     lab = 'system = "local"\n[slurm]\ntasks_per_node = 2\n'
     Path("lab.toml").write_text(lab)

@@ -17,7 +17,7 @@ from repro.config.enums import Phase
 from repro.launch import rank_process
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import STOP_FILE, Job
-from repro.launch.local_capacity import DEVICES
+from repro.launch.local_launch import DEVICES
 from repro.launch.rank_process import Position
 from repro.launch.slurm.allocation import task
 from repro.launch.slurm.allocation.connection import TASK_ENDED, Listener, Message
