@@ -94,7 +94,7 @@ COMPILED = """
 from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
 for program in families.example_programs():
-    compiler.compile_program(program, compiler.CompileTarget("sm_80"))
+    compiler.compile_cuda_program(program, compiler.CompileTarget("sm_80"))
     print(program.name)
 """
 

@@ -72,7 +72,7 @@ def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
 from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
 target = compiler.CompileTarget(f"compute_{compiler.supported_architectures()[-1]}")
-made = compiler.compile_program(families.example_programs()[0], target)
+made = compiler.compile_cuda_program(families.example_programs()[0], target)
 assert made.log == "", made.log
 assert b".version" in made.code, made.code[:80]
 print([n for n in range(256) if bytes([n])[0] != n])

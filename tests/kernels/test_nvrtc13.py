@@ -24,7 +24,7 @@ found = {}
 programs = {(program.source, program.kernels): program for program in reversed(families.example_programs())}
 for program in programs.values():
     for architecture in (80, 90, 100):
-        made = compiler.compile_program(program, compiler.CompileTarget(f"sm_{architecture}"))
+        made = compiler.compile_cuda_program(program, compiler.CompileTarget(f"sm_{architecture}"))
         assert made.code.startswith(b"\\x7fELF")
         found[f"{program.name} sm_{architecture}"] = {
             name: [used.registers, used.spilled_bytes] for name, used in parse_resources(made.log).items()
