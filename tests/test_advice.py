@@ -28,8 +28,8 @@ OPTIONAL = [package.replace("_", "-") for package, extra in EXTRAS.items() if ex
 UV = shutil.which("uv")
 MISSING = """
 import json
-from repro.util.extras import EXTRAS, missing
-print(json.dumps({EXTRAS[package]: missing(package) for package in reversed(EXTRAS)}))
+from repro.util.extras import EXTRAS, missing_package_hint
+print(json.dumps({EXTRAS[package]: missing_package_hint(package) for package in reversed(EXTRAS)}))
 """
 
 
@@ -179,4 +179,6 @@ def test_the_advice_installs_what_is_missing(
     for extra in followed:
         line = lines[extra]
         output("sh", "-c", line.partition(f"Install the extra {extra}: ")[2], cwd=here, **index)
-    output(python, "-c", f"from repro.util.extras import require; require(*{followed})", cwd=here)
+    output(
+        python, "-c", f"from repro.util.extras import require_extras; require_extras(*{followed})", cwd=here
+    )

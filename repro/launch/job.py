@@ -18,7 +18,7 @@ STOP_FILE = "stop"
 STOP_TIMEOUT_S = 300.0
 """Timeout of stopping ranks for their step and checkpoint, in seconds."""
 NETWORK_FILE = "network.json"
-"""File in the launch's folder with the `repro.emulate.network.Facts` of the emulated network, if there is one."""
+"""File in the launch folder with the `repro.emulate.network.NetworkFacts` of the emulated network, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ would compute sixteen times as fast, and the time of the messages would disappea
 seconds therefore sleeps until `c / share` seconds have passed; waits for other ranks do not count. The rank settles
 this time before each collective, before each wait for one, and at a timer of processor time for libraries that do not
 announce their collectives. Only the computing thread is throttled. Threads that carry messages run on other cores
-(`repro.util.cores`), because a kernel without `IRQ_TIME_ACCOUNTING` charges frames to the thread on the core.
+(`repro.util.processes`), because a kernel without `IRQ_TIME_ACCOUNTING` charges frames to the thread on the core.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The states are, for each element of a parameter, the fp32 weight and Adam's two moments, and the optimizer's step count
 and the loss scaler's numbers. The step determines everything else: learning rate, samples (`repro.model.data.stream`)
-and dropout keys (`repro.model.gpt.Place`).
+and dropout keys (`repro.model.gpt.BatchPosition`).
 
 Tensor parallelism splits a parameter along one dimension. A tp rank holds a block of columns of the matrix whose rows
 are the preceding dimensions. ZeRO cuts that block row by row (1910.02054 sec. 5.1: "equal partitions"). Such a cut is
