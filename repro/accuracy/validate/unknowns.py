@@ -1,7 +1,7 @@
 """Ranking of unknown inputs by the predicted rows that a measurement would settle.
 
-Several unknowns move a predicted row of the ledger, one at a time (`Doubt.alone`). An unknown settles a row if it
-carries more than half of all moves: its measurement then removes more than half of the interval.
+Several unknowns move a predicted row of the ledger, one at a time (`InputUncertainty.alone`). An unknown settles a
+row if it carries more than half of all moves: its measurement then removes more than half of the interval.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ TIMELINE_RESOLUTION = 10_000
 
 
 def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, Any]:
-    """What is live in `POINTS` equal parts of the device's busy time, of each the moment that holds most.
+    """What is live in `TIMELINE_POINTS` equal parts of the device's busy time, of each the moment that holds most.
 
     `seconds` of an operator on the device; messages take none here.  The result has `unit` (bytes), `bytes` by
     category in units (one number where it never changes; categories that hold nothing are left out), and `phases`:

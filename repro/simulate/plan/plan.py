@@ -47,7 +47,7 @@ class Plan:
 
 @pause_garbage_collection()
 def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
-    """All sensible layouts, best first, the first that are `shown`, and `COMPARED` at least, with intervals.
+    """All sensible layouts, best first, the first that are `shown`, and `COMPARED_ROWS` at least, with intervals.
 
     `whole`: the others are timed as well; else they stay open if they cannot be among the first.  `shown` = 0: no
     intervals.  Raises `ConfigError` if there are no layouts.

@@ -1,11 +1,11 @@
-"""What is known of the layouts of one request, the cheapest way that tells, and each row says which it was:
+"""Evaluation of the layouts of one request. Each row names its evidence, the cheapest that decides the row:
 
-    states     the model states alone, in closed form, are more than a device has: nothing is traced
-    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.extrapolation.linear`, `steptime`)
-    full       the whole step was traced, its allocations replayed, its events scheduled (`repro.simulate.step`)
+    states     model states in closed form, which exceed the device: nothing is traced
+    shallow    live bytes, traffic and time from shallow traces (`repro.simulate.plan.extrapolation`)
+    full       trace of the full step, replay of its allocations, schedule of its events (`repro.simulate.step`)
 
-Seconds are predicted for what fits, or may.  What the allocator reserves beyond live bytes decides where these are
-within `MARGIN` of the limit: such rows need a full trace.
+A row with live bytes within `MAX_RESERVED_OVER_LIVE` of the limit needs a full trace, because the memory that the
+allocator reserves beyond live bytes decides whether it fits. Layouts that do not fit get no step time.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ IDEAL_ORDER_RULE = (
 
 
 def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
-    """What `NO_TIMES` would need of the system and nobody knows; it counts as taking no time."""
+    """What `IDEAL_ORDER_RULE` would need of the system and nobody knows; it counts as taking no time."""
     system = request.system
     found = []
     if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
@@ -170,7 +170,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
 
 
 def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> float:
-    """Seconds of a step at peak rates (`NO_TIMES`); what is unknown takes none."""
+    """Seconds of a step at peak rates (`IDEAL_ORDER_RULE`); what is unknown takes none."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world

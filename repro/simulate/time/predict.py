@@ -279,7 +279,7 @@ MIN_CURVE_SPAN = 0.01
 
 
 def with_curves(prediction: Prediction) -> Prediction:
-    """With the curves of the unknowns that move the step by more than `MOVES`."""
+    """With the curves of the unknowns that move the step by more than `MIN_CURVE_SPAN`."""
     interval = prediction.interval
     if interval is None:
         return prediction

@@ -23,7 +23,7 @@ TASK_ENDED = "its task ended without a word"
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Have the kernel end the connection when the other host does not answer for `SILENT_S`."""
+    """Have the kernel end the connection when the other host does not answer for `KEEPALIVE_TIMEOUT_S`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 3),
@@ -83,7 +83,7 @@ class Listener:
         self._rank_of: dict[socket.socket, int] = {}
         self._unfinished: dict[socket.socket, bytearray] = {}
         self.ended: dict[int, str] = {}
-        """How the connection of a rank has ended: `ENDED`, or why it is lost."""
+        """End of each rank's connection: `TASK_ENDED`, or the reason of its loss."""
 
     def messages(self) -> list[tuple[int, Message]]:
         """What has come in, with the rank that it is about."""

@@ -79,7 +79,7 @@ class SrunStep:
     def __init__(self, command: list[str], errors: Path):
         self._command, self._errors = command, errors
         self.starts = 0
-        """How often srun was started: again for as long as `UNREACHABLE_S` while slurmctld does not answer."""
+        """How often srun was started: again for as long as `SLURMCTLD_TIMEOUT_S` while slurmctld does not answer."""
         self._until = time.monotonic() + SLURMCTLD_TIMEOUT_S
         self._process = self._start()
 

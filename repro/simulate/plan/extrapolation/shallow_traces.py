@@ -47,7 +47,7 @@ class ShallowProfile:
     layout: Layout
     parameters: int
     live: dict[str, tuple[dict[str, int], ...]]
-    """By phase: what is live by category, at the moments of the phase that could be its peak (`WEIGHTS`)."""
+    """By phase: what is live by category, at the moments of the phase that could be its peak (`PEAK_WEIGHTS`)."""
     most: dict[str, int]
     """The most of each category at any moment."""
     rows: dict[MessageKind, tuple[int, int]]
@@ -106,7 +106,7 @@ def trace_family(
 ) -> tuple[dict[str, LayoutFamily], int]:
     """The families of each role of `layout` (from `family_of`) that has one of `names`, and how many traces it took.
 
-    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.  `names`: `ENDS`, or
+    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.  `names`: `END_ROLES`, or
     `BETWEEN`, which three stages have.
     """
     made = 0
@@ -222,7 +222,7 @@ def _timed(traced: Trace) -> Trace:
 
 
 def _moments(events: Iterable[Event]) -> tuple[dict[str, tuple[dict[str, int], ...]], dict[str, int]]:
-    """By phase, what is live when live bytes, weighted as in `WEIGHTS`, are most; and the most of each category."""
+    """Return the live bytes by category at the peaks of each phase, weighted as in `PEAK_WEIGHTS`, and each peak."""
     from repro.simulate.memory.live_bytes import LiveBytes
 
     live, phase = LiveBytes(), ""
