@@ -43,7 +43,7 @@ def _seen(time: ToldTime, layout: Layout, engine: str) -> tuple[float, float, fl
     parts = {"native": "parts", "torch": "modules", "megatron": "models"}[engine]
     for part in getattr(built, parts):
         for module in getattr(part, "model", part).modules():
-            if type(module).__name__ in ("Block", "TransformerLayer"):
+            if type(module).__name__ in ("Block", "PlainBlock", "TransformerLayer"):
                 module.register_forward_hook(partial(_slow, time))
     batches = micro_batches(experiment, 0, 0)
     built.step(batches, lambda phase: None)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from repro.report.page import notebooks
 {DRAW}
-notebooks.write(Path("results"), Path("out"), Path("."))
+notebooks.write_notebooks(Path("results"), Path("out"), Path("."))
 """
 
 
