@@ -81,11 +81,11 @@ def _norm_squared_cpu(tensors: list[Tensor]) -> Tensor:
     for tensor in tensors:
         for piece in tensor.reshape(-1).split(CPU_CHUNK_ELEMENTS):
             wide = piece.float()
-            whole = wide.numel() // CPU_ROW_ELEMENTS * CPU_ROW_ELEMENTS
-            if whole:
-                norms.append(torch.linalg.vector_norm(wide[:whole].view(-1, CPU_ROW_ELEMENTS), dim=1))
-            if whole < wide.numel() or not whole:
-                norms.append(torch.linalg.vector_norm(wide[whole:]).view(1))
+            in_rows = wide.numel() // CPU_ROW_ELEMENTS * CPU_ROW_ELEMENTS
+            if in_rows:
+                norms.append(torch.linalg.vector_norm(wide[:in_rows].view(-1, CPU_ROW_ELEMENTS), dim=1))
+            if in_rows < wide.numel() or not in_rows:
+                norms.append(torch.linalg.vector_norm(wide[in_rows:]).view(1))
     return torch.cat(norms).square_().sum()
 
 

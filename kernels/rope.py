@@ -52,11 +52,11 @@ def launch_rotary(
     y, (samples, sequence, columns) = torch.empty_like(x), x.shape
     if not x.numel():
         return y
-    at_once, pairs = 16 // x.element_size(), width // 2
-    whole = pairs % at_once == 0 and is_aligned(head_width, (x, y), at_once)
-    at_once = at_once if whole else 1
-    kind, tokens = program(source_type(x), at_once), samples * sequence
-    vectors = tokens * (head_width - pairs) // at_once
+    vector_width, pairs = 16 // x.element_size(), width // 2
+    if pairs % vector_width or not is_aligned(head_width, (x, y), vector_width):
+        vector_width = 1
+    kind, tokens = program(source_type(x), vector_width), samples * sequence
+    vectors = tokens * (head_width - pairs) // vector_width
     blocks = min(-(-vectors // kind.threads), MAX_BLOCKS_PER_PROCESSOR * on.processors)
     place = (first_position, split, jump)
     sizes = (tokens, sequence, *place, columns // head_width, heads, head_width, pairs)

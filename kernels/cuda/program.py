@@ -106,9 +106,9 @@ PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
 
 
 def pack_launches(
-    on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], room: int, chunk: int
+    on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], max_tensors: int, chunk: int
 ) -> list[PackedLaunch]:
-    """Return launches of at most `room` tensors of one program each.
+    """Return launches of at most `max_tensors` tensors, each of one program.
 
     tensors: program of each tensor, and its pointers and number of elements; empty tensors have no launch. chunk:
     elements that a block processes at once. Raises Unavailable before the first launch.
@@ -120,8 +120,8 @@ def pack_launches(
     found = []
     for program, members in groups.items():
         loaded = on.load(program)
-        for start in range(0, len(members), room):
-            part = members[start : start + room]
+        for start in range(0, len(members), max_tensors):
+            part = members[start : start + max_tensors]
             chunks: list[int] = []
             total = 0
             for tensor in part:

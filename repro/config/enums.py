@@ -92,7 +92,10 @@ class OperatorSet(StrEnum):
 
     @property
     def in_passes(self) -> bool:
-        """Whether weight gradients are added up beside the products that make them, copied to be reduced and back
-        (`repro.parallel.zero.grad_reduce`), and widened, unscaled and clipped for the update
-        (`repro.parallel.zero.optimizer`), each a pass over memory."""
+        """Whether each operation on gradients is a pass over memory of its own.
+
+        The operations are the sum of weight gradients, the copies to and from the reduced buffer
+        (`repro.parallel.zero.grad_reduce`), and the conversion to fp32, unscaling and clipping before the update
+        (`repro.parallel.zero.optimizer`).
+        """
         return self.writes_scores

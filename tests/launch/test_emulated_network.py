@@ -248,7 +248,7 @@ def test_the_timer_is_of_processor_time_and_stops(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_settles_before_a_wait_which_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the thread that is held: others carry messages."""
+    """Only the thread that computes is held back; other threads carry messages during the wait."""
     clocks = Clocks(monkeypatch)
     monkeypatch.setattr(module.signal, "setitimer", lambda *given: None)
     monkeypatch.setattr(module.signal, "signal", lambda *given: None)

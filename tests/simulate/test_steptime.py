@@ -1,4 +1,4 @@
-"""Small schedules of shallow traces say what the whole step's schedule says."""
+"""Small schedules of shallow traces say what the prediction step's schedule says."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_shallow_times_are_those_of_the_whole_step(name: str) -> None:
     layout, system = LAYOUTS[name], systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
     found = StepTimes(MODEL, MODEL.seq, system).of_layout(layout, families)
-    whole = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
-    assert found["step_s"] == pytest.approx(whole["step_s"], rel=0.01)
-    assert set(found) == set(whole)
+    prediction = predict(Experiment(name="x", model=MODEL, layout=layout), system).as_dict()
+    assert found["step_s"] == pytest.approx(prediction["step_s"], rel=0.01)
+    assert set(found) == set(prediction)
     for key in ("compute_s", "exposed_s", "bubble_s", "optimizer_s"):
-        assert found[key] == pytest.approx(whole[key], abs=0.01 * whole["step_s"])
+        assert found[key] == pytest.approx(prediction[key], abs=0.01 * prediction["step_s"])
     # Some of a long pipeline's messages cross nodes, and which stage sends them is not followed.
-    assert found["hidden_s"] == pytest.approx(whole["hidden_s"], abs=0.05 * whole["step_s"])
+    assert found["hidden_s"] == pytest.approx(prediction["hidden_s"], abs=0.05 * prediction["step_s"])
     for key in ("samples_per_s", "flops_per_device"):
-        assert found[key] * found["step_s"] == pytest.approx(whole[key] * whole["step_s"])
+        assert found[key] * found["step_s"] == pytest.approx(prediction[key] * prediction["step_s"])
 
 
 def test_a_widened_trace_is_the_wide_one() -> None:
@@ -67,20 +67,20 @@ def test_lines_through_few_schedules() -> None:
 
 
 def test_what_a_step_may_take_instead_is_in_proportion_to_it() -> None:
-    """Told twice the seconds, each of an interval is twice as long; the ends are those of the whole step's."""
+    """Told twice the seconds, each of an interval is twice as long; the ends are those of the prediction step's."""
     layout, system = replace(LAYOUTS["pp3-z2"], kernels="softmax"), systems.load_system_file("dgx2")
     families, _ = families_of(MODEL, layout)
     times = StepTimes(MODEL, MODEL.seq, system)
     experiment = Experiment(name="x", model=MODEL, layout=layout)
-    whole = predict(experiment, system, interval=True)
-    found = times.interval(layout, families, whole.step_s)
-    twice = times.interval(layout, families, 2 * whole.step_s)
+    prediction = predict(experiment, system, interval=True)
+    found = times.interval(layout, families, prediction.step_s)
+    twice = times.interval(layout, families, 2 * prediction.step_s)
     assert found is not None
     assert twice is not None
-    assert whole.interval is not None
+    assert prediction.interval is not None
     for mine, other in (
-        (found.possible_range(whole.step_s), whole.interval.possible_range(whole.step_s)),
-        (found.likely_range(whole.step_s), whole.interval.likely_range(whole.step_s)),
+        (found.possible_range(prediction.step_s), prediction.interval.possible_range(prediction.step_s)),
+        (found.likely_range(prediction.step_s), prediction.interval.likely_range(prediction.step_s)),
     ):
         assert mine == pytest.approx(other, rel=0.01)
     assert twice.draws == pytest.approx([2 * draw for draw in found.draws])

@@ -46,7 +46,7 @@ def _link(
     costs = [rank["overlap"][place] for rank in ranks]
     keys["overlap_cost"] = quantity(
         statistics.median(value for rank in costs for value in rank.values()),
-        f"measured: products beside {', '.join(costs[0])}, the median of them",
+        f"measured: median slowdown of matrix products during {', '.join(costs[0])}",
     )
     return keys | {"collectives": found}
 

@@ -180,10 +180,11 @@ def _parse_time(text: str) -> datetime:
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
-    """States of the cases, and what the site could not tell.
+    """Return the states of the cases, and warnings about states that SLURM could not report.
 
-    Of a case that was submitted more than once the last submission counts, unless `every`.  Raises
-    `SchedulerError`.
+    A case that was submitted several times has the state of its last submission; with `every`, one state for each.
+
+    Raises: SchedulerError.
     """
     scheduler = Scheduler()
     cases = CaseSurvey(registry, store, scheduler).cases()
@@ -193,7 +194,7 @@ def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[lis
 
 
 def status_exit_code(cases: list[CaseState]) -> int:
-    """The command's exit code."""
+    """Return the exit code of `repro status`: 3 while cases are open, 1 if one failed, otherwise 0."""
     states = {case.state for case in cases}
     if states & {PENDING, RUNNING, REQUEUED}:
         return 3

@@ -99,7 +99,7 @@ def _print_tails(files: list[Path], what: str) -> None:
 def cancel_jobs(results: Path, what: str) -> int:
     """Cancel the live jobs of `what`: a suite's name or file, a submission, a case or a glob of cases; empty: all.
 
-    A job whose other cases do not match goes too, and that is said: SLURM ends jobs, not cases.
+    SLURM cancels jobs, not cases. If a job has other cases too, they are cancelled with it and printed.
     """
     registry, scheduler = Registry(results), Scheduler()
     if not registry.all():

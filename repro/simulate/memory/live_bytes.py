@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class LiveBytes:
-    """What is live after the events seen so far: bytes by category, and of the device in all."""
+    """Live bytes after the recorded events: by category, and the total of the device."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
         self.most: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
-        """Of each category at any moment."""
+        """Peak of each category."""
         self.total = 0
-        """Of the device: without `Category.HOST`."""
+        """Live bytes of the device, without `Category.HOST`."""
         self._live: dict[int, tuple[Category, int]] = {}
 
     def see(self, event: Event) -> None:
-        """An event of a trace, in order; those that are not about memory pass by."""
+        """Record the next event of a trace; events without an allocation or a release change nothing."""
         if isinstance(event, Alloc):
             self._live[event.id] = event.category, event.bytes
             self._add(event.category, event.bytes)
@@ -49,22 +49,22 @@ class LiveBytes:
 
 @dataclass
 class RoleMemory:
-    """Live bytes of one role over initialisation and one step.  The device's, unless `host` says so."""
+    """Live bytes of one role over initialisation and one step: of the device, unless a name begins with `host`."""
 
     peak_bytes: int = 0
     by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """At the moment of the peak."""
+    """Live bytes at the peak."""
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """The most of each category at any moment."""
+    """Peak of each category."""
     phase: str = ""
-    """Of the peak."""
+    """Phase of the peak."""
     line: str = ""
-    """The line of the step's code whose allocation made the peak."""
+    """Source line whose allocation made the peak."""
     operator: str = ""
-    """The operator that it called there."""
+    """Operator that the source line called."""
     init_peak_bytes: int = 0
     host_reserved_bytes: int = 0
-    """Page-locked on a GPU's machine: what its allocator holds for `host_bytes`."""
+    """Page-locked bytes that the host allocator of a GPU machine reserves for `host_bytes`."""
     states: dict[str, int] = field(default_factory=dict)
     """Model states after the step, by category."""
 
@@ -75,12 +75,12 @@ class RoleMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes in host memory."""
+        """Peak of live bytes in host memory."""
         return self.most[Category.HOST]
 
 
 def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
-    """Go through a trace's allocations and releases."""
+    """Return the live bytes of a trace."""
     found, live, pinned, phase = RoleMemory(), LiveBytes(), PinnedMemory(), ""
     for event in events:
         live.see(event)

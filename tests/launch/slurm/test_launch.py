@@ -24,9 +24,9 @@ def test_a_lost_rank_is_told_from_one_that_runs_and_one_that_failed(tmp_path: Pa
     assert made.report(0) is None
     failed.code, failed.report = 3, {"rank": 1, "outcome": "oom"}
     full.code, full.full = 1, "/shared/rank-3.out"
-    lost.gone, lost.gone_at, lost.ended_alone = "its task ended", time.monotonic(), True
+    lost.loss_reason, lost.lost_at, lost.ended_alone = "its task ended", time.monotonic(), True
     assert (made.poll(2), made.report(2)) == (None, None), "its signal may come a moment later"
-    lost.gone_at -= LOST_TASK_GRACE_S
+    lost.lost_at -= LOST_TASK_GRACE_S
     assert [made.poll(rank) for rank in range(4)] == [None, 3, 1, 1]
     assert made.report(0) is None
     assert made.report(1) == failed.report

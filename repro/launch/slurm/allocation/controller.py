@@ -133,14 +133,15 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
     return reports, missing
 
 
-def _missing(reports: list[NodeReport], tasks: int, said: str) -> str:
+def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
     """Return the reason that names the nodes without a report."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     expected = SlurmJobEnvironment().hostnames
     silent = [name for name in expected if name not in {report.node for report in reports}]
     who = ", ".join(silent) or "of the allocation"
-    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {said or f'no word for {BOOT_TIMEOUT_S:g} s'}"
+    reason = srun_error or f"no word for {BOOT_TIMEOUT_S:g} s"
+    return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {reason}"
 
 
 def node_address(interface: str, environment: dict[str, str], file: str) -> str:

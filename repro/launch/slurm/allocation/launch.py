@@ -54,9 +54,9 @@ class _RankStatus:
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     full: str = ""
     """The file for which its node had no room."""
-    gone: str = ""
+    loss_reason: str = ""
     """How its task was lost; empty while it is there."""
-    gone_at: float = 0.0
+    lost_at: float = 0.0
     ended_alone: bool = False
     """Whether its task has ended on a node that answers."""
 
@@ -205,9 +205,9 @@ class ClusterLaunch:
         """How the task of a rank that has not ended was lost, with its node; empty while it is there."""
         seen = self._ranks[rank]
         patience = LOST_TASK_GRACE_S if seen.ended_alone else 0.0
-        if seen.code is not None or not seen.gone or time.monotonic() - seen.gone_at < patience:
+        if seen.code is not None or not seen.loss_reason or time.monotonic() - seen.lost_at < patience:
             return ""
-        return f"{self._nodes[rank]}: {seen.gone}"
+        return f"{self._nodes[rank]}: {seen.loss_reason}"
 
     def _taken(self) -> bool:
         """Whether rank 0 found its port in use, and another may be tried."""
@@ -232,12 +232,15 @@ class ClusterLaunch:
             if rank < self.world:
                 self._apply(rank, message, now)
         for rank, seen in enumerate(self._ranks):
-            if seen.code is not None or seen.gone:
+            if seen.code is not None or seen.loss_reason:
                 continue
-            seen.gone, seen.gone_at = self._listener.ended.get(rank, ""), now
-            seen.ended_alone = seen.gone == TASK_ENDED
+            seen.loss_reason, seen.lost_at = self._listener.ended.get(rank, ""), now
+            seen.ended_alone = seen.loss_reason == TASK_ENDED
             if over and not self._listener.has_connected(rank):
-                seen.gone, seen.ended_alone = f"its task did not start: {self._step.last_error_line()}", True
+                seen.loss_reason, seen.ended_alone = (
+                    f"its task did not start: {self._step.last_error_line()}",
+                    True,
+                )
 
     def _apply(self, rank: int, message: Message, now: float) -> None:
         seen, what = self._ranks[rank], message["say"]

@@ -210,7 +210,7 @@ def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: b
 
     A job without an answer has the outcome `error`.
     """
-    scheduler, last, heard = Scheduler(), "", time.monotonic()
+    scheduler, last_status, heard = Scheduler(), "", time.monotonic()
     while not interrupt:
         try:
             state = scheduler.jobs([job_id]).get(job_id)
@@ -223,10 +223,10 @@ def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: b
         if state is None or not state.live:
             patience = ANSWER_DELAY_S if state is None or state.state == "COMPLETED" else POLL_INTERVAL_S
             return _read_answer(folder, patience) or _failed_answer(_describe_end(job_id, state, folder))
-        said = f"job {job_id} is {state.state}" + (f": {state.reason}" if state.reason else "")
-        if said != last and not quiet:
-            print(f"{said} {state.nodes}".strip(), file=sys.stderr)
-        last = said
+        status = f"job {job_id} is {state.state}" + (f": {state.reason}" if state.reason else "")
+        if status != last_status and not quiet:
+            print(f"{status} {state.nodes}".strip(), file=sys.stderr)
+        last_status = status
         time.sleep(POLL_INTERVAL_S)
     try:
         scheduler.cancel([job_id])
