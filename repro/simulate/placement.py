@@ -1,7 +1,7 @@
-"""Where a layout puts its ranks on a system's nodes, and which links its groups therefore use.
+"""Placement of a layout's ranks on a system's nodes, and the links that the groups of ranks use.
 
-Nodes are filled one after another in the order of the ranks, so `layout.order` decides what stays inside
-a node: with `tp-dp-pp` tensor parallelism does as long as tp divides the devices of a node.
+Nodes are filled one after another in the order of the ranks. `layout.order` therefore decides which groups stay inside
+a node. With `tp-dp-pp`, tensor parallelism stays inside a node if tp divides the devices of a node.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
 class Placement:
     """The ranks of `layout` on the nodes of `system`.
 
-    There are as many nodes as it takes, whatever the system's `nodes` say; the last one may be partly
-    empty.  Ranks that are processes of one processor (links of class `memory` alone) are all on one node.
+    The number of nodes follows from the ranks, whatever the system's `nodes` is; the last node may be partly empty.
+    Ranks that are processes of one processor (links of class `memory` alone) are all on one node.
     """
 
     layout: Layout
     system: System
 
     def node_of(self, rank: int) -> int:
-        """The node of `rank`; `ConfigError` if it takes devices per node to know and nobody does."""
+        """Return the node of `rank`; `ConfigError` if the number of devices per node is needed and unknown."""
         assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
         return rank // self._devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """`node_of` each of `ranks`."""
+        """Return the node of each of `ranks`."""
         return ranks // self._devices_per_node
 
     def members(self, group: str) -> npt.NDArray[Any]:
-        """All groups of one of `GROUPS` that have more than one member: their ranks, [groups, members]."""
+        """Return all groups of one of `GROUPS` with more than one member, as ranks [groups, members]."""
         layout = self.layout
         if group == "world":
             return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
@@ -59,11 +59,12 @@ class Placement:
         return found[:, [0, -1]] if group == "embedding" else found
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
-        """The slowest class of links that the members of `group` need to reach each other.
+        """Return the slowest class of links that the members of `group` need to reach each other.
 
-        `inter-node` if any two of them are on different nodes, else the class inside a node: the first of
-        memory, nvlink and pcie that the system has (`ConfigError` if it has none).  `ranks` may be any of
-        them: two stages of a pipeline are the edge between them.  Empty for one rank, which sends nothing.
+        The class is `inter-node` if any two members are on different nodes, and the class inside a node otherwise. That
+        is the first of memory, nvlink and pcie that the system has (`ConfigError` if the system has none). `ranks` may
+        be any of the members: two stages of a pipeline are the edge between them. One rank sends nothing and has the
+        class "".
         """
         least, most = min(ranks), max(ranks)
         if least == most:
@@ -77,16 +78,16 @@ class Placement:
             raise ConfigError(error.key, error.value, what, file=self.system.name) from None
 
     def links(self, rank: int) -> dict[str, str]:
-        """`link_of` every group of `rank` that has more than one member."""
+        """Return `link_of` each group of `rank` that has more than one member."""
         groups = {group: self.ranks_of(group, rank) for group in GROUPS}
         return {group: self.link_of(group, ranks) for group, ranks in groups.items() if len(ranks) > 1}
 
     def ranks_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """The members of the `group` (one of `GROUPS`) of `rank`, as the mesh orders them."""
+        """Return the members of the `group` (one of `GROUPS`) of `rank`, in the order of the mesh."""
         layout = self.layout
         if group == "world":
             return tuple(range(layout.world))
-        if group == "embedding":  # first and last stage hold the tied embedding; other stages are alone
+        if group == "embedding":  # first and last stage hold the tied embedding; others form groups of one
             pipeline = self.ranks_of("pp", rank)
             ends = (pipeline[0], pipeline[-1])
             return ends if layout.pp > 1 and rank in ends else (rank,)

@@ -1,8 +1,8 @@
-"""The record of a simulated step, under the names of measured ones where they mean the same.
+"""Record of a simulated step, with the field names of a measured record where the meaning is equal.
 
-Memory is the largest of any role, communication that of the role which holds rank 0 (the first stage).  Times are
-there where the system says enough.  A step that does not fit has needs all the same: a record with the outcome `oom`
-says what would be live, but not what would be reserved; its role says what was when a request could not be met.
+Memory is the maximum over roles. Communication is that of the role with rank 0 (the first stage). Times are present if
+the system has the required numbers. A step that does not fit has a record with the outcome `oom`. That record contains
+live bytes but no reserved bytes. Its role contains the state of the allocator at the failed request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
 SIMULATOR_REVISION = 2
-"""Of what a simulation does with the numbers of a system; raised where a step's memory or time changes without them."""
+"""Revision of the formulas that turn a system's numbers into memory and time. Raise the revision if a step's memory or
+time changes while the system's numbers do not."""
 
 
 def simulated_record(
     experiment: Experiment, simulation: Simulation, system: System, *, suite: str, wall_s: float
 ) -> ExperimentRecord:
-    """The record of one simulated experiment, `ok` or `oom`; its provenance is still to come."""
+    """Return the record of one simulated experiment, `ok` or `oom`, without its provenance."""
     roles = simulation.roles
     traffic = [role.traffic for role in roles]
     per_layer = metrics.per_layer(experiment, roles[0].role.stage, traffic[0])
@@ -71,14 +72,14 @@ def simulated_record(
 
 
 def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: float) -> ExperimentRecord:
-    """The record of an experiment whose step could not be traced; it says why and nothing else."""
+    """Return the record of an experiment whose step could not be traced; it contains only the reason."""
     return _record(
         experiment, suite, wall_s, outcome="error", reason=reason, metrics={}, series=StepSeries(), roles=[]
     )
 
 
 def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
-    """What a simulation takes from a system, and from the generation of its `kernels`."""
+    """Return the facts that a simulation uses of a system and of the generation of its `kernels`."""
     from repro.simulate.time.calibration import calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)
@@ -179,5 +180,5 @@ def _failure(role: RoleResult) -> SimulatedFailure | None:
 
 
 def _ranks(experiment: Experiment, role: RoleResult) -> int:
-    """Ranks that do the same: the role's stages in every replica, on every tensor-parallel rank."""
+    """Return the number of ranks with this role: the role's stages in every replica, on every tensor-parallel rank."""
     return role.role.stages * experiment.layout.world // experiment.layout.pp

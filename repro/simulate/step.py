@@ -1,4 +1,4 @@
-"""Simulate one step of an experiment on a system: does it fit, what does it hold, what does it send."""
+"""Simulation of one step of an experiment on a system: memory, out-of-memory cause, communication and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 from repro.util.processes import pause_garbage_collection
 
 NO_STEP_TIME = "the step does not fit"
-"""Why nothing is said of its time."""
+"""Reason why a step has no predicted time."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class RoleResult:
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether it does not fit although all that is live would, at every moment of the step.
+        """Whether the role is out of memory although its live tensors fit at every moment of the step.
 
-        The first request that fails may fail by fragmentation in a step whose live tensors are too much later.
+        The first failed request may fail by fragmentation while a later peak of live tensors exceeds the limit.
         """
         error = self.replay.out_of_memory
         return error is not None and error.by_fragmentation and self.memory.peak_bytes <= error.limit
@@ -46,24 +46,25 @@ class RoleResult:
 
 @dataclass
 class Simulation:
-    """One simulated step.  Bytes, FLOP, seconds."""
+    """One simulated step, in bytes, FLOP and seconds."""
 
     experiment: Experiment
     system: str
     limit_bytes: int | None
-    """What the allocator may have: the device's memory but for the context.  None: not known."""
+    """Limit of the allocator: the device's memory less the context. None if unknown."""
     context_bytes: int
     roles: list[RoleResult]
     trace_seconds: float
     traces: list[Trace] = field(default_factory=list, repr=False)
     time: Prediction | None = None
-    """In seconds, if it was asked for and the system says enough."""
+    """Predicted time in seconds, if it was requested and the system has the required numbers."""
     no_time: str = ""
-    """Why not."""
+    """Reason why the step has no predicted time."""
 
     @property
     def fullest(self) -> RoleResult:
-        """The role that needs the most memory; one that does not fit before all others, by what is live first."""
+        """The role that needs the most memory. Roles that do not fit come first, those with too many live bytes before
+        others."""
         return max(
             self.roles,
             key=lambda r: (
@@ -75,7 +76,7 @@ class Simulation:
 
     @property
     def busiest(self) -> RoleResult:
-        """The role that sends the most."""
+        """The role that sends the most bytes."""
         return max(self.roles, key=lambda r: sum(t.sent_bytes for t in r.traffic))
 
     @property
@@ -85,12 +86,12 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether there is such a step; one that does not fit takes no time, whatever its operators would."""
+        """Whether the step fits the device. A step that does not fit has no time."""
         return self.outcome == "ok"
 
     @property
     def reason(self) -> str:
-        """Why it does not fit; empty if it does."""
+        """Reason why the step does not fit; empty if it fits."""
         error = self.fullest.replay.out_of_memory
         if error is None:
             return ""
@@ -102,7 +103,7 @@ class Simulation:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, the document of `repro simulate --json`."""
+        """Return plain data, the document of `repro simulate --json`."""
         e, fullest, busiest = self.experiment, self.fullest, self.busiest
         return {
             "outcome": self.outcome,
@@ -182,11 +183,11 @@ def simulate(
     record: bool = False,
     interval: bool = False,
 ) -> Simulation:
-    """Trace every role of `experiment` and replay it on a device of `system`.
+    """Trace every role of `experiment` and replay the trace on a device of `system`.
 
-    `memory_limit` (bytes) stands for the device's memory, to make a device behave like a smaller one.
-    `expandable`: torch's expandable segments.  `gloo`: see `repro.simulate.trace.roles.trace`.  `time`:
-    predict its seconds as well (`record`: with every span, for a drawing; `interval`: with what they may be instead).
+    `memory_limit` (bytes) replaces the device's memory, to simulate a smaller device. `expandable` selects torch's
+    expandable segments. `gloo`: see `repro.simulate.trace.roles.trace`. `time` also predicts the step time; `record`
+    adds every span, for a drawing, and `interval` adds the interval of the time.
     """
     began = perf_counter()
     context = system.context()
@@ -211,7 +212,7 @@ def simulate(
     if time:
         try:
             prediction = predict(experiment, system, traces, record=record, interval=interval)
-        except ConfigError as error:  # memory is known all the same
+        except ConfigError as error:  # memory does not depend on these numbers
             no_time = str(error)
     seconds = perf_counter() - began
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)

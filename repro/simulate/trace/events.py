@@ -1,4 +1,4 @@
-"""What happens in a step, as data: the events of a trace.  Bytes, FLOP and shapes; no tensors."""
+"""Events of a trace: the contents of a step as bytes, FLOP and shapes, without tensors."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from repro.config.enums import Category
 
 
 class Alloc(NamedTuple):
-    """A storage gets memory.  Host memory has the category `host`."""
+    """Allocation of a storage. Host memory has the category `host`."""
 
     id: int
     bytes: int
     category: Category
     operator: str
-    """What made it."""
+    """Operator that made the storage."""
     line: str
-    """Where in the code of the step, `file:line`."""
+    """Source line of the step, as `file:line`."""
 
 
 class Free(NamedTuple):
-    """A storage's memory is released."""
+    """Release of a storage's memory."""
 
     id: int
 
 
 class Mark(NamedTuple):
-    """A storage is for something else from now on."""
+    """Change of a storage's category from this event on."""
 
     id: int
     category: Category
 
 
 class Operator(NamedTuple):
-    """An operator that computes or moves data (views are left out): one call of it, or some alike in a row."""
+    """An operator that computes or moves data (views are left out): one call, or several equal calls in a row."""
 
     name: str
     flops: int
     read: int
-    """Bytes."""
+    """Bytes that the operator reads."""
     written: int
-    """Bytes."""
+    """Bytes that the operator writes."""
     shapes: tuple[tuple[int, ...], ...]
-    """Operands of a matrix product or of attention; else empty."""
+    """Operands of a matrix product or of attention; empty for other operators."""
     itemsize: int
-    """Bytes of an element of its result."""
+    """Bytes of an element of the result."""
     calls: int = 1
-    """Among which FLOP and bytes are divided equally."""
+    """Number of calls, among which FLOP and bytes are divided equally."""
 
 
 HOST_COPY = "host copy"
 """A copy between host and device."""
 HOST_VIEWS = "host views"
-"""So many views that the host makes one by one: nothing for the device."""
+"""Views that the host makes one by one (`calls` is their number); the device does nothing."""
 HOST_WAIT = "host wait"
-"""The host waits until the device has done all before: it issues what follows only then."""
+"""The host waits until the device has finished all preceding operators, and then issues the following ones."""
 
 
 class Message(NamedTuple):
-    """One collective, or one message to another stage."""
+    """One collective, or one message to another pipeline stage."""
 
     op: str
     group: str
@@ -70,27 +70,27 @@ class Message(NamedTuple):
     """Bytes that this rank sends in a ring."""
     purpose: str
     work: int = -1
-    """A collective's number, which a `Wait` names."""
+    """Number of a collective, which a `Wait` names."""
     peer: int = -1
-    """Of a message to another rank: the group's rank that receives it."""
+    """Receiver of a point-to-point message, as a rank of the group; -1 for a collective."""
     channel: int = 0
-    """Messages of one channel between two ranks arrive in the order of sending."""
+    """Channel between two ranks. Messages of one channel arrive in the order of sending."""
 
 
 class Receive(NamedTuple):
-    """A receive is posted; its sender has the message."""
+    """A receive is posted. The sender's trace contains the message."""
 
     group: str
     payload: int
-    """Bytes."""
+    """Bytes that arrive."""
     work: int
     peer: int
-    """The group's rank that sends."""
+    """Sender, as a rank of the group."""
     channel: int
 
 
 class Wait(NamedTuple):
-    """What follows uses the result of a message: it runs when that is complete."""
+    """The following events use the result of a message, so the step waits for its completion."""
 
     work: int
 
@@ -100,11 +100,11 @@ class PhaseStart(NamedTuple):
 
     name: str
     micro_batch: int
-    """The micro-batch that is under way; -1 outside forward and backward."""
+    """Micro-batch of the phase; -1 outside forward and backward."""
     position: int = -1
-    """Of the action that is under way in its stage's schedule; -1 likewise."""
+    """Position of the current action in its stage's schedule; -1 outside forward and backward."""
 
 
 Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | PhaseStart
 Timed = Operator | Message | Wait
-"""What seconds follow from; receives follow from the schedule."""
+"""Events that determine time. The times of receives follow from the schedule."""

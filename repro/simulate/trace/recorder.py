@@ -38,16 +38,18 @@ from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator,
 
 
 def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """What says `repro/model/gpt.py:12`, the innermost line that runs in one of the packages; `?` if none does.
+    """Return a function that returns the innermost running line of the packages, for example `repro/model/gpt.py:12`.
 
-    but: modules whose lines are passed over, since they only hand on what others ask for.
+    The function returns `?` if no line of the packages runs.
+
+    but: modules whose lines are ignored because they only forward calls of other modules.
     """
 
     @cache
     def file(module: str) -> str:
         if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
             return ""
-        found = module.replace("repro.kernels", "kernels")  # where a reader finds it
+        found = module.replace("repro.kernels", "kernels")  # path in the repository
         return f"{found.replace('.', '/')}.py"
 
     def line() -> str:
@@ -62,7 +64,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
 
 
 UNTRACED = torch._C._DisableTorchDispatch
-"""A context: what is made inside is not part of the step."""
+"""Context in which tensor operations do not belong to the step."""
 line_of_step = innermost_line(
     (
         "repro.parallel",
@@ -75,12 +77,12 @@ line_of_step = innermost_line(
 
 
 def no_action() -> tuple[int, int]:
-    """No action is under way."""
+    """Return the position outside of any action: -1, -1."""
     return -1, -1
 
 
 class RecordingLedger(CommLedger):
-    """A ledger that also passes every message on."""
+    """A ledger that also records every message as an event."""
 
     def __init__(self, events: list[Event]):
         super().__init__()
@@ -89,7 +91,7 @@ class RecordingLedger(CommLedger):
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
-        """Count, and record, one message."""
+        """Count one message, record it, and return the bytes that this rank sends."""
         sent = super().count(op, group, size, payload_bytes, purpose, to)
         peer, channel = to
         self._events.append(
@@ -99,33 +101,33 @@ class RecordingLedger(CommLedger):
 
 
 class TraceRecorder(UncompiledMode):
-    """Use as a context manager around initialisation and steps; `phase` is the steps' observer."""
+    """Recorder of a trace: a context manager around initialisation and steps. `phase` is the observer of the steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = [PhaseStart("init", -1)]
         self.under_way: Callable[[], tuple[int, int]] = no_action
-        """The micro-batch of the action that is under way, and its position; the pipeline knows."""
+        """Function that returns the micro-batch and the position of the current action; the pipeline provides it."""
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """By the storage's address: its number, and itself."""
+        """Number and reference of each live storage, by the storage's address."""
         self._unmarked: dict[int, int] = {}
-        """Numbers of storages that have not said what they are for: the place of their event."""
+        """Indices of the allocation events of storages without a category, by storage number."""
         self._count = 0
         self.works = 0
-        """Messages so far; the number of the last one."""
+        """Number of messages so far, which is the number of the last message."""
         self._quiet = False
         self._released: set[int] = set()
-        """Storages without memory (ZeRO stage 3, between uses)."""
+        """Numbers of storages whose memory is released (ZeRO stage 3, between uses)."""
 
     def phase(self, name: str) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self._phase = name
         self.events.append(PhaseStart(name, *self.under_way()))
 
     @contextmanager
     def no_operators(self) -> Iterator[None]:
-        """What is done to tensors inside is part of something else; memory is followed all the same."""
+        """Exclude the operators inside this context from the trace; allocations are still recorded."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -133,33 +135,33 @@ class TraceRecorder(UncompiledMode):
             self._quiet = before
 
     def number(self, tensor: Tensor) -> int:
-        """Of the tensor's storage."""
+        """Return the number of the tensor's storage."""
         return self._live[tensor.untyped_storage()._cdata][0]
 
     def is_unmarked(self, number: int) -> bool:
-        """Whether a live storage has not said what it is for."""
+        """Return whether a live storage has no category yet."""
         return number in self._unmarked
 
     def reserve(self) -> int:
-        """The number of one more storage, which no tensor has."""
+        """Return the number of one more storage, which no tensor has."""
         self._count += 1
         return self._count - 1
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
-        """A tensor whose storage is allocated now as another one was."""
+        """Return a tensor whose storage is allocated now, with the size and category of the allocation `like`."""
         with UNTRACED():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made
 
     def release(self, tensor: Tensor) -> None:
-        """The tensor's memory is free from now on, although somebody still holds it."""
+        """Record that the tensor's memory is free from now on, although references to the tensor remain."""
         number = self.number(tensor)
         self._released.add(number)
         self.events.append(Free(number))
 
     def finish(self) -> list[Event]:
-        """All events until now; what is still live has no release, for what ends later is the engine's end."""
+        """Return all events so far. Storages that live until the end of the engine have no release."""
         events, self.events = self.events, []
         return events
 
@@ -187,7 +189,7 @@ class TraceRecorder(UncompiledMode):
         return out
 
     def resized(self, seen: torch.UntypedStorage, size: int) -> None:
-        """A storage was released or restored without an operator (ZeRO stage 3)."""
+        """Record that a storage was released or restored without an operator (ZeRO stage 3)."""
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
@@ -201,16 +203,16 @@ class TraceRecorder(UncompiledMode):
             self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
     def listed(self, whole: Tensor, views: int) -> None:
-        """So many views of a tensor were made, one by one."""
+        """Record that `views` views of a tensor were made, one by one."""
         self._append(Operator(HOST_VIEWS, 0, 0, 0, (), whole.element_size(), calls=views))
 
     def copied(self, whole: Tensor, parts: int) -> None:
-        """A tensor was copied in so many equal parts, one by one."""
+        """Record that a tensor was copied in `parts` equal parts, one by one."""
         size = _bytes(whole)
         self._append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
 
     def waited(self) -> None:
-        """The host waited for the device."""
+        """Record that the host waited for the device."""
         self._append(Operator(HOST_WAIT, 0, 0, 0, (), 0))
 
     def _append(self, operator: Operator) -> None:
@@ -218,7 +220,7 @@ class TraceRecorder(UncompiledMode):
             self.events.append(operator)
 
     def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
-        """A storage says what it is for.  The first word holds from its birth, later ones from then on."""
+        """Set the category of a storage. The first category holds from the allocation, later ones from then on."""
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
@@ -236,7 +238,7 @@ class TraceRecorder(UncompiledMode):
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
         if seen._cdata in self._live:
             return
-        # Before the mark comes: what the forward pass makes is activations.
+        # Category until the first mark: tensors of the forward pass are activations.
         born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
         self._follow(seen, seen.nbytes(), born, name, line_of_step(), unmarked=True)
 
@@ -250,7 +252,7 @@ class TraceRecorder(UncompiledMode):
         *,
         unmarked: bool,
     ) -> None:
-        """Record that a storage is allocated, and later that it is freed."""
+        """Record that a storage is allocated, and record its release later."""
         key, number = seen._cdata, self.reserve()
 
         def forget(_: object) -> None:
@@ -269,23 +271,23 @@ class TraceRecorder(UncompiledMode):
 
 _SHAPES = ShapeCache()
 _OPERATORS: dict[CallKey, Operator] = {}
-"""What operators cost, by their operands: layers and micro-batches are alike."""
+"""Cost of operators by operands. Layers and micro-batches repeat the same operands."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
-"""Write to their first argument without reading it."""
+"""Operators that write to their first argument without reading it."""
 _EMPTY = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 
 
 @cached_by_operator
 def _changes_first(func: Any) -> bool:
-    """Whether an operator writes to its first argument."""
+    """Return whether an operator writes to its first argument."""
     first = func._schema.arguments[0].alias_info
     return first is not None and first.is_write
 
 
 @cached_by_operator
 def _kind(func: Any) -> tuple[int, str]:
-    """How an operator is accounted, and its short name."""
+    """Return the accounting class of an operator and its short name."""
     name = str(func.overloadpacket)
     if name.startswith("repro."):
         return (_OURS if name.removeprefix("repro.") in FORMULAS else _PLAIN), name
@@ -312,7 +314,7 @@ def _operator(
         flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-    # What changes lists of tensors returns none of them.
+    # Operators that change lists of tensors return none of the tensors.
     written = sum(map(_bytes, results or _tensors(args[:1] if _changes_first(func) else ())))
     read = sum(map(_bytes, operands))
     into = args[0] if name in OVERWRITE else output_argument(func, kwargs)
@@ -325,12 +327,12 @@ def _operator(
 
 
 def _on_host(args: tuple[Any, ...]) -> bool:
-    """Whether an operand is in host memory, which its shape does not say."""
+    """Return whether an operand is in host memory, which its shape does not show."""
     return any(storage.category_of(tensor.untyped_storage()) == Category.HOST for tensor in _tensors(args))
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors of an operator's argument or result: one, or a list, or a tuple of either."""
+    """Return the tensors of an operator's argument or result, which is a tensor, a list, or a tuple of either."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):

@@ -1,13 +1,12 @@
-"""Transformer blocks are alike: what one of them did is recorded and done again in the name of the others.
+"""Repetition of transformer blocks: one block is recorded, and the other blocks repeat its events.
 
-A trace runs the real engine, and nearly all of its time goes into the operators of blocks and into autograd.  Their
-events are the same for every layer, chunk and micro-batch, but for the numbers of storages and messages.  So one block
-of each kind runs, and the others repeat its events under numbers of their own.  What reaches beyond a block still
-happens: hooks around it, the buckets that its gradients go to, tensors that others hold.  The trace is event for event
-what it would be if all blocks ran.
+A trace runs the real engine, and the operators of blocks and autograd take nearly all of its time. Their events are
+equal for every layer, chunk and micro-batch, except for the numbers of storages and messages. So one block of each kind
+runs, and the others repeat its events under their own numbers. Effects beyond a block still happen: hooks around the
+block, gradient buckets, and tensors that other code holds. The events of the trace are the same as if all blocks ran.
 
-Kinds of blocks differ by who else holds what they exchange: the first and the last of a part of the model do not
-have a block as neighbour on one side.
+Kinds of blocks differ by their neighbours, which hold the tensors that blocks exchange. The first and the last block of
+a part of the model have no block as neighbour on one side.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from repro.simulate.trace.segments import (
 
 
 class BlockKind(NamedTuple):
-    """Blocks of one kind repeat each other."""
+    """A kind of blocks, which repeat each other."""
 
     after: str
-    """What gives it its input: a `block`, the `embedding`, or another `stage`."""
+    """Source of the input: a `block`, the `embedding`, or another `stage`."""
     before: str
-    """What takes its output: a `block`, the `head`, or another `stage`."""
+    """Receiver of the output: a `block`, the `head`, or another `stage`."""
     graph: bool
-    """Whether autograd notes its forward pass; without, it is that of a checkpoint."""
+    """Whether autograd records the forward pass. If not, the pass is that of a checkpoint."""
 
 
 class BlockRepeater:
@@ -60,21 +59,21 @@ class BlockRepeater:
         *,
         recomputed: bool,
     ):
-        """`recordings` of earlier traces that differ in nothing that a block does; those of this one come to them."""
+        """Use the `recordings` of earlier traces whose blocks do the same, and add the recordings of this trace."""
         self.recorder, self.recordings, self.recomputed = recorder, recordings, recomputed
         self._pipeline = pipeline
         self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
-        """The micro-batch of each chunk whose backward pass comes before all others."""
+        """Micro-batch of each chunk whose backward pass comes first."""
         self.running: RecordedPass | None = None
-        """What is being recorded."""
+        """The pass that is being recorded; None outside a recording."""
         self._blocks: list[nn.Module] = []
 
     def attach(self, part: ModelPart) -> None:
-        """Have the blocks of a part of the model repeat each other."""
+        """Make the blocks of a part of the model repeat each other."""
         blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
             after, before = _neighbours(index, len(blocks), part.model.part)
-            # Of those in the middle the last one's backward pass comes first.
+            # The backward pass of the last block in the middle comes first.
             soonest = not 0 < index < len(blocks) - 2
             alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
@@ -83,18 +82,18 @@ class BlockRepeater:
                 self._watch(number, parameter)
 
     def first_backward(self) -> bool:
-        """Whether the backward pass of what runs forward comes before those of other micro-batches."""
+        """Return whether the current micro-batch's backward pass comes before those of other micro-batches."""
         action = self._pipeline.current
         return action is not None and self._first[action.chunk] == action.micro_batch
 
     def detach(self) -> None:
-        """Undo it."""
+        """Restore the forward functions of all blocks."""
         for block in self._blocks:
             del block.forward
         self._blocks.clear()
 
     def _watch(self, number: int, parameter: nn.Parameter) -> None:
-        """Note when gradients of a parameter leave the block that is being recorded."""
+        """Intercept the gradients of a parameter when they leave the block that is being recorded."""
         own = vars(parameter)
         sink = own.get("gradient_sink")
         if sink is not None:
@@ -128,7 +127,7 @@ class BlockRepeater:
 
 
 class _RepeatableBlock:
-    """One block's forward pass, run or repeated."""
+    """The forward pass of one block, run or repeated."""
 
     def __init__(
         self,
@@ -139,13 +138,13 @@ class _RepeatableBlock:
         reducer: GradientReducer,
         soonest: bool,
     ):
-        """`soonest`: its backward pass comes before those of other blocks of its kind."""
+        """`soonest`: the block's backward pass comes before those of other blocks of its kind."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
-        """As `repro.model.layer.Block.forward`."""
+        """Run or repeat the block; the arguments are those of `repro.model.layer.Block.forward`."""
         kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]
@@ -167,27 +166,27 @@ class _RepeatableBlock:
 
 
 class _BlockRecorder:
-    """One block's forward and backward pass, which run and are recorded."""
+    """Recorder of the forward and backward pass of one block, which runs."""
 
     def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
-        """By the number of a storage."""
+        """Places of storages by their numbers."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
 
     def forward(self, y: Tensor) -> Tensor:
-        """The forward pass has returned `y`."""
+        """Record the forward pass, which returned `y`, and return `y`."""
         self.recording.forward = self._segment(y)
         return y
 
     def enter(self, gradient: Tensor) -> None:
-        """The backward pass begins with the gradient of what `forward` returned."""
+        """Begin to record the backward pass, which receives the gradient of the output."""
         self.gradient = self.recorder.number(gradient)
         self.repeats.running = self.running = RecordedPass(len(self.recorder.events))
 
     def leave(self, gradient: Tensor) -> None:
-        """It ends with the gradient of x."""
+        """Record the backward pass, which ends with the gradient of x."""
         self.repeats.running = None
         self.recording.backward = self._segment(gradient)
 
@@ -196,7 +195,7 @@ class _BlockRecorder:
 
 
 class _ObservedGradient(torch.autograd.Function):
-    """A tensor crosses the edge of a block that is recorded; `seen` is told when its gradient does."""
+    """A tensor at the edge of a recorded block. The function calls `seen` with the tensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: Callable[[Tensor], None]) -> Tensor:
@@ -210,7 +209,7 @@ class _ObservedGradient(torch.autograd.Function):
 
 
 class _RepeatedFunction(torch.autograd.Function):
-    """A block that repeats another one."""
+    """Autograd function of a block that repeats another one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: RepeatedBlock) -> Tensor:
@@ -223,18 +222,18 @@ class _RepeatedFunction(torch.autograd.Function):
 
 
 def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:
-    """What is before and after a block of a part of the model."""
+    """Return the source of a block's input and the receiver of its output, as in `BlockKind`."""
     after = "block" if index else "embedding" if part.first else "stage"
     before = "block" if index < count - 1 else "head" if part.last else "stage"
     return after, before
 
 
 MAX_RECORDING_SETS = 64
-"""Sets of recordings that a process keeps, a few hundred kilobytes each."""
+"""Sets of recordings that a process stores, a few hundred kilobytes each."""
 
 
 def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
-    """The recordings that traces of `experiment` share with all others whose blocks do the same."""
+    """Return the recordings that traces of `experiment` share with all others whose blocks do the same."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
@@ -254,5 +253,5 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
 
 @lru_cache(MAX_RECORDING_SETS)
 def recordings(*key: tuple[object, ...]) -> dict[BlockKind, Recording]:
-    """Of the blocks that `key` describes; empty at first."""
+    """Return the recordings of the blocks that `key` describes; empty at first."""
     return {}

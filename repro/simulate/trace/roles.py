@@ -1,9 +1,9 @@
-"""One role's step as a list of events: the real engine on `meta` tensors, without a device or a peer.
+"""Trace of one role's step: the real engine on `meta` tensors, without a device or a peer.
 
-Ranks that do the same thing are traced once.  All replicas and all tp ranks do; pipeline stages differ by
-whether they hold the embedding or the head, by their number of layers and by how many micro-batches they
-keep.  Of many equal micro-batches as many are run as it takes to fill the pipeline; the rest are copies of
-the second one, which is neither first nor last.
+Ranks that do the same are traced once, as one role. All replicas and all tp ranks do the same. Pipeline stages differ
+by embedding or head, by their number of layers, and by their number of micro-batches in flight. The trace runs as many
+micro-batches as fill the pipeline. The other micro-batches are copies of the second one, which is neither first nor
+last.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport,
 from repro.util.processes import pause_garbage_collection
 
 TYPICAL_MICRO_BATCH = 1
-"""The micro-batch that stands for those that were not run."""
+"""The micro-batch that represents the micro-batches that did not run."""
 
 
 @dataclass(frozen=True)
 class PipelineRole:
-    """Ranks that do the same thing."""
+    """Ranks that do the same in a step."""
 
     name: str
-    """`all`, or `first`, `middle`, `last` with the stage that stands for them."""
+    """`all`, or `first`, `middle`, `last` for the stages of the role."""
     stage: int
     stages: int
-    """How many stages it stands for; the one traced keeps the most micro-batches of them."""
+    """Number of stages of the role; the traced one has the most micro-batches in flight."""
 
 
 @dataclass
@@ -53,40 +53,40 @@ class Trace:
 
     role: PipelineRole
     layout: Layout
-    """With as many micro-batches as were run."""
+    """Layout with the number of micro-batches that ran."""
     events: list[Event]
     step_start: int
-    """The first event of the step; those before it are initialisation."""
+    """Index of the first event of the step; preceding events are initialisation."""
     step_stop: int
-    """The first event after it: what it still has under way is then waited for."""
+    """Index of the first event after the step, which waits for the step's unfinished work."""
     copies: int
-    """How many more micro-batches like `TYPICAL_MICRO_BATCH` the real step has."""
+    """Number of further micro-batches like `TYPICAL_MICRO_BATCH` in the real step."""
     parameters: int
-    """Of this rank."""
+    """Number of parameters of this rank."""
     padding: int
     tracing_s: float
-    """Seconds of wall-clock time that tracing took."""
+    """Wall-clock time that tracing took, in seconds."""
 
     @property
     def step(self) -> list[Event]:
-        """The events of the ordinary step."""
+        """The events of the ordinary step, and of the waits after it."""
         return self.events[self.step_start :]
 
     @cached_property
     def actions(self) -> Sequence[Action]:
-        """That were run, in order."""
+        """The actions that ran, in order."""
         layout = self.layout
         return build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
-        """What takes time: of every action, and after the last one (the optimizer's)."""
+        """The timed events of each action; the last list has the events after the last action (the optimizer's)."""
         found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
         at = 0
         for event in self.events[self.step_start : self.step_stop]:
             if isinstance(event, PhaseStart):
                 if event.position != at:
-                    # What comes before the first action belongs to it.
+                    # Events before the first action belong to the first action.
                     at = event.position if event.position >= 0 else len(self.actions) if at else 0
             elif isinstance(event, (Operator, Message, Wait)):
                 found[at].append(event)
@@ -94,7 +94,7 @@ class Trace:
 
     @cached_property
     def keys(self) -> dict[int, tuple[object, ...]]:
-        """By a collective's number, a name that its counterparts in other micro-batches and steps share."""
+        """Names of collectives by number. Counterparts in other micro-batches and steps have the same name."""
         keys: dict[int, tuple[object, ...]] = {}
         places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in self.actions]
         for place, piece in zip([*places, ("tail",)], self.pieces, strict=True):
@@ -104,7 +104,7 @@ class Trace:
                     label = (event.op, event.group, event.purpose)
                     keys[event.work] = (*place, *label, seen[label])
                     seen[label] += 1
-        # The step before this one published its parameters as this one does.
+        # The preceding step gathered its parameters with the same collectives as this one.
         published = [e for e in self.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
         before = [
             e for e in self.events[: self.step_start] if isinstance(e, Message) and e.purpose == "parameters"
@@ -123,16 +123,16 @@ class Trace:
         return found
 
     def operators(self) -> Iterator[tuple[int, Operator]]:
-        """(how often, operator) of the whole step."""
+        """Return (number of repetitions, operator) for all operators of the full step."""
         return ((n, event) for n, event in self._weighted if isinstance(event, Operator))
 
     def messages(self) -> Iterator[tuple[int, Message]]:
-        """(how often, message) of the whole step."""
+        """Return (number of repetitions, message) for all messages of the full step."""
         return ((n, event) for n, event in self._weighted if isinstance(event, Message))
 
 
 def roles(experiment: Experiment) -> list[PipelineRole]:
-    """The roles of an experiment, one stage each."""
+    """Return the roles of an experiment, one stage each."""
     layout = experiment.layout
     if layout.pp == 1:
         return [PipelineRole("all", 0, 1)]
@@ -144,7 +144,7 @@ def roles(experiment: Experiment) -> list[PipelineRole]:
     found = []
     for (first, last, _), stages in kinds.items():
         name = "first" if first else "last" if last else f"middle ({len(stages)} stages, {stages[0]} on)"
-        # Earlier stages keep more micro-batches.
+        # Earlier stages have more micro-batches in flight.
         found.append(PipelineRole(name, stages[0], len(stages)))
     return found
 
@@ -157,11 +157,10 @@ def trace(
     recorder: TraceRecorder | None = None,
     repeat: bool = True,
 ) -> Trace:
-    """Run initialisation and an ordinary step of `role` in shape only.
+    """Run initialisation and an ordinary step of `role` on shapes only.
 
-    `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs.
-    `recorder`: a new one that keeps more than events, with `repeat` off.  `repeat`: see `.repeat`; the events are
-    the same without.
+    `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs. `recorder`: a new
+    one that records more than events, with `repeat` off. `repeat`: see `.repeat`; the events are equal without.
     """
     _import_shape_functions()
     began = time.perf_counter()
@@ -189,14 +188,14 @@ def trace(
         for part in engine.parts if repeat else ():
             repeats.attach(part)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
-        # As after an earlier step: its parameters are still being gathered when the next one begins.
+        # As after an earlier step, whose parameters are still being gathered when the next step begins.
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
         engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
-    # What holds itself through a tensor the collector cannot see: parameters their hooks, storages the recorder.
+    # The collector cannot see cycles through a tensor: parameters hold their hooks, storages hold the recorder.
     recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
@@ -215,15 +214,15 @@ def trace(
 
 
 def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
-    """`trace` of every role."""
+    """Return the `trace` of every role."""
     return [trace(experiment, role, gloo=gloo) for role in roles(experiment)]
 
 
 @cache
 def _import_shape_functions() -> None:
-    """Import now what torch's shape functions import when first called, which would keep tensors alive.
+    """Import the modules that torch's shape functions import at the first call, which would retain tensors.
 
-    What is imported by then is not looked through by the collections that every trace begins with.
+    `gc.freeze` excludes the imported objects from the collections that every trace begins with.
     """
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
@@ -232,7 +231,7 @@ def _import_shape_functions() -> None:
 
 
 def shortened(layout: Layout, stage: int) -> Layout:
-    """`layout` with no more micro-batches than show everything: first, ordinary and last, pipeline full."""
+    """Return `layout` with few micro-batches: a full pipeline, and a first, an ordinary and a last one."""
     m = layout.accumulation
     unit = layout.pp if layout.schedule == "interleaved" else 1
 

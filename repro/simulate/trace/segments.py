@@ -1,4 +1,4 @@
-"""One pass of a transformer block as a list of steps, made from its events, and done again under new numbers."""
+"""Segments: the events of one pass of a transformer block as a list of steps, which other blocks repeat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from repro.simulate.trace.recorder import UNTRACED, TraceRecorder
 
 
 class UnrepeatableBlock(Exception):
-    """A block does something that another one could not do again."""
+    """A block does something that another block cannot repeat."""
 
 
 class TensorMeta(NamedTuple):
@@ -37,40 +37,40 @@ class TensorMeta(NamedTuple):
 
 
 class GradientCall(NamedTuple):
-    """What reaches beyond the block: a gradient leaves it."""
+    """A call that passes a gradient out of the block."""
 
     first: int
-    """The event that would come next when it began, ..."""
+    """Index of the first event of the call."""
     end: int
-    """... and when it was over."""
+    """Index of the first event after the call."""
     parameter: int
-    """Among those of the block."""
+    """Index of the parameter among those of the block."""
     gradient: int
-    """The storage of the parameter's gradient; -1 if a product goes to its sink instead."""
+    """Storage of the parameter's gradient; -1 if a product goes to the gradient sink instead."""
     operands: tuple[TensorMeta, ...]
-    """Of that product, rows [N, o] and x [N, i]."""
+    """Operands of the product, rows [N, o] and x [N, i], or the gradient."""
 
 
 class Instruction(IntEnum):
-    """What a step of a segment is."""
+    """Kind of a segment's step."""
 
     EVENTS = 0
-    """Events without numbers: operators."""
+    """Operators, which have no storage or message numbers."""
     ALLOC = 1
     FREE = 2
     MARK = 3
     MESSAGE = 4
     WAIT = 5
     MAKE = 6
-    """Memory that others come to hold, and so a tensor."""
+    """Allocation that other code comes to hold, which therefore needs a tensor."""
     DROP = 7
-    """The block lets go of memory that others may hold."""
+    """The block releases its reference to a tensor that other code may hold."""
     TAKEN = 8
     """The gradient of the block's output is freed."""
     SINK = 9
-    """A product of a matrix's gradient goes to its bucket."""
+    """A product for the gradient of a matrix goes to the matrix's gradient sink."""
     GIVE = 10
-    """A parameter's gradient is complete, and its hooks take it."""
+    """A parameter's gradient is complete and goes to the parameter's hooks."""
 
 
 Step = tuple[Instruction, Any, Any]
@@ -86,18 +86,18 @@ class Segment:
 
     steps: list[Step]
     result: int | None
-    """The place of what it returns; None: the gradient that came in."""
+    """Place of the returned tensor. None if the pass returns the gradient that came in."""
 
 
 @dataclass
 class Recording:
-    """What blocks of a kind repeat."""
+    """The passes that blocks of a kind repeat."""
 
     forward: Segment | None = None
     backward: Segment | None = None
     adding: Segment | None = None
-    """The backward pass whose gradients are added to those of earlier micro-batches (`GradientReducer.only_adds`):
-    then nothing reaches beyond the block."""
+    """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). Such a
+    pass calls no code outside the block."""
 
 
 @dataclass
@@ -111,9 +111,10 @@ class RecordedPass:
 def segment_of(
     recorder: TraceRecorder, running: RecordedPass, places: dict[int, int], result: Tensor, gradient: int
 ) -> Segment:
-    """What `running` has done until now, as a segment; `places` of storages by their numbers, to which its own come.
+    """Return the events of `running` so far as a segment.
 
-    `result` is what it returns, `gradient` the storage that came in; -1: none.
+    `places` are the places of storages by number; the segment's own storages are added. `result` is the returned
+    tensor. `gradient` is the storage of the gradient that came in, or -1.
     """
     returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
@@ -124,7 +125,7 @@ def segment_of(
 
 
 class _SegmentWriter:
-    """Makes the steps of a segment from the events of a pass."""
+    """Writer of the steps of a segment from the events of a pass."""
 
     def __init__(
         self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
@@ -134,7 +135,7 @@ class _SegmentWriter:
         self.operators: list[Event] = []
 
     def steps(self, running: RecordedPass) -> list[Step]:
-        """All of them."""
+        """Return all steps of the pass."""
         events, at = self.recorder.events, running.start
         for call in running.calls:
             for event in events[at : call.first]:
@@ -203,7 +204,7 @@ class _SegmentWriter:
 
 
 class RepeatedBlock:
-    """One block's forward and backward pass, repeated from a recording."""
+    """The forward and backward pass of one block, repeated from a recording."""
 
     def __init__(
         self,
@@ -216,13 +217,13 @@ class RepeatedBlock:
         self.recorder, self.recording, self.parameters = recorder, recording, parameters
         self.reducer = reducer
         self.numbers: list[int] = []
-        """Of storages, by place."""
+        """Numbers of storages by place."""
         with UNTRACED():
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
-            """What others may hold too, by place."""
+            """Tensors that other code may hold too, by place."""
 
     def forward(self) -> Tensor:
-        """y."""
+        """Repeat the forward pass and return y."""
         segment = self.recording.forward
         assert segment is not None
         assert segment.result is not None
@@ -230,7 +231,7 @@ class RepeatedBlock:
         return self.held.pop(segment.result)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of x from that of y."""
+        """Repeat the backward pass for the gradient of y and return the gradient of x."""
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -286,7 +287,7 @@ class RepeatedBlock:
                 recorder.release(gradient)
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
-        """The parameter has its gradient, and its hooks take it; nothing here holds what is `given` any more."""
+        """Pass a complete gradient to the parameter and its hooks, and drop the tensors in `given`."""
         parameter.grad = self.held[place]
         for storage in given:
             del self.held[storage]

@@ -1,5 +1,7 @@
-"""What operators return on `meta` tensors, remembered: layers and micro-batches are alike, and torch's own
-shape functions (many of them Python) take most of the time of a trace."""
+"""Cache of the results of operators on `meta` tensors.
+
+Layers and micro-batches repeat the same calls. Torch's own shape functions, many of them Python, take most of the time
+of a trace."""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from torch import Tensor
 T = TypeVar("T")
 UNKNOWN_RESULT = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Operands that are what they say."""
+"""Types of operands that are compared by value."""
 CallKey = tuple[object, ...]
-"""An operator, and all of its operands that what it returns and costs can depend on."""
+"""An operator, and all properties of its operands on which its result and cost can depend."""
 
 
 def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Cache `describe` by the identity of an operator, whose hash would be a call of a Python function."""
+    """Cache `describe` by the identity of an operator, because hashing an operator calls a Python function."""
     known: dict[int, T] = {}
 
     def found(func: Any) -> T:
@@ -31,13 +33,13 @@ def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 class ShapeCache:
-    """Calls operators, or makes what an earlier call with operands of the same shapes returned."""
+    """Cache that calls operators, or returns a result as of an earlier call with operands of equal shapes."""
 
     def __init__(self) -> None:
         self._known: dict[CallKey, Any] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
-        """`func(*args, **kwargs)` of an operator that is no view.  `key`: `call_of` it."""
+        """Return `func(*args, **kwargs)` of an operator that is no view. `key` is its `call_key`."""
         out = output_argument(func, kwargs)
         if out is not None:
             return out
@@ -56,27 +58,27 @@ class ShapeCache:
 
 
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey | None:
-    """What calls that are alike share; None if an operand is of a kind that is not known here."""
+    """Return a key that equal calls share; None if an operand is of an unknown kind."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
     return None if UNKNOWN_RESULT in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
 def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that the caller gives an operator to write its one result to, under whatever name; None without."""
+    """Return the tensor that the caller gives an operator for its one result, under any argument name, or None."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
 @cached_by_operator
 def _out_argument(func: Any) -> str | None:
-    """`out` of most operators, `grad_input` of some."""
+    """Return the name of the output argument: `out` of most operators, `grad_input` of some."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
 @cached_by_operator
 def _in_place(func: Any) -> bool:
-    """It writes its first argument, which is all that it returns, and leaves its size alone."""
+    """Return whether an operator writes and returns only its first argument, without a change of size."""
     schema = func._schema
     if len(schema.returns) != 1 or not schema.arguments or not schema.name.startswith("aten::"):
         return False
@@ -89,7 +91,7 @@ def _in_place(func: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """All of an operand that the shape of a result can depend on."""
+    """Return all properties of an operand on which the shape of a result can depend."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             return UNKNOWN_RESULT

@@ -1,4 +1,4 @@
-"""Transports without data: one that takes the memory which the real one would, one that notes when it waits."""
+"""Transports without data: one allocates the buffers of the real transport, one records when messages are awaited."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class RecordedTransport:
-    """Gives every message that the ledger has just recorded a number, and records when it is waited for.
+    """Transport that numbers each message that the ledger has just recorded, and records the wait for the message.
 
-    What `inner` does with tensors belongs to the message and is no operator of the step.
+    Tensor operations of `inner` belong to the message and are no operators of the step.
     """
 
     def __init__(self, inner: Transport, recorder: TraceRecorder):
@@ -66,7 +66,7 @@ class RecordedTransport:
             return self._issued(self.inner.broadcast(tensor, source), number)
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        # Its event is there since the message was made, which may be long before it is carried.
+        # The message was recorded when it was made, which may be long before it is sent.
         return self._issued(self.inner.send(tensor, to, channel), self._number())
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
@@ -80,7 +80,7 @@ class RecordedTransport:
 
 
 class NoDataTransport(NoTransport):
-    """Moves nothing, not even a rank's own part: there is no data."""
+    """Transport that moves nothing, not even a rank's own part, because there is no data."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         return Work()
@@ -90,7 +90,8 @@ class NoDataTransport(NoTransport):
 
 
 class GlooBufferTransport(NoDataTransport):
-    """Like `repro.parallel.transports.GlooTransport`: a reduce-scatter receives every part in a buffer."""
+    """Transport with the buffers of `repro.parallel.transports.GlooTransport`: reduce-scatter receives all parts in
+    one."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
