@@ -37,10 +37,10 @@ from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
 
 
 class OutOfMemory(Exception):
-    """A request that no free block fits, nor what the limit leaves after every empty segment was given back.
+    """A request that fits no free block, and exceeds the limit after the release of every empty segment.
 
-    Bytes: `requested`; `allocated` and `reserved` at that moment; `free_in_blocks`, reserved but not
-    allocated; `largest_free`, the largest free block of the pool that serves the request; `limit`.
+    Bytes: `requested`; `allocated` and `reserved` at that moment; `free_in_blocks`, reserved but not allocated;
+    `largest_free`, the largest free block of the pool that serves the request; `limit`.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class OutOfMemory(Exception):
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether the live tensors and the request are within the limit: only no stretch is long enough."""
+        """Whether the live tensors and the request are within the limit, so that only a large enough free block is
+        missing."""
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:
         return self.because_of(self.by_fragmentation)
 
     def because_of(self, fragmentation: bool) -> str:
-        """The numbers behind the cause: `fragmentation`, or what is live."""
+        """Return the sizes behind the failure and its cause: `fragmentation`, or the live tensors."""
         why = "fragmentation" if fragmentation else "the live tensors"
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
@@ -76,7 +77,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class AllocatedRange:
-    """A block of a segment: address and size in bytes, and the `id` that lives there (None: free)."""
+    """A block of a segment: address and size in bytes, and the `id` of the allocation (None: free)."""
 
     address: int
     size: int
@@ -84,10 +85,10 @@ class AllocatedRange:
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream.
+    """Caching allocator of one device and one stream.
 
-    limit: bytes that the driver can give (None: no end): the device's memory less the CUDA context and what
-        else the allocator cannot see.
+    limit: bytes that the driver can give (None: unlimited), which is the device's memory less the CUDA context
+        and other memory outside the allocator.
     expandable: `expandable_segments:True`.
     max_split: `max_split_size_mb`, in bytes: blocks of this size and above are not split.
     """
@@ -109,22 +110,23 @@ class CachingAllocator:
         self._large = pool(self._device, small=False, max_split=unsplit)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
-        """Bytes of live blocks, now and at most."""
+        """Current and peak bytes of live blocks."""
         self.retries = 0
-        """How often every empty segment had to be given back (torch's `num_alloc_retries`): each costs time."""
+        """Number of releases of all empty segments for a request (torch's `num_alloc_retries`). Each release costs
+        time."""
 
     @property
     def reserved(self) -> int:
-        """Bytes that the driver has given and not got back."""
+        """Bytes that the driver has given and not received back."""
         return self._device.reserved
 
     @property
     def peak_reserved(self) -> int:
-        """The most that was ever reserved: Figure 7's "max cached" of 1910.02054."""
+        """Peak of reserved bytes: Figure 7's "max cached" of 1910.02054."""
         return self._device.peak
 
     def malloc(self, id: int, size: int) -> None:
-        """Allocate `size` bytes under a name; OutOfMemory where that cannot be.  0 bytes take nothing."""
+        """Allocate `size` bytes under `id`; 0 bytes take no memory. Raises `OutOfMemory`."""
         assert id not in self._live, f"{id} is live already"
         if size == 0:
             self._live[id] = None
@@ -148,7 +150,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def free(self, id: int) -> None:
-        """Free what is allocated under `id`; the memory stays reserved."""
+        """Free the allocation of `id`; its memory stays reserved."""
         place = self._live.pop(id)
         if place is not None:
             pool, block = place
@@ -165,7 +167,7 @@ class CachingAllocator:
         return 1 - self.allocated / self.reserved if self.reserved else 0.0
 
     def segments(self) -> list[list[AllocatedRange]]:
-        """Every segment as the blocks that tile it, by address; of one that grows, each mapped stretch."""
+        """Return every segment as its blocks in order of address; an expandable segment gives each mapped stretch."""
         names = {place[1].address: id for id, place in self._live.items() if place is not None}
         found: list[list[AllocatedRange]] = []
         for pool in (self._small, self._large):
@@ -194,25 +196,25 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a device held.  Bytes; a moment is the index of an event, -1 where there was none."""
+    """Result of a replay, in bytes. A moment is the index of an event, or -1."""
 
     peak_allocated: int
     peak_reserved: int
     retries: int
-    """How often a request was met only after every empty segment was given back."""
+    """Number of releases of all empty segments for a request."""
     allocated_at: int
-    """The moment at which most was allocated, the first if there are several ..."""
+    """First moment with the peak of allocated bytes, before a failure."""
     reserved_at: int
-    """... and at which most was reserved, both before a failure."""
+    """First moment with the peak of reserved bytes, before a failure."""
     phase: str
-    """The phase in which the replay ran out of memory, else that in which most was reserved."""
+    """Phase of the failure, or of the peak of reserved bytes without a failure."""
     out_of_memory: OutOfMemory | None
     failed_at: int
-    """The moment that it could not get past."""
+    """Moment of the failure."""
 
     @property
     def fragmentation(self) -> float:
-        """Share of the peak of reserved bytes that the peak of allocated bytes leaves over, 0 to 1."""
+        """Share of the peak of reserved bytes that exceeds the peak of allocated bytes, 0 to 1."""
         return 1 - self.peak_allocated / self.peak_reserved if self.peak_reserved else 0.0
 
 
@@ -223,10 +225,9 @@ def replay(
     expandable: bool = False,
     max_split: int | None = None,
 ) -> Replay:
-    """Replay the allocations of `events` on an empty device, to the end or to the first that does not fit.
+    """Replay the allocations of `events` on an empty device, to the end or to the first failure.
 
-    `limit` is in bytes; the options are those of `CachingAllocator`.  What lies in host memory, and
-    events that are not about memory, pass by.
+    `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
     """
     allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
     malloc, free = allocator.malloc, allocator.free

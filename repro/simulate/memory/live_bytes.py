@@ -99,16 +99,17 @@ def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
 
 
 class PinnedMemory:
-    """What the allocator holds after the events seen so far."""
+    """Model of the allocator of page-locked host memory, which rounds sizes up to powers of two and reuses freed
+    blocks."""
 
     def __init__(self) -> None:
         self.reserved = 0
-        """Bytes."""
+        """Bytes reserved after the recorded events."""
         self._size: dict[int, int] = {}
         self._free: Counter[int] = Counter()
 
     def see(self, event: Event) -> None:
-        """An event of a trace, in order; those that are not about host memory pass by."""
+        """Record the next event of a trace; events without host memory change nothing."""
         if isinstance(event, Alloc) and event.category is Category.HOST and event.bytes:
             size = 1 << (event.bytes - 1).bit_length()
             self._size[event.id] = size
@@ -122,16 +123,16 @@ class PinnedMemory:
 
 TIMELINE_POINTS = 96
 TIMELINE_RESOLUTION = 10_000
-"""A record keeps bytes in whole parts of this many of the device's peak."""
+"""Parts of the device's peak to which a record rounds bytes."""
 
 
 def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, Any]:
-    """What is live in `TIMELINE_POINTS` equal parts of the device's busy time, of each the moment that holds most.
+    """Return the live bytes in `TIMELINE_POINTS` equal parts of the device's busy time, at the fullest moment of each.
 
-    `seconds` of an operator on the device; messages take none here.  The result has `unit` (bytes), `bytes` by
-    category in units (one number where it never changes; categories that hold nothing are left out), and `phases`:
-    the part in which each begins, its name and micro-batch, the first of each part.  The largest sum is the
-    role's peak, unless initialisation held more.
+    `seconds` gives the time of an operator on the device; messages take no time here. The result has three keys. `unit`
+    is in bytes. `bytes` holds units by category: one number if the category never changes, no entry if it is empty.
+    `phases` holds the part in which each phase begins, its name and micro-batch, for the first phase of each part. The
+    largest sum is the role's peak, unless the peak is in the initialisation.
     """
     step = traced.events[traced.step_start : traced.step_stop]
     whole = sum(seconds(event) for event in step if isinstance(event, Operator))
@@ -141,7 +142,7 @@ def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) ->
     most, spent = -1, 0.0
 
     def seen() -> None:
-        """Keep this moment if it holds more than the others of its part."""
+        """Store this moment if it holds more than the other moments of its part."""
         nonlocal most
         part = min(TIMELINE_POINTS - 1, int(spent / whole * TIMELINE_POINTS)) if whole else 0
         while len(found) <= part:

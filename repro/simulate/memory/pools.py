@@ -10,29 +10,29 @@ from bisect import bisect_left, insort
 MIB = 2**20
 
 MIN_BLOCK_SIZE = 512
-"""Every request is rounded up to a multiple of this (`kMinBlockSize`)."""
+"""Granularity of requests in bytes, to which every request is rounded up (`kMinBlockSize`)."""
 SMALL_SIZE = MIB
-"""The largest request that is served from the small pool (`kSmallSize`)."""
+"""Largest request that the small pool serves (`kSmallSize`)."""
 SMALL_BUFFER = 2 * MIB
-"""What the small pool asks the driver for (`kSmallBuffer`)."""
+"""Size of the small pool's segments (`kSmallBuffer`)."""
 LARGE_BUFFER = 20 * MIB
-"""What the large pool asks for when the request is below `MIN_LARGE_ALLOC` (`kLargeBuffer`)."""
+"""Size of the large pool's segments for requests below `MIN_LARGE_ALLOC` (`kLargeBuffer`)."""
 MIN_LARGE_ALLOC = 10 * MIB
-"""From this size on a request gets a segment of its own size (`kMinLargeAlloc`) ..."""
+"""Smallest request that gets a segment of its own size (`kMinLargeAlloc`)."""
 ROUND_LARGE = 2 * MIB
-"""... rounded up to a multiple of this, the page of the device (`kRoundLarge`)."""
+"""Granularity of the segments of large requests, which is the page of the device (`kRoundLarge`)."""
 UNLIMITED = 2**62
 
 LIVE, FREE, UNMAPPED = "live", "free", "unmapped"
 
 
 def round_up(size: int, unit: int = MIN_BLOCK_SIZE) -> int:
-    """The multiple of `unit` bytes that `size` occupies."""
+    """Return the multiple of `unit` bytes that `size` occupies."""
     return -(-size // unit) * unit
 
 
 def segment_size(size: int) -> int:
-    """Bytes that the driver is asked for when no free block fits a (rounded) request of `size`."""
+    """Return the size of a new segment for a (rounded) request of `size` that fits no free block."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     if size < MIN_LARGE_ALLOC:
@@ -41,7 +41,7 @@ def segment_size(size: int) -> int:
 
 
 class DeviceMemory:
-    """The driver: bytes up to `limit`, never fragmented, at addresses that it gives once and in order."""
+    """The driver: bytes up to `limit`, never fragmented, at ascending addresses that are never reused."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
@@ -49,7 +49,7 @@ class DeviceMemory:
         self._end = 0
 
     def take(self, size: int) -> bool:
-        """Reserve `size` bytes; False, and nothing reserved, where the limit is in the way."""
+        """Reserve `size` bytes and return True, or reserve nothing and return False if the limit would be exceeded."""
         if self.reserved + size > self.limit:
             return False
         self.reserved += size
@@ -60,13 +60,13 @@ class DeviceMemory:
         self.reserved -= size
 
     def place(self, size: int) -> int:
-        """An address with `size` bytes of address space."""
+        """Return an address with `size` bytes of address space."""
         self._end += size
         return self._end - size
 
 
 class MemoryBlock:
-    """A stretch of a segment, and its neighbours there."""
+    """A contiguous part of a segment, with its neighbours."""
 
     __slots__ = ("address", "next", "prev", "size", "state")
 
@@ -76,7 +76,7 @@ class MemoryBlock:
         self.next: MemoryBlock | None = None
 
     def split(self, size: int) -> MemoryBlock:
-        """Keep the first `size` bytes; the rest is a new block behind them, in the same state."""
+        """Shrink this block to its first `size` bytes and return the rest as a new block in the same state."""
         rest = MemoryBlock(self.address + size, self.size - size, self.state)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -85,7 +85,7 @@ class MemoryBlock:
         return rest
 
     def absorb(self) -> None:
-        """Become one with the next block."""
+        """Merge the next block into this one."""
         other = self.next
         assert other is not None
         self.size, self.next = self.size + other.size, other.next
@@ -94,7 +94,7 @@ class MemoryBlock:
 
 
 class Pool:
-    """The free blocks of the small or of the large requests, by size and then by address."""
+    """The free blocks for small or for large requests, by size and then by address."""
 
     def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
         self.device = device
@@ -106,7 +106,7 @@ class Pool:
         self._cut_below = max_split
 
     def find(self, size: int) -> MemoryBlock | None:
-        """Take the free block that fits `size` best, whole; None where none fits."""
+        """Remove the best-fitting free block for `size` and return it unsplit; None if no block fits."""
         free = self._free
         at = bisect_left(free, (size,))
         if at == len(free):
@@ -122,7 +122,7 @@ class Pool:
         return block
 
     def grow(self, size: int) -> MemoryBlock | None:
-        """A block of at least `size` from the driver; None where the limit is in the way."""
+        """Return a block of at least `size` from the driver; None if the limit would be exceeded."""
         span = segment_size(size)
         if not self.device.take(span):
             return None
@@ -131,7 +131,7 @@ class Pool:
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
-        """Make `block` live; what it has beyond `size` stays free if it is worth a block of its own."""
+        """Mark `block` live; bytes beyond `size` become a free block if they are large enough for one."""
         if block.size - size >= self._least_rest and size < self._cut_below:
             self._insert(block.split(size))
         block.state = LIVE
@@ -160,7 +160,7 @@ class Pool:
         self._free = retained
 
     def release_oversize(self, size: int) -> bool:
-        """Give the driver unsplittable free segments, enough for a request of `size`; whether it was enough."""
+        """Give the driver unsplittable free segments until `size` is reached, and return whether they were enough."""
         if self._max_split == UNLIMITED:
             return False
         wanted = max(size, self._max_split)
@@ -212,9 +212,9 @@ class ExpandablePool(Pool):
         self._unmapped = [(self._base, everything)]
 
     def grow(self, size: int) -> MemoryBlock | None:
-        """A block of at least `size`, mapped where it is missing; None where the limit is in the way.
+        """Return a block of at least `size`, mapping missing granules; None if the limit would be exceeded.
 
-        What was mapped before the limit was met stays mapped.
+        Granules that were mapped before the limit was reached stay mapped.
         """
         block = self._lowest(size)
         if block.state is UNMAPPED and not self._map(block, min(size, block.size)):
@@ -233,18 +233,18 @@ class ExpandablePool(Pool):
             self._unmap(block)
 
     def release_oversize(self, size: int) -> bool:
-        """Nothing: no part of a segment that grows is a segment of its own."""
+        """Return False: no part of an expandable segment is a segment of its own."""
         return False
 
     def _best(self, at: int) -> int:
-        # The block before the unmapped end counts with all that it can grow by, so that it is taken last.
+        # The size of the block before the unmapped end includes the unmapped bytes, so that it is taken last.
         free = self._free
         while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
             at += 1
         return at
 
     def _lowest(self, size: int) -> MemoryBlock:
-        """The first of the lowest blocks, free or unmapped, that have room for `size` together."""
+        """Return the first block of the lowest chain of free or unmapped blocks with `size` bytes together."""
         for _, block in self._unmapped:
             before = block.prev
             first = before if before is not None and before.state is FREE else block
@@ -259,7 +259,7 @@ class ExpandablePool(Pool):
         raise AssertionError("the address space has no end")
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
-        """Back the first `size` bytes of an unmapped block, in whole granules, and add them to the free ones."""
+        """Map the first `size` bytes of an unmapped block, in full granules, and free them."""
         span = round_up(size, self._granule)
         if not self.device.take(span):
             return False

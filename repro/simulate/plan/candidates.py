@@ -14,19 +14,19 @@ from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
 DEFAULT_PLAN_ROWS = 12
-"""Layouts of a plan that are printed where nobody says how many; `--json` has all."""
+"""Default number of printed layouts of a plan; `--json` has all."""
 
 
 @dataclass(frozen=True)
 class LayoutQuery:
-    """A question as it was typed.  What is wrong in it is a `ConfigError` about the key."""
+    """A query as it was typed. Errors in it are a `ConfigError` about the key."""
 
     system: str
     gpus: int
     layout: dict[str, Any]
     """Keys of the layout that were given."""
     seq: int = 0
-    """Tokens of a sample; 0: the model's longest."""
+    """Tokens of a sample; 0 selects the model's maximum."""
     memory_limit: str = ""
     expandable: bool = False
 
@@ -35,7 +35,7 @@ _SIZE = re.compile(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*(?:([kmgt])(i?)b|b)?\s*", re.I
 
 
 def parse_memory_size(text: str) -> int | None:
-    """Bytes in `32GB` (1e9), `32GiB` (2**30), `16e9`; None where nothing is given."""
+    """Return the bytes in `32GB` (1e9), `32GiB` (2**30) or `16e9`; None for an empty text."""
     if not text:
         return None
     found = _SIZE.fullmatch(text)
@@ -48,7 +48,7 @@ def parse_memory_size(text: str) -> int | None:
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
-    """Bytes of a device's memory: as `given`, or the system's.  `ConfigError` where neither is known."""
+    """Return the bytes of a device's memory, `given` or else the system's; `ConfigError` if both are unknown."""
     if given is None:
         known = system.device.memory_bytes
         if known.value is None:
@@ -65,7 +65,7 @@ def device_memory_limit(system: System, given: int | None) -> int:
 
 
 def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
-    """The data-parallel degree of `gpus` devices."""
+    """Return the data-parallel degree of `gpus` devices."""
     for key, degree in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp)):
         require(degree >= 1, key, degree, "a whole number of at least 1")
         at_most(key, degree, RANKS)
@@ -76,9 +76,9 @@ def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
 
 
 def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
-    """The layout that is meant: dp from the GPUs, precision from the device, schedule from the chunks.
+    """Return the full layout: dp from the GPUs, precision from the device, schedule from the chunks.
 
-    Without a global batch it is the smallest that fills the pipeline: micro_batch x dp x pp.
+    The default global batch is the smallest that fills the pipeline: micro_batch x dp x pp.
     """
     keys = layout_defaults(given, system)
     keys["dp"] = data_parallel_degree(gpus, keys.get("tp", 1), keys.get("pp", 1), keys.get("cp", 1))
@@ -88,7 +88,7 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
 
 
 def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
-    """`given` and what follows from it and from the device."""
+    """Return `given` with the keys that follow from it and from the device."""
     keys = {"precision": system.best_precision, **given}
     if keys.get("chunks", 1) > 1:
         keys.setdefault("schedule", "interleaved")
@@ -96,15 +96,15 @@ def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
 
 
 SAMPLES_PER_GPU = 2
-"""Global batch of a plan that is given none, per GPU."""
+"""Default global batch of a plan, in samples per GPU."""
 TOKENS_PER_RANK = 8192
-"""A plan splits samples over cp as long as each rank keeps so many tokens of one: as Llama 3 405B, which was trained on
-8,192 with cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4).  Shorter samples are not split unasked."""
+"""Minimum tokens of a sample per rank when a plan splits samples over cp. Llama 3 405B was trained on 8,192 tokens with
+cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4). Shorter samples are split only if cp is given."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned."""
+    """Model, system and fixed keys of a layout search."""
 
     model: Model
     system: System
@@ -117,9 +117,9 @@ class PlanRequest:
     """Keys of the layout that are fixed."""
     expandable: bool = False
     tokens: float = 0.0
-    """Tokens of the training whose duration and cost a plan states; 0: none is stated."""
+    """Tokens of the training whose duration and cost a plan reports; 0 disables the report."""
     price_per_gpu_hour: float = 0.0
-    """In any currency; 0: not asked."""
+    """Price in any currency; 0 disables the cost."""
 
     @property
     def allocatable(self) -> int:
@@ -133,12 +133,12 @@ class PlanRequest:
 
 
 def candidates(request: PlanRequest) -> list[Layout]:
-    """All of them, but for P_a, which is tried where it is needed.
+    """Return all candidate layouts without P_a, which the search adds where it is needed.
 
-    tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples
-    longer than `TOKENS_PER_RANK`; pp: divisors of the layers; dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline);
-    with and without recomputation and, with tp, sequence parallelism; micro-batches of powers of two that keep a
-    pipeline full.  A key that is given is taken as it is.  Raises `ConfigError` if there is no layout at all.
+    tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples longer
+    than `TOKENS_PER_RANK`; pp: divisors of the layers; dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline); with and
+    without recomputation and, with tp, sequence parallelism; micro-batches of powers of two that fill the pipeline.
+    Keys in `request.given` are fixed. Raises `ConfigError` if there is no layout at all.
     """
     given = layout_defaults(request.given, request.system)
     found: list[Layout] = []
@@ -155,7 +155,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 layout = Layout(**keys)
                 engines.check_layout_fits(layout, request.model)
                 found.append(layout)
-            except ConfigError as error:  # what is fixed need not go with all that is varied
+            except ConfigError as error:  # fixed keys may exclude some combinations
                 refused.append(error)
     if not found and refused:
         raise refused[0]
@@ -174,7 +174,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
 
 
 def tensor_degrees(request: PlanRequest) -> list[int]:
-    """The tp of a plan: what is given, or powers of two that divide the model and stay inside a node."""
+    """Return the tp of a plan: the given one, or powers of two that divide the model and stay inside a node."""
     data_parallel_degree(request.gpus, *(request.given.get(key, 1) for key in ("tp", "pp", "cp")))
     if "tp" in request.given:
         return [request.given["tp"]]
@@ -192,7 +192,7 @@ def tensor_degrees(request: PlanRequest) -> list[int]:
 
 
 def context_degrees(request: PlanRequest, tp: int) -> list[int]:
-    """The cp of a plan beside `tp`: what is given, or powers of two that leave each rank `TOKENS_PER_RANK`."""
+    """Return the cp of a plan at `tp`: the given one, or powers of two with `TOKENS_PER_RANK` tokens for each rank."""
     given = request.given.get("cp")
     if given is not None:
         splits = given == 1 or request.seq % (2 * given) == 0
@@ -208,7 +208,7 @@ def context_degrees(request: PlanRequest, tp: int) -> list[int]:
 
 
 def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
-    """The pp of a plan beside tp x cp = `ranks`: what is given, or the divisors of the layers that divide the GPUs."""
+    """Return the pp at tp x cp = `ranks`: the given one, or the divisors of the layers that divide the GPUs."""
     if "pp" in request.given:
         return [request.given["pp"]]
     chunks = request.given.get("chunks", 1)
@@ -220,7 +220,7 @@ def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
 def _layout_keys(
     request: PlanRequest, given: dict[str, Any], tp: int, cp: int, pp: int
 ) -> list[dict[str, Any]]:
-    """The keys of all layouts of one tp, cp and pp."""
+    """Return the keys of all layouts of one tp, cp and pp."""
     if request.gpus % (tp * cp * pp):
         return []
     dp = request.gpus // (tp * cp * pp)
@@ -238,7 +238,7 @@ def _layout_keys(
 
 
 def _micro_batches(replica: int, pp: int) -> list[int]:
-    """Powers of two that divide a replica's batch and leave enough of them to fill the pipeline."""
+    """Return the powers of two that divide a replica's batch into enough micro-batches to fill the pipeline."""
     found, size = [], 1
     while replica % size == 0 and replica // size >= pp:
         found.append(size)

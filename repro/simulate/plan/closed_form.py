@@ -20,7 +20,7 @@ FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
 
 
 def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
-    """Bytes of each category of model states of a rank that has `parameters` before dp splits anything."""
+    """Return the bytes of each category of model states of a rank with `parameters` before the split over dp."""
     wide = layout.precision == "fp32"
     whole = dict(zip(STATES, (4, 4, 8) if wide else (2, 2, K), strict=True))
     split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
@@ -29,9 +29,9 @@ def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
 
 @cache
 def _layer(model: Model, tp: int) -> float:
-    """Parameters of one layer on one tp rank: matrices are split, so are biases but those of rows' sums.
+    """Return the parameters of one layer on one tp rank, which splits matrices and biases, except biases of row sums.
 
-    Keys and values of fewer heads than ranks are on all of them.
+    If there are fewer key heads than ranks, all ranks hold all keys and values.
     """
     parts = counts.parameters_by_part(replace(model, layers=1))
     whole = counts.count_row_biases(model)
@@ -40,7 +40,7 @@ def _layer(model: Model, tp: int) -> float:
 
 
 def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
-    """Parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
+    """Return the parameters of one rank of the first and of the last stage, or of `all` without a pipeline."""
     tp, per_stage = layout.tp, model.layers / layout.pp
     tokens, norm = model.vocab * model.hidden / tp, counts.count_norm(model)
     layers = per_stage * _layer(model, tp)
@@ -53,7 +53,7 @@ def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
 
 
 def exceeding_states(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:
-    """The largest term and all states of the fullest role, if model states alone exceed `limit` bytes."""
+    """Return the largest term and all states of the fullest role, if model states alone exceed `limit` bytes."""
     fullest = max(stage_parameters(model, layout).values())
     states = state_bytes(fullest, layout)
     if sum(states.values()) <= limit:
@@ -62,10 +62,10 @@ def exceeding_states(model: Model, layout: Layout, limit: int) -> tuple[str, dic
 
 
 def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
-    """A width whose largest model has about width/64 layers, as those of the ZeRO paper (Table 4) have.
+    """Return a width whose largest model has about width/64 layers, like those of the ZeRO paper (Table 4).
 
-    Of 12 l h^2 parameters (l = h/64) on `gpus_per_replica` devices the states take `limit`; rounded to
-    what every power of two up to 16 divides into heads of 128.
+    The states of 12 l h^2 parameters (l = h/64) on `gpus_per_replica` devices take `limit` bytes. The width is rounded
+    so that every power of two up to 16 divides it into heads of 128.
     """
     per_parameter = sum(state_bytes(1.0, layout).values()) / gpus_per_replica
     width = (64 * limit / per_parameter / 12) ** (1 / 3)
@@ -82,11 +82,11 @@ TERMS = {
     "communication": "communication buffers",
     "other": "temporary tensors",
 }
-"""Category of `repro.parallel.storage`: term.  `temporary tensors` are what forward, backward and update
-use and drop: gradients of activations, activations that are recomputed, unscaled gradients."""
+"""Term of each category of `repro.parallel.storage`. Temporary tensors are used and dropped by forward, backward and
+update: gradients of activations, recomputed activations and unscaled gradients."""
 FRAGMENTATION = "fragmentation"
 
 
 def largest_term(by_category: Mapping[str, int]) -> str:
-    """The largest term of what is live."""
+    """Return the largest term of live bytes."""
     return TERMS[max(TERMS, key=lambda category: by_category.get(category, 0))]

@@ -1,7 +1,7 @@
-"""The largest model (or micro-batch) that fits, and the first that does not.
+"""Search for the largest model (or micro-batch) that fits, and the smallest that does not.
 
-Memory is a straight line in the number of layers, so two shallow trials say where to look, and the trials there
-decide: the answer is a value that fits beside the next one that does not.
+Memory is linear in the number of layers, so two shallow trials predict the limit. Trials near the limit decide it: the
+answer is a value that fits next to a value that does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from repro.simulate.plan.candidates import (
 from repro.simulate.plan.closed_form import FRAGMENTATION, largest_term, suggested_width
 
 MAX_LAYERS = 1000
-"""A trace of more takes minutes, and nobody trained such a model: it asks for a larger width."""
+"""Layers of the largest trial. A deeper trace takes minutes; a search beyond this limit needs a larger width."""
 MAX_SAMPLES = 4096
 LAYERS, MICRO_BATCH = "layers", "micro-batch"
 SEARCHES = (LAYERS, MICRO_BATCH)
@@ -32,19 +32,19 @@ SEARCHES = (LAYERS, MICRO_BATCH)
 
 @dataclass(frozen=True)
 class FitQuestion:
-    """What is to be fitted: a model of given width under a layout, on devices of a system."""
+    """A model of given width under a layout on devices of a system, and the quantity to maximise."""
 
     model: Model
-    """Its number of layers is searched, or taken with `search = micro-batch`."""
+    """Model whose number of layers is searched; `search = micro-batch` keeps its number of layers."""
     layout: Layout
     system: System
     limit: int
     """Bytes of one device's memory, context included."""
     search: str
     seq: int
-    """Tokens of a sample; 0: the model's longest."""
+    """Tokens of a sample; 0 selects the model's maximum."""
     free_batch: bool
-    """Whether the global batch follows the micro-batch; else it stays and the micro-batch must divide it."""
+    """Whether the global batch follows the micro-batch. Otherwise it is fixed and the micro-batch must divide it."""
     expandable: bool
 
     @property
@@ -53,7 +53,7 @@ class FitQuestion:
         return self.limit - self.system.context()
 
     def values(self) -> range | list[int]:
-        """What may be tried, ascending."""
+        """Return the values to try, ascending."""
         layout = self.layout
         if self.search == LAYERS:
             step = layout.pp * layout.chunks
@@ -68,7 +68,7 @@ class FitQuestion:
         return whole and (layout.schedule != "interleaved" or layout.replica_batch // size % layout.pp == 0)
 
     def experiment(self, value: int) -> Experiment:
-        """The experiment that tries `value` layers, or samples of a micro-batch."""
+        """Return the experiment with `value` layers, or with `value` samples per micro-batch."""
         model, layout = self.model, self.layout
         if self.search == LAYERS:
             model = replace(model, layers=value, name=f"gpt-{value}x{model.hidden}")
@@ -81,27 +81,27 @@ class FitQuestion:
 
 @dataclass(frozen=True)
 class FitTrial:
-    """One value that was tried."""
+    """One value that was tried, and its result."""
 
     value: int
     outcome: str
-    """`ok`, `oom`, or with real devices another way to fail."""
+    """`ok`, `oom`, or another failure on real devices."""
     needed: int | None
-    """Bytes that it took, or would have taken; None where the failure does not tell."""
+    """Required bytes; None if the failure does not show them."""
     binding: str = ""
-    """The term that is one too much, if it failed."""
+    """The term that exceeds the limit, if the trial failed."""
     reason: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether the value fits."""
         return self.outcome == "ok"
 
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The largest value that fits (None: nothing does) and the first that does not (None: all do)."""
+    """The largest value that fits (None: none fits) and the smallest that does not (None: all fit)."""
 
     largest: FitTrial | None
     first_failing: FitTrial | None
@@ -111,11 +111,10 @@ class FitAnswer:
 def search_largest(
     values: Sequence[int], attempt: Callable[[int], FitTrial], limit: int, start: Sequence[int]
 ) -> FitAnswer:
-    """Try values until one that fits is beside the next one that does not.
+    """Try values until a value that fits is next to one that does not.
 
-    `values` ascend, and need more memory the larger they are.  `start` are tried first; then what the
-    straight line through two of the trials makes of `limit` bytes, and between two known values that say
-    nothing, their middle.
+    `values` ascend, and larger values need more memory. The values of `start` are tried first. The next value is where
+    the straight line through two trials reaches `limit` bytes, or the middle if these trials show no bytes.
     """
     found: dict[int, FitTrial] = {}
     low, high = -1, len(values)
@@ -130,14 +129,14 @@ def search_largest(
             index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
-        if trial.outcome not in ("ok", "oom"):  # it says nothing about memory
+        if trial.outcome not in ("ok", "oom"):  # other failures do not depend on memory
             high = index
             break
         if trial.fits:
             low = index
         else:
             high = index
-        # A line that moves one end only, and little, is left for the middle.
+        # If the line moves only one end by a little, the middle is next.
         halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
@@ -145,22 +144,22 @@ def search_largest(
 
 
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
-    """The index to try next, strictly between `low` and `high`."""
+    """Return the index to try next, strictly between `low` and `high`."""
     told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
-    if high < len(values):  # between what fits and what does not, if both say what they need
+    if high < len(values):  # between the two ends, if both have required bytes
         told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
     if len(told) >= 2:
         (a, at_a), (b, at_b) = told[-2:]
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
-    if high == len(values):  # nothing failed yet: further up, in strides
+    if high == len(values):  # no failure yet: double the index
         return min(2 * low + 1 if low >= 0 else 0, high - 1)
     return (low + high) // 2
 
 
 def fit_by_simulation(question: FitQuestion) -> FitAnswer:
-    """By simulation: every trial is a full trace of its model."""
+    """Return the answer by simulation, with a full trace for each trial."""
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
@@ -205,11 +204,11 @@ def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
 def question_of(
     system: System, query: LayoutQuery, model: Model | None, sizes: dict[str, int], what: str
 ) -> FitQuestion:
-    """The question that the command line asks of `system`.  Raises `ConfigError`.
+    """Return the question of the command line about `system`. Raises `ConfigError`.
 
-    `sizes`: hidden, heads and vocab as far as they are given, else 0; without, those of `model`; without one,
-    a width whose largest model has about width/64 layers, heads of 128 (or 64), the vocabulary 51,200 and
-    the sequence 1,024 of the ZeRO paper's models.
+    `sizes`: hidden, heads and vocab if they are given, else 0. Missing sizes are those of `model`. Without a model, the
+    width is one whose largest model has about width/64 layers, with heads of 128 (or 64), the vocabulary 51,200 and the
+    sequence 1,024 of the ZeRO paper's models.
     """
     require(what in SEARCHES, "search", what, f"one of {', '.join(SEARCHES)}")
     require(
@@ -243,7 +242,7 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Heads of 128, else of 64, else as many as tp."""
+    """Return the number of heads, with a width of 128, else 64; else tp."""
     for width in (128, 64):
         if hidden % width == 0 and hidden // width % tp == 0:
             return hidden // width
@@ -251,7 +250,7 @@ def _heads(hidden: int, tp: int) -> int:
 
 
 def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
-    """`repro fit --json`."""
+    """Return the document of `repro fit --json`."""
     model, failing = question.model, answer.first_failing
     return {
         "search": question.search,
@@ -283,7 +282,7 @@ def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, 
         "params": total_parameters(experiment.model),
         "outcome": trial.outcome,
         "reason": trial.reason,
-        # What fits may be held in less than it would take if there were more.
+        # With a limit, the allocator may reserve less than without one.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
     return found | {key: trial.detail[key] for key in _TRIAL_DETAILS if key in trial.detail}

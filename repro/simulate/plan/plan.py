@@ -26,31 +26,30 @@ from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
 FULLY_TRACED_ROWS = 3
-"""So many of the first rows are traced in full."""
+"""Number of first rows that are traced in full."""
 COMPARED_ROWS = 12
-"""So many of the first rows are compared in all draws of what is not known, though fewer are shown: any of them may be
-the fastest."""
+"""Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""
 ROWS_DECIDED_AHEAD = 2
-"""Times as many rows as are fixed for are decided at once, so that workers have enough to do."""
+"""Number of rows to decide at once, as a multiple of the wanted rows, so that all workers are busy."""
 
 
 @dataclass
 class Plan:
-    """All layouts, best first."""
+    """Result of a layout search: all layouts, best first."""
 
     rows: list[PlanRow]
     traces: int
-    """That were made."""
+    """Number of traces that were made."""
     no_time: str
-    """Why rows have no times; empty if they do."""
+    """Reason why rows have no times; empty if they have times."""
 
 
 @pause_garbage_collection()
 def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
-    """All sensible layouts, best first, the first that are `shown`, and `COMPARED_ROWS` at least, with intervals.
+    """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
 
-    `whole`: the others are timed as well; else they stay open if they cannot be among the first.  `shown` = 0: no
-    intervals.  Raises `ConfigError` if there are no layouts.
+    `whole`: all other rows are timed too; otherwise, rows stay open if they cannot be among the first. With `shown` =
+    0, no row has an interval. Raises `ConfigError` if there are no layouts.
     """
     compared = max(shown, COMPARED_ROWS) if shown else 0
     layouts = candidates(request)
@@ -77,7 +76,7 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
             if not first:
                 break
             made = planner.full(first)
-        # What turns out to be slower, or not to fit, changes which come first.
+        # Rows that turn out to be slower, or not to fit, change the order.
         decided = {row.layout: row for row in made}
         rows = [decided.get(row.layout, row) for row in rows]
         more = planner.estimated(_with_partitioned_activations(request, made))
@@ -89,7 +88,7 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
 
 
 def _rows_to_decide(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
-    """Of `rows`, best first, those that are open and may be among the first that are `wanted`; the next few."""
+    """Return the next open rows that may be among the first `wanted` rows; `rows` are best first."""
     fits = [row for row in rows if row.outcome == OK]
     open_ones = [row for row in fits if row.open]
     known = [row.seconds for row in fits if not row.open]
@@ -99,7 +98,7 @@ def _rows_to_decide(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
-    """With P_a, what does not fit without it for other reasons than its model states."""
+    """Return layouts with P_a for rows that do not fit without P_a for other reasons than model states."""
     if "pa" in request.given:
         return []
     return [
@@ -115,20 +114,20 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
 
 @dataclass
 class MapCell:
-    """One tp and pp of the map."""
+    """One pair (tp, pp) of the map."""
 
     tp: int
     pp: int
     dp: int = 0
-    """0 where the GPUs do not divide."""
+    """Data-parallel degree; 0 if tp x pp does not divide the GPUs."""
     rows: dict[int, PlanRow] = field(default_factory=dict)
-    """The answer for each limit (bytes of a device's memory); empty where there is no such layout."""
+    """The row for each limit (bytes of a device's memory); empty if no layout exists."""
     reason: str = ""
-    """Why there is none."""
+    """Reason why no layout exists."""
 
 
 def map_axes(request: PlanRequest) -> tuple[list[int], list[int]]:
-    """The tp and the pp that a plan of `request` would try, each as one axis of the map."""
+    """Return the tp and the pp that a plan of `request` would try, as the two axes of the map."""
     tensor = tensor_degrees(request)
     ranks = [tp * cp for tp in tensor for cp in context_degrees(request, tp)]
     return tensor, sorted({pp for one in ranks for pp in pipeline_degrees(request, one)})
@@ -142,11 +141,11 @@ def search_map(
     workers: Workers,
     confirmed: Iterable[tuple[int, int]] = (),
 ) -> list[MapCell]:
-    """Every tp of `tensor` with every pp of `stages`, as the rest of the layout is given in `request`.
+    """Return every pair of tp and pp, with the rest of the layout from `request`.
 
-    What is not given is as in the first candidate: no ZeRO, one sample a micro-batch, nothing recomputed.  Rows
-    are `full` where `confirmed` has their (tp, pp) or nothing less tells, else `states` or `shallow`.
-    Raises `ConfigError` if no (tp, pp) has a layout.
+    Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
+    are `full` if `confirmed` contains (tp, pp) or only a full trace decides the row, and `states` or `shallow`
+    otherwise. Raises `ConfigError` if no (tp, pp) has a layout.
     """
     cells = []
     layouts: dict[tuple[int, int], Layout] = {}
@@ -180,7 +179,7 @@ def search_map(
 
 
 def map_document(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> dict[str, Any]:
-    """`repro plan --map --json`: every cell with an entry of `repro plan --json` for each limit."""
+    """Return the document of `repro plan --map --json`: each cell with an entry of `repro plan --json` per limit."""
     found = []
     for cell in cells:
         answers = [plan_entry(replace(request, limit=limit), row) for limit, row in cell.rows.items()]

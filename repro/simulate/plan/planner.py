@@ -40,42 +40,43 @@ from repro.util import units
 from repro.util.workers import Workers
 
 MAX_RESERVED_OVER_LIVE = 1.12
-"""Reserved over live bytes at most, seen in full traces of models of published size (1.01 to 1.10)."""
+"""Largest ratio of reserved to live bytes; full traces of models of published size have 1.01 to 1.10."""
 UNUSED_SEGMENT_BYTES = 40 * 2**20
-"""... and what it may leave unused in its last segments (`repro.simulate.memory.pools`)."""
+"""Bytes that the allocator may leave unused in its last segments (`repro.simulate.memory.pools`)."""
 MIN_FULL_OVER_SHALLOW = 0.97
-"""A whole step takes at least so much of what its shallow traces say (tests/simulate/test_steptime.py: within 1 %)."""
+"""Minimum ratio of a full step's time to the shallow estimate (tests/simulate/test_steptime.py: within 1 %)."""
 SHARES_PER_WORKER = 2
-"""Shares of the families that a worker predicts, one after the other."""
+"""Shares of the families that each worker predicts, one after the other."""
 
 
 class Planner:
-    """Answers for layouts of one request; keeps the shallow traces that they share."""
+    """Evaluates layouts of one request, and stores the shallow traces that the layouts share."""
 
     def __init__(self, request: PlanRequest, workers: Workers):
         self.request, self.workers = request, workers
         self.traces = 0
         self._families: dict[Layout, tuple[int, int, dict[str, LayoutFamily]]] = {}
-        """With the smallest and the largest micro-batch that they are good for."""
+        """Smallest and largest micro-batch of the traces, and the traces of each role, by family."""
         self._rates = SystemRates(request.system, lambda one: workers.map(kernels_of, [(one,)])[0])
         self.no_time = ""
-        """Why times cannot be predicted."""
+        """Reason why times cannot be predicted."""
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """The answers without times, `full` where nothing less tells."""
+        """Return the rows of `layouts` without times; rows that only a full trace decides are `full`."""
         rows = {row.layout: row for row in self.estimated(layouts)}
         rows |= {row.layout: row for row in self.full([row for row in rows.values() if self._is_close(row)])}
         self.send(list(rows.values()))
         return list(rows.values())
 
     def estimated(self, layouts: Sequence[Layout]) -> list[PlanRow]:
-        """The answers from shallow traces at most."""
+        """Return the rows of `layouts` from closed forms or shallow traces."""
         found = {layout: self._without_trace(layout) for layout in layouts}
         self._trace([layout for layout, row in found.items() if row is None])
         return [row or self._shallow(layout) for layout, row in found.items()]
 
     def send(self, rows: Sequence[PlanRow]) -> None:
-        """Say of `rows` what the busiest rank sends, for which alone, and for times, middle stages are traced."""
+        """Add the bytes that the busiest rank sends to `rows`. Only this traffic and times need traces of middle
+        stages."""
         request = self.request
         unsaid = [row for row in rows if row.evidence == SHALLOW and not row.comm]
         self._trace_middle(row.layout for row in unsaid)
@@ -92,7 +93,7 @@ class Planner:
             row.ideal_s = max(ideal_s(request, row.layout, rank.by_link) for rank in sent.values())
 
     def open(self, rows: Sequence[PlanRow]) -> None:
-        """Say which of `rows` may fit, and what their steps take at least."""
+        """Mark the `rows` that may fit as open, with lower bounds of their step times."""
         for row in rows:
             if row.evidence == SHALLOW and row.outcome == OK:
                 try:
@@ -104,7 +105,7 @@ class Planner:
         self.send([row for row in rows if row.outcome == OK and not row.least_s])
 
     def decide(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """The next that is to be known of rows that are open: their times, then what the allocator makes of them."""
+        """Return open rows with their next evidence: the step time, or a full trace if the row has a time."""
         untimed = [] if self.no_time else [row for row in rows if not row.time]
         timed = [row for row in rows if row.time or self.no_time]
         full = self.begin_full(timed)
@@ -116,7 +117,7 @@ class Planner:
         return [*untimed, *full()]
 
     def _is_close(self, row: PlanRow) -> bool:
-        """Whether the allocator decides if it fits."""
+        """Return whether the allocator decides if the row fits."""
         live = row.memory["peak_bytes"]
         return (
             row.evidence == SHALLOW
@@ -124,14 +125,14 @@ class Planner:
         )
 
     def time(self, rows: Sequence[PlanRow]) -> None:
-        """Predict the step of every row that may fit, from the traces that its layout shares."""
+        """Predict the step time of every row that may fit, from the traces that its layout shares."""
         self.send(rows)
         by_family: dict[Layout, list[PlanRow]] = {}
         for row in rows:
             if row.evidence == SHALLOW and row.outcome != OOM and not self.no_time:
                 by_family.setdefault(self._family(row.layout), []).append(row)
         request = self.request
-        # The families of a share use the same networks; a few shares a worker, so that none has much more to do.
+        # The families of a share use the same networks. A few shares per worker balance the load.
         families = sorted(by_family.items(), key=lambda item: -len(item[1]))
         count = min(SHARES_PER_WORKER * self.workers.count, len(families))
         shares = [families[first::count] for first in range(count)]
@@ -154,7 +155,7 @@ class Planner:
                         row.time = answer
 
     def intervals(self, rows: Sequence[PlanRow]) -> None:
-        """Say of `rows`, which fit and have times, what their steps may take instead, and which order is open."""
+        """Add intervals of the step time and ties to `rows`, which fit and have times."""
         self._trace_middle(row.layout for row in rows)
         request, count = self.request, min(self.workers.count, len(rows))
         shares = [rows[first::count] for first in range(count)]
@@ -181,11 +182,11 @@ class Planner:
             row.undecided = found_of
 
     def full(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """The same rows from full traces."""
+        """Return the same rows from full traces."""
         return self.begin_full(rows)()
 
     def begin_full(self, rows: Sequence[PlanRow]) -> Callable[[], list[PlanRow]]:
-        """`full`, which is over when what is returned has been called."""
+        """Start `full` and return a function that waits for its rows."""
         request = self.request
         tasks = [(request, row.layout, not self.no_time) for row in rows]
         self.traces += sum(min(3, row.layout.pp) for row in rows)
@@ -220,7 +221,7 @@ class Planner:
         return family_of(layout, self.request.model.heads, self.request.seq)
 
     def _trace(self, layouts: Iterable[Layout]) -> None:
-        """Have the families of `layouts` traced as far as they are not."""
+        """Trace the families of `layouts` that have no traces for their micro-batches yet."""
         wanted: dict[Layout, tuple[int, int]] = {}
         for layout in layouts:
             key = self._family(layout)
@@ -230,7 +231,7 @@ class Planner:
             if key in wanted or span != self._families.get(key, (0, 0))[:2]:
                 wanted[key] = span
         request = self.request
-        # Those of stages and of gradients' hooks take longest and go first, so that no worker ends long after another.
+        # Families with stages or gradient hooks take longest and go first, so that workers end at about the same time.
         ordered = sorted(wanted.items(), key=lambda item: (item[0].pp > 1, item[0].zero >= 2), reverse=True)
         made = self.workers.map(
             trace_family, [(request.model, request.seq, key, *span, END_ROLES) for key, span in ordered]
@@ -240,7 +241,7 @@ class Planner:
             self.traces += traces
 
     def _trace_middle(self, layouts: Iterable[Layout]) -> None:
-        """Have the middle stages of the families of `layouts` traced as far as they have any and are not."""
+        """Trace the middle stages of the families of `layouts` that have middle stages without traces."""
         request = self.request
         keys = dict.fromkeys(self._family(layout) for layout in layouts if layout.pp > 2)
         tasks = [
@@ -278,21 +279,23 @@ class Planner:
 
 
 def _times_in_worker(*arguments: Any) -> list[list[dict[str, Any] | str]]:
-    """`times_of`, whose module needs torch; runs in a worker."""
+    """Call `times_of`, whose module needs torch, in a worker."""
     from repro.simulate.plan.extrapolation.step_time import times_of
 
     return times_of(*arguments)
 
 
 def _intervals_in_worker(*arguments: Any) -> list[StepInterval | None]:
-    """`intervals_of`, likewise."""
+    """Call `intervals_of`, whose module needs torch, in a worker."""
     from repro.simulate.plan.extrapolation.step_time import intervals_of
 
     return intervals_of(*arguments)
 
 
 def _full_row(request: PlanRequest, layout: Layout, time: bool) -> tuple[PlanRow, str]:
-    """A row from a full trace, and why it has no times; runs in a worker.  `time`: predict its seconds as well."""
+    """Return a row from a full trace, and the reason why it has no times; runs in a worker.
+
+    `time`: predict the step time too."""
     from repro.simulate.step import simulate
 
     found = simulate(
@@ -323,7 +326,7 @@ def _full_row(request: PlanRequest, layout: Layout, time: bool) -> tuple[PlanRow
 
 
 def plan_experiment(request: PlanRequest, layout: Layout) -> Experiment:
-    """The experiment of one layout."""
+    """Return the experiment of one layout."""
     training = Training(seq=request.seq)
     return Experiment(
         name="plan", model=request.model, layout=layout, training=training, system=request.system.name

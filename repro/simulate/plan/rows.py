@@ -1,8 +1,8 @@
-"""Rows of a plan, their order, and ties between rows whose order the unknown numbers leave open.
+"""Rows of a plan, their order, and ties between rows whose order depends on the unknown numbers.
 
 Two layouts are timed in the same cases (`repro.config.systems.unknowns`): each unknown at an end of its range, and
-joint draws of all. The ratio of their times in each case decides, because an unknown that slows both alike decides
-nothing.
+joint draws of all. The ratio of their times in each case decides, because an unknown that slows both alike has no
+effect on the order.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 
 TimedStep = tuple[float, StepInterval]
-"""Seconds at the best values, and what they may be instead."""
+"""Seconds at the best values, and the interval of the step time."""
 MIN_TIE_SHARE = 0.05
-"""Of the joint draws: where the layout that comes later is faster in more of them, what is known does not say which
-is; where it is in none of the rest either, the 90 % interval of the ratio is on one side of 1."""
+"""Share of joint draws above which a later layout is tied with an earlier one, because it is faster in more draws.
+Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A layout that may be faster than one which comes before it."""
+    """A layout that may be faster than an earlier one."""
 
     than: int
-    """The place of the other one, from 1."""
+    """Place of the earlier layout, from 1."""
     part: float
-    """Of the joint draws, in which it is."""
+    """Share of the joint draws in which the later layout is faster."""
     by: tuple[str, ...]
-    """Unknowns that turn their order when they alone are at an end of their range, or else the one that comes nearest,
-    the one that moves their ratio most first."""
+    """Unknowns that alone reverse the order at an end of their range, or else the unknown that moves the ratio most.
+    The unknown that moves the ratio of the times most is first."""
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of `undecided` in `repro plan --json`."""
+        """Return an entry of `undecided` in `repro plan --json`."""
         return {"than": self.than, "part": self.part, "by": list(self.by)}
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
-    """Of each of `steps`, best first, those before it that may be slower."""
+    """Return, for each of `steps` (best first), the ties with earlier steps that may be slower."""
     found = []
     for place, mine in enumerate(steps):
         beside = [
@@ -55,7 +55,7 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
 
 
 def _share_faster(mine: TimedStep, its: TimedStep) -> float:
-    """Of the draws, in which `mine` is faster."""
+    """Return the share of the draws in which `mine` is faster."""
     pairs = list(zip(mine[1].draws, its[1].draws, strict=True))
     return sum(one < other for one, other in pairs) / len(pairs)
 
@@ -69,7 +69,7 @@ def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
 
 
 def _time_ratio(mine: TimedStep, its: TimedStep, case: tuple[str, bool]) -> float:
-    """Seconds of `mine` over those of `its` in one case."""
+    """Return the seconds of `mine` over those of `its` in one case."""
     return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
 
 
@@ -79,7 +79,7 @@ OK, OOM = "ok", "oom"
 
 @dataclass
 class PlanRow:
-    """One layout of a plan.  Bytes; parts of `memory` are empty where nothing was traced."""
+    """One layout of a plan, in bytes; parts of `memory` are empty if nothing was traced."""
 
     layout: Layout
     outcome: str
@@ -87,29 +87,29 @@ class PlanRow:
     evidence: str
     memory: dict[str, Any]
     comm: dict[str, Any] = field(default_factory=dict)
-    """Likewise, and of a row that is neither timed nor shown."""
+    """Bytes that the busiest rank sends; empty if nothing was traced, or if the row is neither timed nor shown."""
     ideal_s: float | None = None
-    """Seconds of a step at the devices' and the links' peak, nothing overlapped: an order, not a prediction."""
+    """Step time at the peak rates of devices and links, without overlap: a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """The predicted step, as `repro.simulate.time.predict.Prediction.as_dict` has it; empty where the system lacks
-    numbers for it, or nothing was traced."""
+    """The predicted step, as in `repro.simulate.time.predict.Prediction.as_dict`. Empty if the system lacks numbers for
+    times, or nothing was traced."""
     interval: StepInterval | None = None
-    """What the step may take instead, of the first rows."""
+    """Interval of the step time; only the first rows have one."""
     undecided: list[Tie] | None = None
-    """Rows before it that it may be faster than; None where it was compared with none."""
+    """Earlier rows that may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
-    """The term that rules it out: model states, activations, ... or fragmentation."""
+    """The term that rules the layout out: model states, activations, ... or fragmentation."""
     reason: str = ""
     trace_seconds: float = 0.0
     open: bool = False
-    """It may fit, and nothing is decided that takes more: its time, or what the allocator makes of it.  As far as it is
-    known it comes after all rows that were asked for."""
+    """Whether the layout may fit while its time or its reserved memory is undecided. An open row comes after all wanted
+    rows, as far as is known."""
     least_s: float = 0.0
-    """Seconds that its step takes at least, of one that is `open` (`repro.simulate.plan.extrapolation.lower_bound`)."""
+    """Lower bound of an `open` row's step time in seconds (`repro.simulate.plan.extrapolation.lower_bound`)."""
 
     @property
     def seconds(self) -> float:
-        """Of its step; the least that it takes while nothing more is known, without times `ideal_s`."""
+        """Step time for the order: predicted, or the lower bound of an open row, or `ideal_s` without times."""
         if self.open and self.least_s:
             return self.least_s
         ideal = self.ideal_s if self.ideal_s is not None else float("inf")
@@ -123,8 +123,9 @@ class PlanRow:
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Best first: what fits, then the shortest step (without times: the least `ideal_s`), then what asks for
-    least."""
+    """Return the sort key of a row, best first: rows that fit, then the shortest step, then the simplest layout.
+
+    Without times, the smallest `ideal_s` replaces the shortest step."""
     if row.outcome == OOM:
         return (1, row.evidence == STATES, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
@@ -132,7 +133,7 @@ def plan_order(row: PlanRow) -> tuple[Any, ...]:
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
-    """What asks for least."""
+    """Return the sort key of a layout's complexity, simplest first."""
     return (
         layout.recompute,
         layout.zero,
@@ -149,17 +150,17 @@ TIME_ORDER_RULE = (
     "seconds of a step, predicted from the trace's operators and messages on this system; best first: "
     "the least"
 )
-"""What `order` does, for people."""
+"""Rule of the order by predicted times, as printed text."""
 IDEAL_ORDER_RULE = (
     "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
     "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits.  It "
     "puts layouts in order and predicts no time"
 )
-"""What it does where the system lacks the numbers for times."""
+"""Rule of the order for a system without the numbers for times, as printed text."""
 
 
 def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
-    """What `IDEAL_ORDER_RULE` would need of the system and nobody knows; it counts as taking no time."""
+    """Return the rates that `IDEAL_ORDER_RULE` needs and the system lacks; such a rate counts as taking no time."""
     system = request.system
     found = []
     if system.device.peak_flops.get(precision) is None or system.device.peak_flops[precision].value is None:
@@ -170,7 +171,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
 
 
 def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> float:
-    """Seconds of a step at peak rates (`IDEAL_ORDER_RULE`); what is unknown takes none."""
+    """Return the step time at peak rates in seconds (`IDEAL_ORDER_RULE`); unknown rates take no time."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
     work = counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute) / layout.world
@@ -183,7 +184,7 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> fl
 
 
 def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, float] | None:
-    """What it takes to train on `request.tokens` at the predicted speed, and what that costs."""
+    """Return the duration and the cost of training on `request.tokens` at the predicted speed."""
     if not row.time or not request.tokens:
         return None
     steps = request.tokens / (request.global_batch * request.seq)
@@ -195,7 +196,7 @@ def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, float] | None
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
-    """One entry of `repro plan --json`: the keys of `repro simulate --json`, and why it is where it is."""
+    """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the reasons for its place."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
     memory |= {"limit_bytes": request.allocatable, "context_bytes": request.system.context()} | row.memory

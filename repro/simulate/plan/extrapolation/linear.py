@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
 PHASES_WITHOUT_ACTIVATIONS = ("init", "optimizer")
-"""Phases in which no activations are alive."""
+"""Phases without live activations."""
 HOST = "host"
 
 
 @dataclass(frozen=True)
 class RoleEstimate:
-    """One role of a layout.  Bytes of one rank."""
+    """Peak memory of one role of a layout, in bytes of one rank."""
 
     peak_bytes: int
     phase: str
     by_category: dict[str, int]
-    """At the peak."""
+    """Live bytes at the peak."""
     states_bytes: int
 
 
 @dataclass(frozen=True)
 class SentBytes:
-    """What one rank sends in a step, in bytes, by group and by class of links."""
+    """Bytes that one rank sends in a step, by group and by class of links."""
 
     by_group: dict[str, int]
     by_link: dict[str, int]
@@ -68,7 +68,7 @@ class SentBytes:
 def estimate_memory(
     model: Model, layout: Layout, families: dict[str, LayoutFamily]
 ) -> dict[str, RoleEstimate]:
-    """The roles of `layout`: `all`, or `first` and `last`."""
+    """Return the peak memory of the roles of `layout`: `all`, or `first` and `last`."""
     layers = model.layers // (layout.pp * layout.chunks)
     return {
         name: _role(
@@ -102,7 +102,7 @@ def _line(at_base: float, at_other: float, times: float) -> float:
 
 
 def _deeper(family: LayoutFamily, layers: int) -> float:
-    """How often the step from `base` to `deeper` is taken."""
+    """Return the distance of `layers` from `base`, in units of the distance from `base` to `deeper`."""
     return (layers - family.base.layers) / (family.deeper.layers - family.base.layers)
 
 
@@ -112,7 +112,7 @@ def _wider(family: LayoutFamily, micro_batch: int) -> float:
 
 
 def _more(family: LayoutFamily, category: str, layers: int, in_flight: int) -> tuple[float, float]:
-    """c, what a layer keeps of a sample; and what is kept beyond `base`: c (f l - f0 l0) + d (f - f0)."""
+    """Return c, the retained bytes per layer and sample, and those beyond `base`: c (f l - f0 l0) + d (f - f0)."""
     base, deeper, longer = family.base, family.deeper, family.longer
     samples = base.layout.micro_batch
     per_layer = (deeper.most[category] - base.most[category]) / (_step(family) * base.in_flight * samples)
@@ -132,7 +132,7 @@ def _live_at_moment(
     layout: Layout,
     more: dict[str, tuple[float, float]],
 ) -> dict[str, float]:
-    """What is live at one of a phase's moments, but for the closed form of the states."""
+    """Return the live bytes at one of a phase's moments, without the closed form of the states."""
 
     def beside(profile: ShallowProfile) -> dict[str, float]:
         closed = state_bytes(profile.parameters, profile.layout)
@@ -143,7 +143,7 @@ def _live_at_moment(
         found = beside(profile)
         samples = profile.layout.micro_batch
         for category, (per_layer, further) in more.items():
-            # If anything is kept at that moment, a deeper model has such a moment with all but as much kept.
+            # If bytes are retained at that moment, a deeper model has a moment with nearly all further bytes retained.
             if per_layer and found[category] >= samples * per_layer / 2:
                 found[category] += samples * further
         return found
@@ -159,7 +159,7 @@ def _live_at_moment(
 def estimate_traffic(
     model: Model, layout: Layout, families: dict[str, LayoutFamily], system: System
 ) -> dict[str, SentBytes]:
-    """What one rank of each role sends in a step; `middle` is there with more than two stages."""
+    """Return the bytes that one rank of each role sends in a step; `middle` exists with more than two stages."""
     placement = Placement(layout, system)
     dp = next(iter(families.values())).base.layout.dp
     return {
@@ -171,8 +171,7 @@ def estimate_traffic(
 def estimate_payloads(
     model: Model, layout: Layout, families: dict[str, LayoutFamily]
 ) -> dict[str, dict[MessageKind, float]]:
-    """Bytes of all messages of a step of a rank of each role, as `traffic`; those of `embedding` as the family shards
-    them."""
+    """Return the bytes of all messages of a step of each role's rank, with `embedding` sharded as in the family."""
     layers = model.layers // (layout.pp * layout.chunks)
     return {
         name: _payloads(layout, layers, family)
@@ -213,7 +212,7 @@ def _sent(
         if group == "embedding" and layout.zero:  # shards of the tied gradients: those of the family's dp
             payload *= dp / layout.dp
         sent = round(payload if op == SEND else RING_PASSES[op] * payload * (size - 1) / size)
-        if not sent:  # not by a group of one either
+        if not sent:  # a group of one sends nothing
             continue
         link = placement.link_of(group, ranks)
         by_group[group] = by_group.get(group, 0) + sent
@@ -222,22 +221,22 @@ def _sent(
 
 
 def lower_bound(model: Model, layout: Layout, families: dict[str, LayoutFamily], rates: SystemRates) -> float:
-    """Return a lower bound of the step time of `layout` in seconds; `ConfigError` as `Rates.cost`."""
+    """Return a lower bound of the step time of `layout` in seconds; `ConfigError` as in `SystemRates.cost`."""
     of_role = {name: family.work for name, family in families.items()}
     sent = estimate_payloads(model, layout, families).values()
     return step_time_lower_bound(model, layout, of_role, sent, rates.cost(layout), rates.network(layout))
 
 
 MAX_INSERTED_OPERATORS = 8
-"""So many operators in a row may be in the wide trace only."""
+"""Maximum number of consecutive operators that only the wide trace has."""
 _END = Wait(-2)
 EventName = tuple[str, ...]
 EventContext = tuple[Event, ...]
-"""An event with those before and after it, with the one before it, or alone."""
+"""An event with its two neighbours, with the preceding one, or alone."""
 
 
 def widen_traces(family: LayoutFamily, micro_batch: int) -> tuple[Trace, Trace]:
-    """The timed traces of the family's `base` and `deeper` with `micro_batch` samples in each."""
+    """Return the timed traces of the family's `base` and `deeper`, resized to `micro_batch` samples."""
     base, deeper, wider = (profile.timed for profile in (family.base, family.deeper, family.wider))
     narrowest, widest = (profile.layout.micro_batch for profile in (family.base, family.wider))
     if micro_batch == narrowest:
@@ -254,7 +253,7 @@ def widen_traces(family: LayoutFamily, micro_batch: int) -> tuple[Trace, Trace]:
 
 
 def _replaced(traced: Trace, known: Mapping[EventContext, tuple[Event, ...]]) -> Trace:
-    """`traced` with what stands in its places."""
+    """Return `traced` with the events that `known` has for their contexts."""
     sized, at = _sized(traced), -1
     events: list[Event] = []
     for event in traced.events:
@@ -263,7 +262,7 @@ def _replaced(traced: Trace, known: Mapping[EventContext, tuple[Event, ...]]) ->
             continue
         at += 1
         there = [place for place in _places(sized, at) if place in known]
-        # What is not there depends on the depth, as the optimizer's buffers do, and not on the micro-batch.
+        # Other events depend on the depth and not on the micro-batch, like the optimizer's buffers.
         for found in known[there[0]] if there else (event,):
             if isinstance(found, Message) and isinstance(event, Message):
                 found = event._replace(payload=found.payload, sent=found.sent)
@@ -277,19 +276,19 @@ def _sized(traced: Trace) -> list[Event]:
 
 
 def _key(event: Event) -> Event:
-    """A message or a wait without its number."""
+    """Return an event without the number of a message or a wait."""
     return event._replace(work=-1) if isinstance(event, (Message, Wait)) else event
 
 
 def _places(events: Sequence[Event], at: int) -> Iterator[EventContext]:
-    """Where an event is, the most exact first: blocks are alike, and so are their neighbours."""
+    """Yield the contexts of an event, the most exact first, because blocks and their neighbours are alike."""
     yield tuple(events[max(0, at - 1) : at + 2])
     yield (*events[max(0, at - 1) : at + 1], _END)
     yield (events[at],)
 
 
 def _aligned(narrow: Sequence[Event], wide: Sequence[Event]) -> Iterator[tuple[Event, ...]]:
-    """For each narrow event its wide counterpart (nothing if it has none), and what the wide trace has after it."""
+    """Yield for each narrow event its wide counterpart, if any, and the inserted wide events after the counterpart."""
     names, wides = [_name(event) for event in narrow], [_name(event) for event in wide]
     at = 0
     for i in range(len(narrow)):
@@ -313,7 +312,7 @@ def _name(event: Event) -> EventName:
 
 
 def _grown(one: Event, other: Event, part: float, whole: float) -> Event:
-    """`other`, or what lies the `part` of the way to it from `one` (from nothing: `whole` of it)."""
+    """Return the event at `part` of the way from `one` to `other`, or `whole` of `other` if they are unlike."""
     alike = _name(one) == _name(other)
 
     def line(a: int, b: int) -> int:

@@ -54,16 +54,16 @@ def kernels_of(generation: CalibrationPoint) -> Kernels:
 
 
 class SystemRates:
-    """Of one system; keeps what layouts share."""
+    """Rates of devices and links of one system, with a cache that layouts share."""
 
     def __init__(self, system: System, kernels: Callable[[CalibrationPoint], Kernels] = kernels_of):
-        """`kernels`: `kernels_of`, or what has a worker do it."""
+        """`kernels`: `kernels_of`, or a function that calls it in a worker."""
         self.system, self._kernels = system, kernels
         self._costs: dict[tuple[str, str], DeviceCost] = {}
         self._networks: dict[Layout, Network] = {}
 
     def cost(self, layout: Layout) -> DeviceCost:
-        """Of operators, with the kernels of the generation of software; `ConfigError` if numbers are missing."""
+        """Return the cost of operators with the layout's kernels; `ConfigError` if numbers are missing."""
         key = layout.precision, layout.kernels
         if key not in self._costs:
             generation = calibration.calibration_point_of(layout.kernels, self.system)
@@ -72,7 +72,7 @@ class SystemRates:
         return self._costs[key]
 
     def network(self, layout: Layout) -> Network:
-        """The links as the groups of `layout` use them."""
+        """Return the links as the groups of `layout` use them."""
         groups = network_layout(layout)
         if groups not in self._networks:
             self._networks[groups] = Network(self.system, groups)
@@ -80,26 +80,26 @@ class SystemRates:
 
 
 def network_layout(layout: Layout) -> Layout:
-    """What networks need of `layout`."""
+    """Return the degrees and the order of `layout`, on which networks depend."""
     return Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
 
 
 Payloads = Mapping[tuple[str, str, str], float]
 """Bytes by operation, group and purpose of messages."""
 WorkAmounts = npt.NDArray[Any]
-"""Of work, [first, ordinary and last micro-batch; forward, backward; kind]."""
+"""Amounts of work, [first, ordinary and last micro-batch; forward, backward; kind]."""
 PRODUCTS, FUSED, MOVED, RINGS, FIXED = range(5)
-"""FLOP of products and of fused attention; bytes that operators move and that a tp rank sends, in proportion to the
-samples of a micro-batch; bytes that are moved whatever its samples."""
+"""Kinds of work: FLOP of products and of fused attention; bytes that operators move and that a tp rank sends, both
+proportional to the samples of a micro-batch; and bytes that do not depend on the samples."""
 PASSES = ("forward", "backward")
 OVERLAPPED_GROUPS = ("dp", "cp")
-"""Groups of a stage whose collectives run beside its work."""
+"""Groups of a stage whose collectives overlap with its work."""
 
 
 def minimum_work(traced: Trace, wide: Trace, times: float) -> WorkAmounts:
-    """What the micro-batches of `traced` do at least; `wide` has `times` as many samples in each.
+    """Return the minimum work of the micro-batches of `traced`; `wide` has `times` as many samples in each.
 
-    What `wide` has neither with as many times the bytes nor with as many is left out.
+    Work is left out if its bytes in `wide` are neither equal nor `times` as many.
     """
     from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH
 
@@ -122,7 +122,7 @@ def minimum_work(traced: Trace, wide: Trace, times: float) -> WorkAmounts:
 
 
 def _passes(traced: Trace) -> Iterator[tuple[PhaseStart, Event, Event]]:
-    """The events of forward and backward passes with the pass before and the event after each."""
+    """Yield (pass, event, following event) for the events of forward and backward passes."""
     step = traced.events[traced.step_start : traced.step_stop]
     events = [event for event in step if isinstance(event, (Operator, Message, Wait, PhaseStart))]
     place = None
@@ -134,7 +134,7 @@ def _passes(traced: Trace) -> Iterator[tuple[PhaseStart, Event, Event]]:
 
 
 def _event_sizes(event: Event) -> tuple[Any, ...]:
-    """What is the same in any trace of the event, and its sizes."""
+    """Return the name of an event, which is equal in all traces, and its sizes."""
     if isinstance(event, Operator):
         return event.name, event.read, event.written
     assert isinstance(event, Message)
@@ -142,7 +142,7 @@ def _event_sizes(event: Event) -> tuple[Any, ...]:
 
 
 def _amount(event: Event, after: Event) -> tuple[int, float]:
-    """The kind of work that an event is, and how much of it."""
+    """Return the kind of work of an event, and its amount."""
     if isinstance(event, Operator):
         if event.name in MATMULS:
             return PRODUCTS, event.flops
@@ -156,30 +156,30 @@ def _amount(event: Event, after: Event) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class MinimumWork:
-    """What a family's micro-batches do at least in one role, from which that of all its layouts follows."""
+    """Minimum work of one role's micro-batches, from which the work of all layouts of a family follows."""
 
     base: WorkAmounts
     layer: WorkAmounts
-    """Of one more layer of every part."""
+    """Work of one more layer in every part."""
     layers: int
-    """Of a part, of `base`."""
+    """Layers of a part in `base`."""
     samples: int
-    """Of a micro-batch, of both."""
+    """Samples of a micro-batch in `base` and `layer`."""
 
     @classmethod
     def of_traces(cls, base: Trace, deeper: Trace, wider: Trace, depths: tuple[int, int]) -> MinimumWork:
-        """From the same three traces as all else; `depths`: layers of a part in `base` and in `deeper`."""
+        """Return the minimum work from a family's traces; `depths`: layers of a part in `base` and in `deeper`."""
         (few, many), samples = depths, base.layout.micro_batch
         times = wider.layout.micro_batch / samples
         shallow, deep = (minimum_work(traced, wider, times) for traced in (base, deeper))
         return cls(shallow, (deep - shallow) / (many - few), few, samples)
 
     def of_stage(self, layers: int, samples: int) -> WorkAmounts:
-        """With so many layers of a part and samples of a micro-batch."""
+        """Return the work with `layers` layers of a part and `samples` samples of a micro-batch."""
         return self._grown(self.base + (layers - self.layers) * self.layer, samples)
 
     def of_layers(self, layers: int, samples: int) -> WorkAmounts:
-        """As `of_stage`, of the layers alone."""
+        """Return the work of `layers` layers alone."""
         return self._grown(layers * self.layer, samples)
 
     def _grown(self, found: WorkAmounts, samples: int) -> WorkAmounts:
@@ -195,10 +195,9 @@ def step_time_lower_bound(
     cost: DeviceCost,
     network: Network,
 ) -> float:
-    """Seconds that no step of `layout` takes less than.
+    """Return a lower bound of the step time of `layout`, in seconds; 0 if the operators were measured.
 
-    `of_role`: `all`, or `first` and `last`.  `payloads`: bytes of each role's messages in a step.  0 where operators
-    were measured, whatever peaks allow.
+    `of_role`: `all`, or `first` and `last`. `payloads`: bytes of each role's messages in a step.
     """
     rates = cost.least(network.bus_bandwidth("tp"))
     if rates is None:
@@ -209,7 +208,7 @@ def step_time_lower_bound(
 
 
 def _computing(model: Model, layout: Layout, of_role: Mapping[str, MinimumWork], rates: WorkAmounts) -> float:
-    """Seconds of the micro-batches, at so many of each kind of work."""
+    """Return the seconds of all micro-batches; `rates` are seconds per unit of each kind of work."""
     layers, samples = model.layers // (layout.pp * layout.chunks), layout.micro_batch
     names = (ALL,) if layout.pp == 1 else (FIRST, LAST)
     seconds = {name: of_role[name].of_stage(layers, samples) @ rates for name in names}
@@ -221,7 +220,7 @@ def _computing(model: Model, layout: Layout, of_role: Mapping[str, MinimumWork],
 
 
 def _sending(rows: Payloads, network: Network) -> float:
-    """Seconds that the busiest of the groups beside tp is busy in a step, of a role whose messages are `rows`.
+    """Return the seconds of the busiest of the groups besides tp, for a role with the messages `rows`.
 
     A tree sends as much as the ring and is slower (`repro.simulate.time.interconnect`).
     """
@@ -237,12 +236,12 @@ def _sending(rows: Payloads, network: Network) -> float:
 
 
 def _all_micro_batches(seconds: WorkAmounts, layout: Layout) -> float:
-    """Of all micro-batches, from [first, ordinary, last; forward, backward]."""
-    if layout.accumulation == 1:  # it goes forward as the first one and back as the last
+    """Return the seconds of all micro-batches from [first, ordinary, last; forward, backward]."""
+    if layout.accumulation == 1:  # the first one and the last one at once
         return float(seconds[0, 0] + seconds[2, 1])
     return float(seconds[0].sum() + seconds[2].sum() + (layout.accumulation - 2) * seconds[1].sum())
 
 
 def _one_micro_batch(seconds: WorkAmounts) -> float:
-    """Of one micro-batch, whichever takes least."""
+    """Return the seconds of the fastest micro-batch."""
     return float(seconds.min(axis=0).sum())

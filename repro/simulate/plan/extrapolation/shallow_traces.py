@@ -26,63 +26,64 @@ if TYPE_CHECKING:
 
 DEVICE_KEPT = ("activations", "checkpoints")
 RETAINED_CATEGORIES = (*DEVICE_KEPT, "host")
-"""Categories that hold something for every layer and micro-batch in flight."""
+"""Categories that hold memory for every layer and micro-batch in flight."""
 PEAK_WEIGHTS = (0, 1, 16)
-"""A phase's peak may be at another moment in a deeper model, one at which more is kept for the backward pass.
-So as many moments are noted: where all live bytes, and once and 16 times more those kept, are most."""
+"""Weights of retained bytes at the recorded moments of a phase. In a deeper model, the peak may be at another moment
+with more bytes retained for the backward pass. Each weight adds the moment with the most live bytes plus `weight` times
+the retained bytes."""
 END_ROLES, MIDDLE_ROLES = (ALL, FIRST, LAST), (MIDDLE,)
-"""Roles that are not between others, and the one that is."""
+"""Roles at an end of the pipeline, and the role between them."""
 MessageKind = tuple[str, str, str]
 """Operation, group and purpose of messages."""
 
 
 @dataclass(frozen=True)
 class ShallowProfile:
-    """What one shallow trace of one role says.  Bytes."""
+    """Memory and traffic of one shallow trace of one role, in bytes."""
 
     layers: int
-    """Of one part of the model: of a stage, or of a stage's chunk."""
+    """Layers of one part of the model: of a stage, or of a stage's chunk."""
     in_flight: int
-    """Micro-batches (times chunks) whose activations are kept."""
+    """Micro-batches (times chunks) with retained activations."""
     layout: Layout
     parameters: int
     live: dict[str, tuple[dict[str, int], ...]]
-    """By phase: what is live by category, at the moments of the phase that could be its peak (`PEAK_WEIGHTS`)."""
+    """Live bytes by category at the possible peaks of each phase (`PEAK_WEIGHTS`)."""
     most: dict[str, int]
-    """The most of each category at any moment."""
+    """Peak of each category."""
     rows: dict[MessageKind, tuple[int, int]]
-    """Payload of the messages: of all micro-batches traced, and of one more."""
+    """Payload of the messages: of all traced micro-batches, and of one more."""
     micro_batches: int
-    """Of these, how many were traced."""
+    """Number of traced micro-batches."""
     carried: LazyPickle[Trace]
 
     @property
     def timed(self) -> Trace:
-        """The trace without allocations, and of what came before its step messages only: what seconds follow from."""
+        """The trace without allocations; of the events before the step, it has messages only."""
         return self.carried.value
 
 
 @dataclass(frozen=True)
 class LayoutFamily:
-    """The profiles of one role from which all layouts of a family follow."""
+    """The profiles of one role from which all layouts of a family are extrapolated."""
 
     base: ShallowProfile
     deeper: ShallowProfile
-    """With more layers."""
+    """Profile with more layers."""
     wider: ShallowProfile
-    """With the largest micro-batch of the family (or `base`)."""
+    """Profile with the largest micro-batch of the family (or `base`)."""
     longer: ShallowProfile
-    """With more micro-batches in flight (or `base`); of the stages in the middle, whose memory nobody asks for
-    since the first one keeps more, `base`."""
+    """Profile with more micro-batches in flight (or `base`). Middle stages have `base`, because the first stage retains
+    more and decides the memory."""
     work: MinimumWork
-    """Of a micro-batch, at least."""
+    """Minimum work of the micro-batches."""
 
 
 def family_of(layout: Layout, heads: int, seq: int) -> Layout:
-    """The layout that stands for all that differ from `layout` in depth, stages and batch only.
+    """Return the layout that represents all layouts that differ from `layout` only in depth, stages and batch.
 
-    `heads` of the model, `seq` tokens of a sample.  Where the operators of attention depend on the micro-batch, its own
-    tells apart those who run others.
+    `heads` of the model, `seq` tokens of a sample. If the operators of attention depend on the micro-batch, layouts
+    with other operators are in another family.
     """
     deep = layout.pp > 1
     dp = max(1, layout.world // (2 * layout.tp * layout.cp)) if deep else layout.dp
@@ -93,7 +94,7 @@ def family_of(layout: Layout, heads: int, seq: int) -> Layout:
 
 
 def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layout:
-    """`layout` with `pp` stages and few micro-batches, but first, ordinary and last among them."""
+    """Return `layout` with `pp` stages and few micro-batches, including a first, an ordinary and a last one."""
     dp = dp or layout.dp
     count = 2 * pp if pp > 1 and layout.schedule != "1f1b" else 3
     whole = count * micro_batch * dp
@@ -104,10 +105,10 @@ def _shallow(layout: Layout, pp: int, micro_batch: int = 1, dp: int = 0) -> Layo
 def trace_family(
     model: Model, seq: int, layout: Layout, narrowest: int, widest: int, names: Sequence[str]
 ) -> tuple[dict[str, LayoutFamily], int]:
-    """The families of each role of `layout` (from `family_of`) that has one of `names`, and how many traces it took.
+    """Return the family of each role in `names` of `layout` (from `family_of`), and the number of traces.
 
-    `narrowest` and `widest`: the smallest and the largest micro-batch that will be asked for.  `names`: `END_ROLES`, or
-    `BETWEEN`, which three stages have.
+    `narrowest` and `widest`: the smallest and the largest micro-batch of the requests. `names`: `END_ROLES`, or
+    `MIDDLE_ROLES`, which three stages have.
     """
     made = 0
 
@@ -146,7 +147,7 @@ def trace_family(
 
 
 def _depths(layout: Layout) -> tuple[int, int]:
-    """Layers of a part in the shallow traces: as many as are under way at once, and some more."""
+    """Return the layers of a part in the two shallow traces: the layers in use at once, and some more."""
     if layout.zero >= 2:  # several blocks' gradients, under stage 3 their parameters as well
         return (3, 4) if layout.pp > 1 else (4, 6)
     return (1, 2) if layout.pp > 1 else (2, 4)
@@ -171,7 +172,7 @@ def _stage(layout: Layout, name: str) -> int:
 
 
 def _profiles(experiment: Experiment, layers: int, names: Sequence[str]) -> dict[str, ShallowProfile]:
-    """Those of the roles that have one of `names`."""
+    """Return the profiles of the roles in `names`."""
     from repro.simulate.trace.roles import roles, trace
 
     found = {}
@@ -209,7 +210,7 @@ def _profile(layout: Layout, layers: int, stage: int, traced: Trace) -> ShallowP
 
 
 def _timed(traced: Trace) -> Trace:
-    """`traced` without what takes no time.  Equal events are one object, which makes it small to send."""
+    """Return `traced` without events that take no time. Equal events share one object, which makes pickles small."""
     known: dict[Event, Event] = {}
     before = [e for e in traced.events[: traced.step_start] if isinstance(e, Message)]
     step = [

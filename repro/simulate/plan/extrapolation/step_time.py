@@ -38,26 +38,26 @@ from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 from repro.util.processes import pause_garbage_collection
 
 SCHEDULED_STAGES = 4
-"""A deeper pipeline is scheduled with so many stages and one more."""
+"""Number of scheduled stages for a deeper pipeline, which is also scheduled with one more stage."""
 Networks = Network | SeveralNetworks
 ScheduleSize = tuple[int, int]
 """Stages and micro-batches of a schedule."""
 
 
 class StepTimes:
-    """Predicts layouts of one model and system; keeps what they share."""
+    """Step times of layouts of one model and system, with caches that the layouts share."""
 
     def __init__(self, model: Model, seq: int, system: System):
         self.model, self.seq, self.system, self.rates = model, seq, system, SystemRates(system)
         self._widened: dict[tuple[str, int], tuple[Trace, Trace]] = {}
-        """Of the last family, few and more layers: role, samples."""
+        """Widened traces of the last family, with few and with more layers, by role and samples."""
         self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
-        """The system at its best values and in every case, and its devices, for a precision and kernels."""
+        """The system at its best values and in every case, and its devices, by precision and kernels."""
 
     def family(
         self, layouts: Sequence[Layout], families: dict[str, LayoutFamily]
     ) -> list[dict[str, Any] | str]:
-        """`of_layout` of each of the `layouts` of one family, or what is not known of the system that it takes."""
+        """Return `of_layout` for each of the `layouts` of one family, or the missing number of the system."""
         found: list[dict[str, Any] | str] = []
         self.forget()
         for layout in layouts:
@@ -68,11 +68,11 @@ class StepTimes:
         return found
 
     def forget(self) -> None:
-        """What the layouts of a family share: another family comes."""
+        """Clear the cache of a family's layouts, before another family."""
         self._widened.clear()
 
     def of_layout(self, layout: Layout, families: dict[str, LayoutFamily]) -> dict[str, Any]:
-        """As `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
+        """Return the step as `repro.simulate.time.predict.Prediction.as_dict`; `ConfigError` if numbers are missing."""
         cost = self.rates.cost(layout)
         found = [
             (weight, self._document(layout, point, timeline))
@@ -83,7 +83,7 @@ class StepTimes:
     def interval(
         self, layout: Layout, families: dict[str, LayoutFamily], step_s: float
     ) -> StepInterval | None:
-        """What a step that takes `step_s` may take instead; None where nothing is unknown.  `ConfigError` as `of`."""
+        """Return the interval of a step time `step_s`; None without unknowns. Raises `ConfigError` as `of_layout`."""
         generation = calibration.calibration_point_of(layout.kernels, self.system)
         found = uncertain_numbers(self.system, generation)
         if not found:
@@ -109,7 +109,7 @@ class StepTimes:
         network: Networks,
         account: type[StageTime] = StageTime,
     ) -> Iterator[tuple[float, ScheduleSize, Timeline]]:
-        """The small schedules whose weighted sum is the step's: the weight of each, its size and its events."""
+        """Yield the small schedules whose weighted sum is the step: the weight, size and timeline of each."""
         layers = self.model.layers // (layout.pp * layout.chunks)
         base = next(iter(families.values()))
         few, many = base.base.layers, base.deeper.layers
@@ -207,7 +207,7 @@ def times_of(
     system: System,
     families: Sequence[tuple[Sequence[Layout], dict[str, LayoutFamily]]],
 ) -> list[list[dict[str, Any] | str]]:
-    """`Times.family` of several families, which share their networks; runs in a worker."""
+    """Return `StepTimes.family` of several families, which share their networks; runs in a worker."""
     times = StepTimes(model, seq, system)
     return [times.family(layouts, traced) for layouts, traced in families]
 
@@ -219,7 +219,7 @@ def intervals_of(
     system: System,
     requests: Sequence[tuple[Layout, dict[str, LayoutFamily], float]],
 ) -> list[StepInterval | None]:
-    """`Times.interval` of layouts of any family with the seconds of their steps; runs in a worker."""
+    """Return `StepTimes.interval` of layouts of any family with their step times in seconds; runs in a worker."""
     times, found = StepTimes(model, seq, system), []
     for layout, families, step_s in requests:
         times.forget()
@@ -228,7 +228,7 @@ def intervals_of(
 
 
 def schedule_points(layout: Layout) -> dict[ScheduleSize, float]:
-    """The schedules from which `layout`'s follows, and the weight of each in the sum."""
+    """Return the sizes of the small schedules from which `layout`'s follows, and their weights in the sum."""
     pp, m = layout.pp, layout.accumulation
     if pp > SCHEDULED_STAGES + 1:
         few, more = (SCHEDULED_STAGES, 2 * SCHEDULED_STAGES), (SCHEDULED_STAGES, 3 * SCHEDULED_STAGES)
@@ -249,22 +249,20 @@ def _stage_roles(stages: int) -> list[str]:
 
 
 def _resized(layout: Layout, stages: int, micro_batches: int) -> Layout:
-    """`layout` with another number of stages and micro-batches."""
+    """Return `layout` with another number of stages and micro-batches."""
     batch = micro_batches * layout.micro_batch * layout.dp
     return replace(layout, pp=stages, global_batch=batch, stage_layers=())
 
 
 def _program_for(traced: StageProgram, micro_batches: int) -> StageProgram:
-    """`traced`, whose first, ordinary and last micro-batch stand for all, for another number of them."""
+    """Return the program for another number of micro-batches, from the first, ordinary and last one of `traced`."""
     last = traced.micro_batches - 1
     segments = {}
     for action in traced.segments:
         if action.micro_batch == 0:
             for i in range(micro_batches):
                 shown = 0 if i == 0 else last if i == micro_batches - 1 else TYPICAL_MICRO_BATCH
-                if (
-                    micro_batches == 1 and action.kind != FORWARD
-                ):  # first and last in one: it is the last that sends
+                if micro_batches == 1 and action.kind != FORWARD:  # first and last in one: the last one sends
                     shown = last
                 segments[Action(action.kind, i, action.chunk)] = traced.segments[
                     Action(action.kind, shown, action.chunk)
@@ -273,16 +271,16 @@ def _program_for(traced: StageProgram, micro_batches: int) -> StageProgram:
 
 
 class _MeanStageEdges:
-    """Messages between the stages of a shortened pipeline: the whole one's mean between neighbours."""
+    """Messages between the stages of a shortened pipeline, with the mean time of neighbours in the full pipeline."""
 
     def __init__(self, network: Networks, stages: int):
         self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
         nodes = network.system.devices_per_node.value or 1
-        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further ones are like these
-        """Of stages to the next ones."""
+        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further edges are equal to these
+        """First stages of the edges between neighbours."""
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """As `Network.send_seconds`, of a shortened pipeline's stages."""
+        """Return `Network.send_seconds` between two stages of a shortened pipeline."""
         step = to_stage - from_stage
         if (payload, step) not in self.known:
             edges = [(stage, stage + 1) if step > 0 else (stage + 1, stage) for stage in self.edges]
@@ -306,7 +304,7 @@ def _seconds(network: Networks, layout: Layout, shards: float) -> Callable[[Mess
 
 
 def _resharded(events: Sequence[Event], shards: float) -> Iterator[Event]:
-    """The optimizer's operators, whose shards are `shards` times those of the trace."""
+    """Yield the events, with the bytes of the optimizer's operators scaled by `shards`."""
     tail = False
     for event in events:
         if isinstance(event, PhaseStart):
