@@ -18,21 +18,21 @@ STAGE_SEND = "send between stages (pp)"
 
 @dataclass
 class StageTime:
-    """Where one stage's seconds of a step went."""
+    """Breakdown of one stage's step time, in seconds."""
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The compute stream, by kind of operator."""
+    """Busy time of the compute stream, by kind of operator."""
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """It waited for communication, by label."""
+    """Wait for communication, by label."""
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """All communication, hidden or not, by label."""
+    """Time of all communication, hidden or not, by label."""
     bubble: float = 0.0
-    """It waited for another stage to compute."""
+    """Wait for other stages to compute."""
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """From the beginning of each forward pass, backward pass and update to its end, waits included."""
+    """Total time of forward passes, backward passes and the update, including waits."""
 
     def add(self, other: StageTime, times: int) -> None:
-        """`other`, which came so many times."""
+        """Add `other`, multiplied by `times`."""
         self.bubble += times * other.bubble
         for mine, more in (
             (self.busy, other.busy),
@@ -43,11 +43,11 @@ class StageTime:
                 mine[name] += times * seconds
 
     def phase(self, name: str, began: float, now: float) -> None:
-        """A forward pass, a backward pass or the update is over."""
+        """Add the time of a finished forward pass, backward pass or update."""
         self.by_phase[name] += now - began
 
     def computed(self, block: OperatorBlock, seconds: float, took: float) -> None:
-        """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
+        """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
         part_of = 1.0 if took is seconds or not seconds else took / seconds
         for kind, part in block.parts:
             if kind in KINDS:
@@ -59,21 +59,21 @@ class StageTime:
             self.busy["overlap"] += (seconds - block.seconds) * part_of
 
     def begun(self, label: str, seconds: float) -> None:
-        """A collective or a message that takes `seconds`."""
+        """Add a collective or a message that takes `seconds`."""
         self.communication[label] += seconds
 
     def received(self, start: float, end: float) -> None:
-        """A message of another stage."""
+        """Add a message from another stage."""
         self.communication[STAGE_SEND] += end - start
 
     def waited_for_message(self, now: float, start: float, end: float) -> None:
-        """From `now` until it has come: until it starts it is the other stage that is waited for."""
+        """Add the wait from `now` until a message's `end`; the wait before its `start` is for the other stage."""
         delay, waited = maximum(0.0, end - now), maximum(0.0, start - now)
         self.bubble += waited
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """From `now` until a collective has ended; `across`: others of its group may have come later."""
+        """Add the wait from `now` until a collective's `end`; `across`: other members of its group may start later."""
         delay = maximum(0.0, end - now)
         exposed = minimum(delay, issue.seconds) if across else delay
         self.exposed[issue.label] += exposed
@@ -91,11 +91,11 @@ class NoBreakdown(StageTime):
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a stream was busy with."""
+    """Interval in which a stream is busy."""
 
     stage: int
     stream: str
-    """`compute`, or a group's name."""
+    """`compute`, or the name of a group."""
     name: str
     start: float
     seconds: float
@@ -105,7 +105,7 @@ MICROSECONDS = 1e6
 
 
 def trace_events(spans: Sequence[Span], stages: Collection[int]) -> list[dict[str, Any]]:
-    """Trace events of `stages`, times from the beginning of the step in microseconds."""
+    """Return the trace events of `stages`, with times in microseconds from the beginning of the step."""
     shown = [span for span in spans if span.stage in stages]
     began = min((span.start for span in shown), default=0.0)
     rows: dict[tuple[int, str], int] = {}
@@ -134,7 +134,7 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> list[dict[st
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
-    """Write the trace of `stages`.  Raises `ConfigError` if the file cannot be written."""
+    """Write the trace of `stages`. Raises `ConfigError` if the file cannot be written."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, stages)}
     try:
         path.write_text(json.dumps(document), encoding="utf-8")

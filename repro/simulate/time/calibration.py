@@ -47,72 +47,73 @@ class CalibrationPoint:
     model: str
     system: str
     layout: Layout
-    """Of one device, or of one node."""
+    """Layout of the published run, on one device or one node."""
     flops_per_device: float
-    """Published, with the FLOPs of `repro.model.counts` including recomputation."""
+    """Published rate, with the FLOPs of `repro.model.counts` including recomputation."""
     claim: str
-    """What it is published as; predictions of it are no evidence."""
+    """Claim that publishes the point. Predictions of this claim are no evidence."""
     source: str
     low: float | None = None
-    """The least that flops_per_device may be, where `source` says why."""
+    """Lower bound of `flops_per_device`, explained in `source`."""
     high: float | None = None
-    """The most."""
+    """Upper bound of `flops_per_device`."""
     dropout: float = 0.0
-    """Of hidden states and of attention weights."""
+    """Dropout of hidden states and of attention weights."""
     products: Quantity = EQUAL_PRODUCTS_SHARE
-    """What matrix products take beyond the model, over what other kernels do, each of its own seconds; 0: they take
-    what they take alone."""
+    """Excess time of matrix products over the model, relative to that of other kernels; both are shares of modelled
+    time. With 0, products take the modelled time."""
     passes: Quantity = DEFAULT_PASSES
-    """Seconds of passes over parameters and gradients over what their bytes ask for; measured, not from the point."""
+    """Ratio of the time of passes over parameters and gradients to the time of their bytes; measured apart from the
+    point."""
     operator_s: Quantity | None = None
-    """Seconds of the host for an operator of a layer, its modules and their backward passes included; None: the
+    """Host time of an operator of a layer in seconds, including its modules and their backward passes. None selects the
     `launch_s` of the device."""
     attention: Quantity | None = None
-    """FLOP/s of its fused attention among endlessly many keys, of what a causal mask leaves, forward and backward;
-    None: nobody measured it by itself."""
+    """Rate of fused attention in FLOP/s in the limit of many keys, forward and backward, without masked scores. None:
+    not measured separately."""
     attention_start: float = 0.0
-    """Keys among which it reaches half of that."""
+    """Number of keys at which fused attention reaches half of `attention`."""
     card: str = ""
-    """What its device's name begins with, where cards of one capability have a point each; empty: every other."""
+    """Prefix of the device's name, if cards of one capability have a point each; empty: all other cards."""
     note: str = ""
-    """What of the software no operator of the trace stands for: the factor holds it."""
+    """Properties of the software that no operator of the trace represents, so the factor includes them."""
 
     @property
     def rate(self) -> Unknown:
-        """`flops_per_device`, and what else it may be."""
+        """The unknown of `flops_per_device`."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
         return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
     def products_share(self) -> Unknown:
-        """`products`."""
+        """The unknown of `products`."""
         return make_unknown(f"{self.name}: products", self.products)
 
     @property
     def passes_time(self) -> Unknown:
-        """`passes`."""
+        """The unknown of `passes`."""
         return make_unknown(f"{self.name}: passes", self.passes)
 
     @property
     def operator_time(self) -> Unknown | None:
-        """`operator_s`."""
+        """The unknown of `operator_s`; None if it has no value."""
         return (
             make_unknown(f"{self.name}: operator_s", self.operator_s) if self.operator_s is not None else None
         )
 
     @property
     def attention_rate(self) -> Unknown | None:
-        """`attention`."""
+        """The unknown of `attention`; None if it has no value."""
         return make_unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """All numbers of it that may be others."""
+        """Uncertain numbers of the point."""
         found = (self.rate, self.products_share, self.passes_time, self.operator_time, self.attention_rate)
         return tuple(one for one in found if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:
-        """The published run, of `model` in place of the whole one."""
+        """Return the published run with `model` in place of the full model."""
         training = Training(dropout=self.dropout, attention_dropout=self.dropout)
         return Experiment(
             name="calibration", model=model, layout=self.layout, training=training, system=self.system
@@ -121,7 +122,8 @@ class CalibrationPoint:
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """All of them, as the file has them, those of one card last: the last that fits a device holds."""
+    """Return all points in the order of the file, with points of one card last, because the last match of a device
+    counts."""
     found = [
         build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
@@ -130,12 +132,13 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
 
 
 def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoint | None:
-    """The generation of a layout's kernels on a system's device, by its card if one is; None where no point is known.
+    """Return the calibration point of a layout's kernels on a system's device, or None if no point is known.
 
-    Megatron-LM's two generations differ by operators, which the trace shows; where one has no point on a
-    device, the other's says how well the rest ran there (`unfused` on an A100, for what fusing gains).
+    A point of the device's card has priority. Megatron-LM's two generations differ by operators, which the trace shows.
+    If one has no point on a device, the point of the other one shows how well the other kernels ran there (`unfused` on
+    an A100, to predict the gain of fusing).
     """
-    if system.device.operators:  # what was measured needs no correction
+    if system.device.operators:  # measured operators need no correction
         return None
     device = system.device
     points = {
@@ -148,7 +151,7 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoi
 
 
 TIMING_KEY_PREFIXES = ("device.", "links.")
-"""Beginnings of the keys that time depends on."""
+"""Prefixes of the keys on which time depends."""
 UNCALIBRATED_KERNELS = make_unknown(
     "kernels",
     Quantity(
@@ -159,11 +162,11 @@ UNCALIBRATED_KERNELS = make_unknown(
         "the least that one of the generations takes which a published point calibrates; high: the most",
     ),
 )
-"""Seconds of kernels without a published point over the modelled ones."""
+"""Ratio of the time of kernels without a published point to the modelled time."""
 
 
 def uncertain_numbers(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
-    """What the time of a step on `system` depends on and nobody knows for certain."""
+    """Return the uncertain numbers on which the time of a step on `system` depends."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     if system.device.operators:
         return found
@@ -180,20 +183,21 @@ BASES = {
     UPPER_BOUND: "no run calibrates these kernels on this device; they take what shapes and bandwidth allow, and real "
     "ones take longer: a rate at most, a time and a cost at least",
 }
-"""What each of them means, the firmest first."""
+"""Meaning of each basis, the firmest first."""
 BASIS_LABELS = {CALIBRATED: "calibrated", PUBLISHED_POINT: "published", UPPER_BOUND: "bound", "": "–"}
-"""One word each, for a column; of what is not predicted, nothing."""
+"""One word for each basis, as a table column; a dash without a prediction."""
 
 
 def prediction_basis(kernels: OperatorSet, system: System) -> str:
-    """Which of `BASES` a prediction with these kernels on `system` has."""
+    """Return the basis (of `BASES`) of a prediction with these kernels on `system`."""
     if system.device.operators:
         return CALIBRATED
     return UPPER_BOUND if calibration_point_of(kernels, system) is None else PUBLISHED_POINT
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:
-    """`rests_on` for people: what it means, and the published point with its source and what the trace lacks of it."""
+    """Return the basis as text: its meaning, the published point with its source, and software effects outside the
+    trace."""
     basis = prediction_basis(kernels, system)
     point = calibration_point_of(kernels, system)
     if point is None:
@@ -203,7 +207,7 @@ def describe_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def basis_of_record(record: ExperimentRecord) -> str:
-    """`rests_on` of a record's predicted speed; empty where it has none, or where the system's file has gone."""
+    """Return the basis of a record's predicted speed; empty without a prediction or without the system's file."""
     if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
         return ""
     try:
@@ -213,12 +217,13 @@ def basis_of_record(record: ExperimentRecord) -> str:
 
 
 def weakest_basis(bases: Iterable[str]) -> str:
-    """The one of `BASES` on which all of what is made of several predictions can rest; empty for none."""
+    """Return the weakest of `bases`, which is the basis of a result of several predictions; empty for none."""
     return max(filter(None, bases), key=list(BASES).index, default="")
 
 
 def count_bases(bases: Iterable[str]) -> str:
-    """How many predictions rest on what: `Times rest on: published point (7), upper bound (1).`; empty for none."""
+    """Return the number of predictions by basis: `Times rest on: published point (7), upper bound (1).`; empty for
+    none."""
     found = Counter(filter(None, bases))
     parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
     return f"Times rest on: {parts}." if parts else ""

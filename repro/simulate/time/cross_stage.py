@@ -26,16 +26,16 @@ MessageKey = tuple[int, int, int, int]
 
 
 class CoreWork:
-    """A block of one stage; `end` is known when it is known what else runs meanwhile."""
+    """Work of one stage on shared cores; `end` is known once all concurrent work is known."""
 
     def __init__(self, start: float, seconds: float):
-        """`seconds`: what it takes while all stages compute."""
+        """`seconds`: time of the work while all stages compute."""
         self.start, self.left = start, seconds
         self.end: float | None = None
 
 
 class CrossStageCollective:
-    """A collective of several stages: it begins when they have all come to it."""
+    """A collective of several stages, which begins when all of them have reached it."""
 
     def __init__(self) -> None:
         self.ready: dict[int, float] = {}
@@ -44,7 +44,7 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Consecutive items whose seconds do not depend on when they begin, unless their group is busy at that time."""
+    """Consecutive items whose times do not depend on the start, unless their group is busy at the start."""
 
     items: Sequence[Item]
     seconds: float
@@ -54,24 +54,24 @@ class UndelayedRun:
 
 
 StageItems = list[Item | UndelayedRun]
-"""The items of an action, or of the optimizer, as a stage goes through them."""
+"""Items of an action, or of the optimizer, in the order of a stage."""
 
 
 class SharedCores:
     """The cores of a machine, shared evenly by the stages that compute."""
 
     def __init__(self, ranks_per_core: float, stages: int):
-        """`ranks_per_core`: ranks for each core.  A rank uses one core at most, however many are free."""
+        """`ranks_per_core`: ranks for each core. A rank uses at most one core, however many are free."""
         self.ranks_per_core, self.stages = ranks_per_core, stages
         self.now = 0.0
         self.works: list[CoreWork] = []
 
     def add(self, work: CoreWork) -> None:
-        """A stage has come to `work`, which begins now or later."""
+        """Add `work`, which a stage has reached and which begins now or later."""
         self.works.append(work)
 
     def advance(self) -> list[CoreWork]:
-        """Let time pass until the first block ends; what ended then."""
+        """Advance the time until the first work ends, and return the work that ended."""
         while True:
             active = [work for work in self.works if work.start <= self.now]
             later = min((work.start for work in self.works if work.start > self.now), default=float("inf"))
@@ -97,10 +97,10 @@ class SharedCores:
 
 
 class Transfers(Protocol):
-    """What messages between stages cost; see `repro.simulate.time.network.Network`."""
+    """Time of messages between stages; see `repro.simulate.time.network.Network`."""
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Of `payload` bytes a rank."""
+        """Return the seconds of a message of `payload` bytes per rank."""
 
 
 class CrossStageState:
@@ -121,7 +121,7 @@ class CrossStageState:
         self.schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         self._arrivals: dict[MessageKey, tuple[float, float]] = {}
         self._asked: set[MessageKey] = set()
-        """Messages that one of their two ends knows to have arrived."""
+        """Messages whose arrival one of their two ends has read."""
         self._posts: dict[MessageKey, float] = {}
         self._sends: dict[MessageKey, tuple[float, float]] = {}
         self._free: dict[tuple[int, int, int], float] = defaultdict(float)
@@ -135,20 +135,20 @@ class CrossStageState:
         self.prepared_items: dict[int, StageItems] = {}
 
     def actions(self, stage: int) -> Sequence[Action]:
-        """Of a step of `stage`, in order."""
+        """Return the actions of a step of `stage`, in order."""
         return self.schedule[stage]
 
     def post(self, key: MessageKey, now: float) -> None:
-        """A receive is posted."""
+        """Post a receive."""
         self._posts[key] = now
         self._match(key)
 
     def seconds(self, key: MessageKey, payload: int) -> float:
-        """Of a message of `payload` bytes a rank."""
+        """Return the seconds of a message of `payload` bytes per rank."""
         return self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
 
     def send(self, key: MessageKey, seconds: float, now: float) -> None:
-        """A message is sent that takes `seconds`."""
+        """Send a message that takes `seconds`."""
         self._sends[key] = (now, seconds)
         self._match(key)
 
@@ -161,11 +161,11 @@ class CrossStageState:
             self.woken.append(key)
 
     def has_arrived(self, key: MessageKey) -> bool:
-        """Whether it is known when a message arrives."""
+        """Return whether the arrival time of a message is known."""
         return key in self._arrivals
 
     def arrival(self, key: MessageKey) -> tuple[float, float]:
-        """When it began to arrive, and when it was there; told to each of its two ends once."""
+        """Return the start and the end of a message's transfer; each of its two ends calls this once."""
         if key in self._asked:
             self._asked.remove(key)
             return self._arrivals.pop(key)
@@ -173,7 +173,7 @@ class CrossStageState:
         return self._arrivals[key]
 
     def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
-        """`stage` has come to a collective of several stages."""
+        """Register that `stage` has reached a collective of several stages, and return the collective."""
         open_ = self._meetings[item.group, item.label]
         meeting = next((m for m in open_ if stage not in m.ready), None)
         if meeting is None:
@@ -188,6 +188,6 @@ class CrossStageState:
 
 
 def _groups(program: StageProgram) -> set[str]:
-    """Of its collectives."""
+    """Return the groups of a program's collectives."""
     pieces = {id(piece): piece for piece in (*program.segments.values(), program.tail)}
     return {item.group for piece in pieces.values() for item in piece if isinstance(item, Issue)}

@@ -35,53 +35,54 @@ Lanes: TypeAlias = npt.NDArray[Any]
 
 
 def maximum(first: float, other: float) -> float:
-    """The larger; of each lane."""
+    """Return the larger number, in each lane."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.maximum(first, other))
     return other if other > first else first
 
 
 def maximum_of(several: Iterable[float]) -> float:
-    """The largest; of each lane."""
+    """Return the largest number, in each lane."""
     return reduce(maximum, several)
 
 
 def minimum(first: float, other: float) -> float:
-    """The smaller; of each lane."""
+    """Return the smaller number, in each lane."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.minimum(first, other))
     return min(first, other)
 
 
 def ceiling(number: float) -> float:
-    """Rounded up; in each lane."""
+    """Return the number rounded up, in each lane."""
     return cast(float, np.ceil(number)) if isinstance(number, np.ndarray) else ceil(number)
 
 
 def in_any_lane(condition: Any) -> bool:
-    """Whether it holds; in any lane."""
+    """Return whether `condition` holds in any lane."""
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
-"""Of the integral: standard deviations from the middle, and parts."""
+"""Limit of the integral in standard deviations, and its number of parts."""
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Seconds of the slowest of `devices` over their mean.  `spread`: standard deviation over the mean."""
+    """Return the time of the slowest of `devices` over the mean. `spread` is the standard deviation over the mean."""
     return 1.0 + spread * expected_maximum(devices) if spread else 1.0
 
 
 def last_arrival_delay(jitter_s: float, seconds: float, members: int) -> float:
-    """Seconds by which the last of `members` is later than their mean, `seconds` after they were together."""
+    """Return the mean delay of the last of `members` behind their mean, `seconds` after they were synchronous."""
     return (jitter_s * seconds) ** 0.5 * expected_maximum(members)
 
 
 @cache
 def expected_maximum(draws: int) -> float:
-    """The mean of the largest of `draws` of a standard normal distribution.
+    """Return the mean of the largest of `draws` of a standard normal distribution.
 
-    The integral of 1 - F(x)^n - F(-x)^n over x > 0, by the trapezoid rule, which is exact to rounding for such a curve.
+    The mean is the integral of 1 - F(x)^n - F(-x)^n over x > 0. The trapezoid rule is exact to rounding for such a
+    curve.
     """
     step = INTEGRAL_REACH / INTEGRAL_STEPS
     inner = sum(_integrand(i * step, draws) for i in range(1, INTEGRAL_STEPS))
@@ -96,19 +97,19 @@ def _integrand(x: float, draws: int) -> float:
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 ATTENTION = "aten._scaled_dot_product_"
 BIASED_ATTENTION = "aten._scaled_dot_product_efficient_"
-"""Reads a bias as large as the scores, which is where ALiBi masks the future."""
+"""Attention that reads a bias as large as the scores; with ALiBi, the bias is the causal mask."""
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that one thread block makes: those of cuBLAS's and CUTLASS's half-precision
-kernels from Volta on."""
+"""Rows and columns of the result that one thread block computes: those of cuBLAS's and CUTLASS's half-precision kernels
+from Volta on."""
 TILE_READS = 16.0
-"""Elements of K's depth that a multiprocessor multiplies in the time in which it reads one row and one column
-of a tile from shared memory: a tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of what an endless one would."""
+"""Elements of K's depth that a multiprocessor multiplies while it reads one row and one column of a tile from shared
+memory. A tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of an unlimited tile."""
 PROLOGUE = 64
-"""What a tile costs beside its K steps, in K steps: filling the pipeline of loads, and writing the result."""
+"""Overhead of a tile in K steps: filling the pipeline of loads, and writing the result."""
 SPLITS = (1, 2, 4, 8)
 ATTENTION_EFFICIENCY = 0.7
-"""Of the large products' rate, where nobody measured a generation's attention: two products in turn with a softmax in
-registers (2205.14135 sec. 4, 2307.08691)."""
+"""Default rate of attention over that of large products, for a generation without a measurement: two alternating
+products with a softmax in registers (2205.14135 sec. 4, 2307.08691)."""
 STREAMED = frozenset(
     (
         "aten.add_",
@@ -121,51 +122,50 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Passes over parameters and gradients, memory that is read and written once: how much longer than their bytes ask for
-they take was measured by itself (`CalibrationPoint.passes`).  Known by name: the few of a layer that have one of these,
-as a bias added in place, take as long."""
+"""Passes over parameters and gradients, which read and write memory once. The ratio of their time to that of their
+bytes was measured separately (`CalibrationPoint.passes`). Names identify them; operators of a layer with such a name,
+like a bias added in place, have the same ratio."""
 ALIGNMENT = 8
-"""Tensor cores multiply where sizes are multiples of eight (16 bytes of half precision)."""
+"""Divisor of sizes that tensor cores multiply (16 bytes of half precision)."""
 
 
 class Kernels(NamedTuple):
-    """How good a generation's kernels are; see `repro.simulate.time.calibration`."""
+    """Efficiency of a generation's kernels; see `repro.simulate.time.calibration`."""
 
     products: float
-    """Seconds of matrix products over the model's."""
+    """Ratio of the time of matrix products to the modelled time."""
     others: float
-    """Seconds of all others but `STREAMED` over the model's."""
+    """Ratio of the time of all other kernels except `STREAMED` to the modelled time."""
     passes: float = 1.0
-    """Seconds of `STREAMED` over the model's."""
+    """Ratio of the time of `STREAMED` to the modelled time."""
     operator_s: float = 0.0
-    """Seconds of the host for an operator of a layer; 0: as long as any."""
+    """Host time of an operator of a layer in seconds; 0: equal to that of other operators."""
     attention: float = 0.0
-    """FLOP/s of fused attention among endlessly many keys, of what a causal mask leaves; 0: as the model has it, times
-    `others`."""
+    """Rate of fused attention in FLOP/s in the limit of many keys, without masked scores; 0: the modelled rate, with
+    the factor `others`."""
     attention_start: float = 0.0
-    """Keys among which it reaches half of that."""
+    """Number of keys at which fused attention reaches half of `attention`."""
 
     @classmethod
     def alike(cls, factor: float) -> Kernels:
-        """The same factor for every kernel but passes, which take what their bytes ask for."""
+        """Return one factor for every kernel except passes, which take the time of their bytes."""
         return cls(factor, factor)
 
 
 MODELLED_KERNELS = Kernels.alike(1.0)
-"""As the model has them."""
+"""Kernels that take the modelled time."""
 
 
 class DeviceCost:
-    """What operators take on a device of `system` at one precision: on the slowest of those that wait for it.
+    """Time of operators on a device of `system` at one precision, for the slowest of the synchronous devices.
 
     Its numbers may be lanes (`repro.simulate.time.network`).
     """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):
-        """Raises `ConfigError` where the device's peak or its bandwidth is not known.
+        """Raises `ConfigError` if the device's peak or bandwidth is unknown.
 
-        `kernels`: of the step's software.
-        `devices`: of the step, which is synchronous.
+        `kernels`: efficiency of the software's kernels. `devices`: number of devices of the synchronous step.
         """
         time = system.timing
         self.system, self.kernels, self.pace = system, kernels, time.pace
@@ -194,7 +194,7 @@ class DeviceCost:
         self.seconds = lru_cache(maxsize=None)(lambda operator: self._seconds(operator) * self.slowest)
 
     def _seconds(self, operator: Operator) -> float:
-        """Seconds of `operator` on a device like the others."""
+        """Return the seconds of `operator` on an average device."""
         if operator.name in (HOST_VIEWS, HOST_WAIT):
             return 0.0
         if self.rates:
@@ -202,7 +202,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Bound by arithmetic alone: what was measured holds for every generation.
+                # Arithmetic alone limits such products, so the measured rate holds for every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
@@ -218,9 +218,9 @@ class DeviceCost:
         return (found + self.kernel_s * operator.calls) * factor * self.pace
 
     def least(self, ring: float) -> tuple[float, ...] | None:
-        """Seconds that nothing takes less than: of a FLOP of a product and of fused attention, of a byte that is moved,
-        of one that goes round a ring of `ring` bytes/s, and of one that may be `STREAMED`.  None where they are
-        measured."""
+        """Return lower bounds in seconds: per FLOP of a product, per FLOP of fused attention, per byte moved, per byte
+        in a ring of `ring` bytes/s, and per byte moved that may be `STREAMED`. Return None if operators are measured.
+        """
         if self.rates or self.system.provenance is not None:
             return None
         slower = self.pace * self.slowest
@@ -238,7 +238,7 @@ class DeviceCost:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]
         calls, work = operator.calls, float(operator.flops)
-        if operator.name.startswith(ATTENTION):  # rates are of squares of scores, of which half is masked
+        if operator.name.startswith(ATTENTION):  # measured rates belong to square scores, half of them masked
             work = 2 * work * causal_share(operator)
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
@@ -248,8 +248,9 @@ class DeviceCost:
         return bytes_moved(operator) / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """A fused kernel: arithmetic, or the operands if they take longer.  What is masked is left out but where the
-        mask is in a bias."""
+        """Return the seconds of a fused kernel, the larger of arithmetic and operands.
+
+        Masked scores take no time, unless the mask is in a bias."""
         rate = self.peak * ATTENTION_EFFICIENCY
         if in_any_lane(self.kernels.attention):
             rate = self.kernels.attention / (1 + self.kernels.attention_start / attention_keys(operator))
@@ -257,7 +258,7 @@ class DeviceCost:
         return maximum(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
-        """Whether a product of half precision has sizes that this device's tensor cores do not take."""
+        """Return whether a product of half precision has sizes that this device's tensor cores do not support."""
         _, *sizes = product_sizes(operator)
         return (
             in_any_lane(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
@@ -288,7 +289,7 @@ class DeviceCost:
 
 
 class SeveralDevices(DeviceCost):
-    """`DeviceCost` of several systems that are not calibrated: every operator's seconds in all lanes, [systems]."""
+    """`DeviceCost` of several systems that are not calibrated, with every operator's seconds in lanes, [systems]."""
 
     def __init__(self, systems: Sequence[System], precision: str, kernels: Sequence[Kernels], devices: int):
         each = [
@@ -304,7 +305,7 @@ class SeveralDevices(DeviceCost):
 
 
 def bytes_moved(operator: Operator) -> int:
-    """Between the device and its memory; an embedding reads the rows that it returns, not the table."""
+    """Return the bytes between the device and its memory; an embedding reads only the rows that it returns."""
     return 2 * operator.written if operator.name == "aten.embedding" else operator.read + operator.written
 
 
@@ -313,14 +314,16 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """The part of the scores that causal attention needs: half where queries and keys are as many, more where the
-    queries are the last ones, as a chunk's under context parallelism."""
+    """Return the share of the scores that causal attention needs.
+
+    The share is 1/2 for equally many queries and keys. It is larger if the queries are the last ones, like those of a
+    chunk under context parallelism."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 
 
 def attention_keys(operator: Operator) -> int:
-    """Among how many the queries of attention are."""
+    """Return the number of keys of an attention operator."""
     return max(_lengths(operator))
 
 
@@ -329,7 +332,7 @@ def _lengths(operator: Operator) -> list[int]:
 
 
 def product_sizes(operator: Operator) -> tuple[int, int, int, int]:
-    """(batch, m, n, k) of a matrix product from the shapes of its operands."""
+    """Return (batch, m, n, k) of a matrix product from the shapes of its operands."""
     at = 1 if operator.name in ("aten.addmm", "aten.baddbmm") else 0
     left, right = operator.shapes[at], operator.shapes[at + 1]
     return prod(left[:-2]), left[-2], right[-1], left[-1]

@@ -1,11 +1,10 @@
-"""An emulated network as a system: the operators of a calibrated machine, joined by links of the rates asked for.
+"""Emulated network as a system: the operators of a calibrated machine, with links of requested rates.
 
-No step with messages enters, and no collective behind a link: operators, copies, single messages, a ring of all ranks
-without links and steps without messages were measured by `repro calibrate` with as many ranks at once, and a link
-brings what its token bucket lets through.  gloo sends a rank's
-part of a ring in two segments, so that one is on its link while the other is handled (gloo/allreduce.cc).  So a step
-takes what its link needs and then what the cores need for the small segments of all ranks, which come at once; or what
-the cores need for the messages of all ranks, if that is more.
+The prediction uses no step with messages and no collective behind a link. `repro calibrate` measured operators, copies,
+single messages, a ring of all ranks without links, and steps without messages, with as many ranks at once. A link has
+the rate of its token bucket. Gloo sends a rank's part of a ring in two segments, so that the link transfers one while
+the cores process the other (gloo/allreduce.cc). A ring's step therefore takes the longer of two times: the link's time
+plus the cores' time for simultaneous small segments of all ranks, or the cores' time for the messages of all ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
 RING_COLLECTIVE = "all_reduce"
-"""The collective that goes round all ranks in one ring."""
+"""The collective that passes all ranks in one ring."""
 RING_SEGMENTS = 2
-"""In which gloo sends a rank's part of a message, at least."""
+"""Minimum number of segments in which gloo sends a rank's part of a message."""
 MESSAGE_CORES_FACT = "cores_for_messages"
-"""The fact of a calibrated file that says how many cores carried messages while the others computed."""
+"""Fact of a calibrated file: number of cores that processed messages while the others computed."""
 PROCESS_LINK = "memory"
-"""The class of links between processes of one machine, which a rank's own link stands for here."""
+"""Class of links between processes of one machine, which stands for each rank's own link here."""
 
 
 def emulated_system(machine: System, network: EmulatedNetwork) -> System:
-    """`machine` (a file of `repro calibrate --system local`) as ranks on `network`.
+    """Return `machine` (a file of `repro calibrate --system local`) with its ranks on `network`.
 
-    Each rank has its part of a core to itself, whatever the others wait for: `CORES_SHARE` of what it had when the file
-    was measured.  Links are scaled to it as those of a run are.  Raises `ConfigError` if the file was measured with
-    another number of ranks, or not on the cores that ranks of a network compute on.
+    Each rank has a fixed share of a core, whatever the other ranks wait for: `CORES_SHARE` of its share in the
+    measurement. Links are scaled to it like those of a run. Raises `ConfigError` if the file was measured with another
+    number of ranks, or on other cores than those on which ranks of a network compute.
     """
     network = scale_network(network, machine)
     measured = machine.provenance
@@ -63,7 +62,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     inside = min(most, network.within * share) if network.within else most
 
     def link(per: str, rate: float, ranks: int) -> Link:
-        # What a message costs the cores goes with its bytes: a slow one leaves them to the products beside it.
+        # The cores' time for messages is proportional to bytes: slow messages leave the cores to concurrent products.
         lost = cost * min(1.0, rate / (ranks * most))
         return Link(
             per=per,
@@ -103,9 +102,9 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
 
 
 def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
-    """`network` where ranks compute as those of `machine`, as `repro.launch.local_launch` starts it there.
+    """Return `network` with links scaled to the compute rate of `machine`, as `repro.launch.local_launch` starts it.
 
-    Raises `ConfigError` if the rates hold for a rate of compute and the machine's file does not say its own.
+    Raises `ConfigError` if the rates belong to a compute rate and the machine's file has no compute rate.
     """
     if not network.flops_per_s:
         return network
@@ -117,16 +116,16 @@ def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
 
 
 def product_rate(machine: System) -> float:
-    """FLOP/s of a rank's matrix products, held to its share of a core; 0 where the machine's file does not have it."""
+    """Return the FLOP/s of a rank's products on its share of a core; 0 if the machine's file has no rate."""
     return float(machine.provenance.facts.get(COMPUTE_RATE_FACT, 0.0)) if machine.provenance else 0.0
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:
-    """Seconds of one step of a measured all-reduce of all `ranks`, by what each of them passes on in it."""
+    """Return the seconds of one step of a measured all-reduce of all `ranks`, by the bytes that each rank passes on."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))
 
 
 def sourced_quantity(value: float, source: str) -> Quantity:
-    """A number and where it comes from."""
+    """Return a number with its source."""
     return Quantity(value=value, source=source)

@@ -21,35 +21,35 @@ from repro.parallel.ledger import RING_PASSES
 
 ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
 TREE_EFFICIENCY = 0.9
-"""What a tree reaches of the rings' bandwidth: NVIDIA/nccl src/graph/tuning.cc."""
+"""Bandwidth of a tree over that of the rings: NVIDIA/nccl src/graph/tuning.cc."""
 Numbers = npt.NDArray[Any]
 T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """What decides how long a group's collectives take."""
+    """Parameters of a group's ring that determine the time of its collectives."""
 
     ranks: int
     nodes: int
     rate: float
-    """Bytes/s that pass every rank, all rings together: what NCCL calls bus bandwidth."""
+    """Bytes/s that pass every rank, all rings together: the bus bandwidth of NCCL."""
     start: float
-    """Seconds before the first step."""
+    """Start-up time in seconds, before the first step."""
     inside: float
-    """Seconds of a step within a node."""
+    """Latency of a step within a node, in seconds."""
     between: float
-    """Seconds of a step between nodes."""
+    """Latency of a step between nodes, in seconds."""
     half: float
-    """Payload of a step, in bytes, at which it is half as fast."""
+    """Payload of a step, in bytes, at which it reaches half of its rate."""
     chunk: float
-    """Seconds that a node has a chunk of a tree's message before it passes it on."""
+    """Time for which a node holds a chunk of a tree's message before it passes the chunk on, in seconds."""
 
     def seconds(
         self, op: str, payload: int, *, trees: bool = True, cores_s: Callable[[float], float] = lambda _: 0.0
     ) -> float:
-        """Seconds of `op`; the faster of ring and tree, where the library has `trees`.
+        """Return the seconds of `op`: the minimum of ring and tree if the library has `trees`, else those of the ring.
 
-        `cores_s`: what the ranks' cores need for a step in which every rank passes on so many bytes, at least.
+        `cores_s` gives the minimum time of the ranks' cores for a step in which every rank passes on that many bytes.
         """
         passes, n = RING_PASSES[op], self.ranks
         hops = (n - 1) * passes
@@ -69,41 +69,41 @@ class Ring(NamedTuple):
 
 
 class GroupsOnNodes:
-    """Groups of equal size on their nodes, as entries: one for every group and node on which it has ranks."""
+    """Groups of equal size on their nodes, as entries: one for each group and node with ranks of the group."""
 
     def __init__(self, members: Numbers, nodes: Numbers):
-        """`members` [groups, ranks of each], and the node of every one."""
+        """`members` are [groups, ranks of each], and `nodes` are the nodes of these ranks."""
         self.members = members
         self._count = int(nodes.max()) + 1
         place = np.arange(len(members))[:, None] * self._count + nodes
         entries, of_member, self.ranks = np.unique(place.ravel(), return_inverse=True, return_counts=True)
-        """`ranks`: how many of an entry's group are on its node."""
+        """`ranks`: number of the group's ranks on the node, for each entry."""
         self.of_member = of_member.reshape(-1)
         """The entry of each member."""
         self.group, self.node = np.divmod(entries, self._count)
         self.nodes = np.bincount(self.group)
-        """Of each group."""
+        """Number of nodes of each group."""
         self._first = np.searchsorted(self.group, np.arange(len(members)))
         self._known: dict[object, Any] = {}
 
     def once(self, key: object, find: Callable[[], T]) -> T:
-        """What `find` says, found once: of where the groups lie and of `key` alone."""
+        """Return the result of `find`, cached by `key`; it may depend only on the placement of groups and `key`."""
         if key not in self._known:
             self._known[key] = find()
         found: T = self._known[key]
         return found
 
     def members_of(self, entry: int) -> list[int]:
-        """The ranks of one entry."""
+        """Return the ranks of one entry."""
         found: list[int] = self.members.ravel()[self.of_member == entry].tolist()
         return found
 
     def most(self, of_entries: Numbers) -> Numbers:
-        """The largest of each group's entries."""
+        """Return the largest value among each group's entries."""
         return np.maximum.reduceat(of_entries, self._first)
 
     def by_node(self, of_entries: Numbers) -> Numbers:
-        """The sum of each node's entries."""
+        """Return the sum of each node's entries."""
         return np.bincount(self.node, weights=of_entries, minlength=self._count)
 
 
@@ -111,32 +111,32 @@ class GroupsOnNodes:
 class Adapters:
     """The network adapters of each node, which groups use at the same time.
 
-    Each device sends through the nearest; behind a switch with several, groups take them in the same order.
+    Each device sends through the nearest adapter. Groups take several adapters behind one switch in the same order.
     """
 
     devices: int
     count: int
     each: float
-    """Bytes/s of one."""
+    """Bytes/s of one adapter."""
     rings: int
-    """A group drives so many at most."""
+    """Maximum number of adapters that a group uses."""
     switch: int = 1
     """Devices behind a switch."""
 
     def rates(self, on: GroupsOnNodes, across: Numbers) -> Numbers:
-        """Bytes/s in and out of their nodes of the entries that are `across`: of groups that leave their nodes."""
+        """Return the bytes/s in and out of their nodes of the entries `across`, whose groups leave their nodes."""
         count, part = on.once((self.devices, self.count, self.switch), lambda: self._parts(on, across))
         whole: Numbers = np.minimum(np.minimum(self.rings, count), part) * self.each
         return whole[across]
 
     def _parts(self, on: GroupsOnNodes, across: Numbers) -> tuple[Numbers, Numbers]:
-        """Of each entry that is `across`, how many adapters it takes, and how many it is left by the others."""
+        """Return the number of adapters of each entry `across`, and the sum of its shares of these adapters."""
         reached: Numbers = self._reached(on) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)
 
     def _reached(self, on: GroupsOnNodes) -> Numbers:
-        """Which adapters each entry's group takes [entries, adapters]."""
+        """Return the adapters that each entry's group uses, as booleans [entries, adapters]."""
         switches = -(-self.devices // self.switch)
         first = np.arange(switches) * self.count // switches
         end = np.maximum(first + 1, np.arange(1, switches + 1) * self.count // switches)
@@ -155,27 +155,27 @@ class Pods:
 
     nodes: int
     way_out: float
-    """Bytes/s out of a pod, and as many into it."""
+    """Bytes/s out of a pod, and the same rate into it."""
 
     def rings(self, nodes: Numbers, rates: Numbers) -> Numbers:
-        """Bytes/s of the rings of groups, all at the same time.
+        """Return the bytes/s of the rings of groups, all at the same time.
 
-        `nodes` [groups, members] of their ranks; `rates` [groups] if nothing narrowed.
+        `nodes` [groups, members] of their ranks; `rates` [groups] without pods.
         """
         pods = nodes // self.nodes
         return self._shared(pods, pods.min(axis=1) != pods.max(axis=1), rates)
 
     def messages(self, nodes: Numbers, rates: Numbers) -> Numbers:
-        """Bytes/s of messages, all at the same time.
+        """Return the bytes/s of messages, all at the same time.
 
-        `nodes` [messages, 2] of sender and receiver; `rates` [messages] if nothing narrowed.
+        `nodes` [messages, 2] of sender and receiver; `rates` [messages] without pods.
         """
         pods = nodes // self.nodes
         ways = 2 * pods + (0, 1)  # out of the sender's, into the receiver's
         return self._shared(ways, pods[:, 0] != pods[:, 1], rates)
 
     def _shared(self, ways: Numbers, leaving: Numbers, rates: Numbers) -> Numbers:
-        """`rates`, and of what is `leaving` no more than its part of the ways that it takes."""
+        """Return `rates`, with flows that are `leaving` limited to their share of the uplinks that they use."""
         if not leaving.any():
             return rates
         on = GroupsOnNodes(ways[leaving], ways[leaving])

@@ -33,24 +33,25 @@ from repro.simulate.time.interconnect import Adapters, GroupsOnNodes, Numbers, P
 
 
 class GroupSpan(NamedTuple):
-    """How a group lies on the ranks."""
+    """Placement of a group's members on the ranks."""
 
     ranks: int
     per_node: int
-    """Most members on one node."""
+    """Largest number of members on one node."""
     stride: int
-    """Ranks from one member to the next."""
+    """Distance in ranks between consecutive members."""
 
 
 def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
-    """Of `payload` bytes in groups like `span`; `all_ranks`: how many the file was measured with."""
+    """Return the seconds of `payload` bytes in groups like `span`; the file was measured with `all_ranks` ranks."""
     known = nearest_measurement(measured, all_ranks, span)
     return scale_to_ranks(known, known.ranks or all_ranks, span.ranks, payload)
 
 
 def nearest_measurement(measured: Collective, all_ranks: int, span: GroupSpan) -> Collective:
-    """The measured groups that are most like `span`: by how many members they have and how many of these share
-    a node, then by how far apart they are."""
+    """Return the measured groups that are most similar to `span`.
+
+    Similarity is by number of members and number of members on a node, then by the distance between members."""
 
     def distance(known: Collective) -> tuple[float, float]:
         ranks = known.ranks or all_ranks
@@ -61,9 +62,9 @@ def nearest_measurement(measured: Collective, all_ranks: int, span: GroupSpan) -
 
 
 def scale_to_ranks(measured: Collective, whole: int, ranks: int, payload: float) -> float:
-    """What was measured with `whole` ranks, for `ranks` of them.
+    """Return the seconds for `ranks` ranks, scaled from a measurement with `whole` ranks.
 
-    A ring's step carries payload / ranks, and there are ranks - 1 of them (or twice as many).
+    A ring has ranks - 1 steps (or twice as many) of payload / ranks bytes.
     """
     if whole < 2 or ranks == whole:
         return interpolate(measured, payload)
@@ -71,10 +72,10 @@ def scale_to_ranks(measured: Collective, whole: int, ranks: int, payload: float)
 
 
 def interpolate(measured: Collective, payload: float) -> float:
-    """Seconds of `payload` bytes between measured points.
+    """Return the seconds of `payload` bytes, interpolated between measured points.
 
-    A point that took less than a smaller one is noise and counts as much as that.  Below the first point time
-    does not fall, above the last one bandwidth does not rise.
+    A point that is faster than a smaller one is noise and gets the time of the smaller one. Time does not fall below
+    that of the first point. Bandwidth does not rise above that of the last point.
     """
     sizes = [size for size, _ in measured.points]
     times = list(accumulate((seconds for _, seconds in measured.points), max))
@@ -94,7 +95,7 @@ class Network:
     """The links of `system` as the groups of `layout` use them."""
 
     def __init__(self, system: System, layout: Layout, like: Network | None = None):
-        """`like`: one of the same layout on nodes of as many devices, whose groups lie on them as these do."""
+        """`like`: a network with the same layout and devices per node, whose placement of groups is reused."""
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
@@ -103,23 +104,22 @@ class Network:
         if like is not None:
             self._on_nodes, self._edge = like._on_nodes, like._edge
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
-        # A step asks for the same few collectives thousands of times.
+        # A step repeats the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
 
     @cached_property
     def overlap_cost(self) -> float:
-        """Fraction of a hidden collective's seconds that compute loses meanwhile, 0 to 1."""
-        hidden = self.link("dp")  # nearly all that is hidden is data parallelism's
+        """Fraction of a hidden collective's seconds that concurrent compute loses, 0 to 1."""
+        hidden = self.link("dp")  # nearly all hidden collectives are those of data parallelism
         links = [hidden] if hidden else self.system.links
         return max((self.number(link, "overlap_cost") for link in links), default=0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Seconds of one collective, from when its slowest member has come to it.
+        """Return the seconds of one collective, from the time at which its slowest member reaches it.
 
-        `op`: all_reduce, reduce_scatter, all_gather, broadcast.  `group`: world, tp, cp, dp, pp, embedding.
-        `payload`: bytes of the whole message, as `repro.parallel.ledger` counts it.  All groups of an
-        axis do it at the same time, and the slowest one counts.  One rank takes no time.  `ConfigError` if
-        the bandwidth is needed and unknown.
+        `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding. `payload`:
+        bytes of the full message, as `repro.parallel.ledger` counts it. All groups of an axis communicate at the same
+        time, and the slowest one counts. One rank takes no time. `ConfigError` if the bandwidth is needed and unknown.
         """
         assert op in RING_PASSES, op
         assert group in GROUPS, group
@@ -136,22 +136,24 @@ class Network:
         return max(rings, default=0.0)
 
     def _cores_s(self, payload: float) -> float:
-        """Seconds that shared cores need for a step of all rings of an axis, in which every rank has one."""
+        """Return the cores' seconds for a step of all rings of an axis, in which every rank has one."""
         needs = [
             interpolate(link.hop, payload) for link in self.system.links.values() if link.hop is not None
         ]
         return max(needs, default=0.0)
 
     def messages(self, op: str, group: str) -> int:
-        """What a rank's thread begins and waits for in a collective of gloo's; in groups that go round a ring of
-        their nodes another thread does it (`repro.parallel.gloo_ring`)."""
+        """Return the number of messages that a rank's thread begins and awaits in a collective of gloo.
+
+        The number is 1 for groups with a ring of nodes, in which another thread does this (`repro.parallel.gloo_ring`).
+        """
         on = self._on_nodes(group)
         if on is None or ((on.nodes > 1) & (on.most(on.ranks) > 1)).all():
             return 1
         return messages_of(op, on.members.shape[1])
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Seconds of `payload` bytes from each rank of a stage to its peer, all of them at the same time."""
+        """Return the seconds of `payload` bytes from each rank of a stage to its peer, all at the same time."""
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
@@ -162,31 +164,32 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(from_stage, to_stage)
 
     def link(self, group: str) -> str:
-        """The slowest class of links that any group of this axis needs; empty for one rank."""
+        """Return the slowest class of links that any group of this axis needs; empty for one rank."""
         return self._link(group)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Bytes/s of the slowest group of this axis, as nccl-tests count it, for messages without end."""
+        """Return the bytes/s of the slowest group of this axis, as nccl-tests count them, in the limit of large
+        messages."""
         return min((ring.rate for ring in self._rings(group)), default=float("inf"))
 
     def number(self, link: str, key: str) -> float:
-        """A number of a class of links, known or assumed."""
+        """Return a number of a class of links, known or assumed."""
         return self.system.links[link].used(link, key).known(f"links.{link}.{key}", system=self.system.name)
 
     def peak(self, link: str) -> float:
-        """Bytes/s of a device (`per = "device"`) or of a node that collectives reach on this link."""
+        """Return the bytes/s of a device (`per = "device"`) or of a node that collectives reach on this link."""
         bandwidth = self.system.links[link].bandwidth
         return bandwidth.known(f"links.{link}.bandwidth", system=self.system.name) * self.number(
             link, "efficiency"
         )
 
     def _measured(self, op: str, link: str) -> Collective | None:
-        """What was measured of `op`, if it was."""
+        """Return the measurement of `op` on `link`, or None."""
         known = self.system.links.get(link)
         return known.collectives.get(op) if known is not None else None
 
     def _spans_of(self, group: str) -> frozenset[GroupSpan]:
-        """The different kinds of groups of an axis."""
+        """Return the distinct spans of the groups of an axis."""
         if (on := self._on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
@@ -194,7 +197,7 @@ class Network:
         return frozenset(GroupSpan(on.members.shape[1], most, apart) for most, apart in kinds)
 
     def _on_nodes_of(self, group: str) -> GroupsOnNodes | None:
-        """Every group of the axis that has more than one member; None if there is none."""
+        """Return every group of the axis with more than one member; None if there is none."""
         members = self.placement.members(group)
         return GroupsOnNodes(members, self.placement.nodes(members)) if members.size else None
 
@@ -205,7 +208,7 @@ class Network:
         return self.placement.link_of(group, on.members[0].tolist())
 
     def _rings_of(self, group: str) -> tuple[Ring, ...]:
-        """The different rings among the groups of an axis."""
+        """Return the distinct rings of the groups of an axis."""
         on = self._on_nodes(group)
         if on is None:
             return ()
@@ -234,20 +237,20 @@ class Network:
         return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _distinct_rows(kinds))
 
     def _rate_inside(self, link: str, groups: Numbers, ranks: Numbers) -> Numbers:
-        """Bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
+        """Return the bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
             return self.peak(link) / np.maximum(ranks, 1)
         alone = np.maximum(groups, 1)
-        if link == PCIE:  # all rings of a node go through the same host bridges and the link of its sockets
+        if link == PCIE:  # all rings of a node pass the same host bridges and the link of its sockets
             return self.peak(link) / alone
         others: Numbers = np.maximum(ranks / alone, 2) - 1
         return self.peak(link) * np.minimum(1.0, self.number(link, "pair") * others)
 
     def _adapters(self) -> Adapters:
-        """The network adapters of every node."""
+        """Return the network adapters of every node."""
         link = self.system.links.get(BETWEEN_NODES)
         if link is None:
-            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError and says which links there are
+            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError with the known links
         assert link is not None
         devices = int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
         count = devices if link.per == "device" else int(self.number(BETWEEN_NODES, "adapters"))
@@ -257,7 +260,7 @@ class Network:
 
     @cached_property
     def _pods(self) -> Pods | None:
-        """The pods of nodes that share their way out; None where they need not."""
+        """Pods of nodes that share their uplink; None without oversubscription."""
         factor = self.number(BETWEEN_NODES, "oversubscription")
         if factor == 1:
             return None
@@ -265,7 +268,7 @@ class Network:
         return Pods(nodes, nodes * adapters.count * adapters.each / factor)
 
     def _edge_of(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
-        """All pairs of a rank of one stage and the rank of another that it sends to."""
+        """Return all pairs of a sending rank of one stage and a receiving rank of another."""
         pairs = self.placement.members("pp")[:, [from_stage, to_stage]]
         return GroupsOnNodes(pairs, self.placement.nodes(pairs))
 
@@ -278,13 +281,13 @@ class Network:
         )
 
     def _slowest_rate(self, from_stage: int, to_stage: int) -> float:
-        """Bytes/s of a rank of one stage that sends to another, if all ranks of the stage do."""
+        """Return the bytes/s of a rank of one stage that sends to another, while all ranks of the stage send."""
         edge = self._edge(from_stage, to_stage)
         across = edge.nodes > 1
         senders = edge.members[across if across.any() else slice(None), :1]
         alone = edge.once("senders", lambda: GroupsOnNodes(senders, self.placement.nodes(senders)))
         if across.any():
-            # A message takes all adapters near its device in turn, where a ring takes its communicator's.
+            # A message uses all adapters near its device in turn, but a ring uses those of its communicator.
             rates = replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0)
             if (pods := self._pods) is not None:
                 rates = pods.messages(self.placement.nodes(edge.members[across]), rates[alone.of_member])
@@ -294,7 +297,7 @@ class Network:
 
 
 def _distinct_rows(rows: Numbers) -> list[list[float]]:
-    """The different ones of many rows that are of few kinds, in order."""
+    """Return the distinct rows, in order; there are few of them."""
     found = []
     while len(rows):
         found.append(rows[0].tolist())
@@ -303,13 +306,13 @@ def _distinct_rows(rows: Numbers) -> list[list[float]]:
 
 
 class SeveralNetworks:
-    """`Network` of several systems: every message's seconds in all lanes, [systems]."""
+    """`Network` of several systems, with every message's seconds in lanes, [systems]."""
 
     def __init__(self, systems: Sequence[System], layout: Layout):
         placed: dict[object, Network] = {}
 
         def network_of(system: System) -> Network:
-            """Where groups lie is found once for all systems whose nodes have as many devices."""
+            """Return the network of `system`; systems with as many devices per node share the placement of groups."""
             found = Network(system, layout, placed.get(system.devices_per_node))
             placed.setdefault(system.devices_per_node, found)
             return found
@@ -320,15 +323,15 @@ class SeveralNetworks:
         of_lane = np.array([places[key] for key in keys])
 
         def each(seconds: Callable[[Network], float]) -> float:
-            """`seconds` of every lane, [lanes]; asked once of those that are alike."""
+            """Return `seconds` of every lane, [lanes], computed once for equal networks."""
             return cast(float, np.array([seconds(network) for network in networks])[of_lane])
 
         self.layout, self.system = layout, systems[0]
         self.overlap_cost = each(lambda network: network.overlap_cost)
         self.messages = networks[0].messages
-        """Of what was measured, which nothing is doubted of."""
+        """`Network.messages`; only calibrated systems use it, and their measured numbers have no unknowns."""
         self.lanes = np.zeros(len(systems)).__add__
-        """A number as lanes."""
+        """Function that converts a number to lanes."""
         self.seconds: Callable[[str, str, int], float] = cache(
             lambda op, group, payload: each(lambda network: network.seconds(op, group, payload))
         )
@@ -339,5 +342,5 @@ class SeveralNetworks:
         )
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Of `payload` bytes from each rank of a stage to its peer."""
+        """Return the seconds of `payload` bytes from each rank of a stage to its peer."""
         return self._send(payload, from_stage, to_stage)

@@ -36,13 +36,13 @@ from repro.simulate.time.stage import UPDATE
 from repro.simulate.trace.roles import Trace, trace_roles
 
 SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
-"""Layers.  The step is a straight line in their number, so two shallow ones say what a deep one takes."""
+"""Numbers of layers of the two calibration traces. Step time is linear in the number of layers."""
 
 
 def calibrated_kernels(generation: CalibrationPoint) -> Kernels:
-    """Those with which the published step takes as long as published.
+    """Return the kernels with which the published step takes its published time.
 
-    All of what is left is taken for kernels: on a node, messages have to hide behind them
+    The kernels get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
     return calibrated_kernels_in(generation, (QuantileCase(),))[0]
@@ -54,11 +54,11 @@ def calibrated_kernels_in(
 ) -> tuple[Kernels, ...]:
     """Return `calibrated_kernels` in each of `cases`, [cases].
 
-    On a slower device than assumed the kernels are better, and where products
-    are as fast as alone the others have all that is left.
+    On a slower device than assumed, the kernels are more efficient. If products take the modelled time, the other
+    kernels get all remaining time.
 
-    `doubted`: what is not known of the system that is timed.  Of the one that was measured nothing else is moved: what
-    is known of a device there is known of it here.
+    `doubted`: keys of the unknowns of the timed system. All other numbers of the measured system keep their best
+    values, because known properties of a device hold for both systems.
     """
     system = systems.load_system_file(generation.system)
     whole, layout = models.load_model(generation.model), generation.layout
@@ -73,7 +73,7 @@ def calibrated_kernels_in(
     measured = list(zip(passes.tolist(), host.tolist(), attention.tolist(), strict=True))
 
     def seconds(products: float, others: float) -> Lanes:
-        """Of the step on the device that was measured, [cases]."""
+        """Return the step time on the measured device in seconds, [cases]."""
         of_cases = [Kernels(products, others, passes, host, rate, start) for passes, host, rate in measured]
         at_few, at_more = (
             _seconds_of_layers(generation, layers, itself, of_cases)
@@ -83,7 +83,7 @@ def calibrated_kernels_in(
 
     published, modelled = work / value(generation.rate), seconds(1.0, 1.0)
     every = seconds(2.0, 2.0) - modelled
-    # Kernels that take less than the model says do so alike.
+    # If kernels are faster than the model, all have the same factor.
     share = np.where(published > modelled, value(generation.products_share), 1.0)
     other = seconds(1.0, 2.0) - modelled if (share != 1).any() else 0 * every
     beyond = (published - modelled) / (share * (every - other) + other)
@@ -97,7 +97,7 @@ def calibrated_kernels_in(
 def _seconds_of_layers(
     generation: CalibrationPoint, layers: int, itself: Sequence[System], of_cases: Sequence[Kernels]
 ) -> Lanes:
-    """Seconds of a step so deep, [cases]."""
+    """Return the seconds of a step with `layers` layers, [cases]."""
     experiment, traces = _traces_of_layers(generation, layers)
     return scheduled_step_seconds(experiment, itself, traces, of_cases)
 
@@ -113,7 +113,7 @@ SIGNIFICANT_DIGITS = 7
 
 
 def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
-    """The interval of the seconds of a step that `traces` have all roles of; None where nothing is unknown."""
+    """Return the interval of the step time; None without unknowns. `traces` contain all roles."""
     found = uncertain_numbers(system, calibration_point_of(experiment.layout.kernels, system))
     if not found:
         return None
@@ -123,7 +123,7 @@ def prediction_interval(experiment: Experiment, system: System, traces: list[Tra
 def seconds_in_cases(
     experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[QuantileCase]
 ) -> Sequence[float]:
-    """The seconds of a step in each of `cases`, all in one pass."""
+    """Return the step time in seconds in each of `cases`, all in one pass."""
     systems, kernels = systems_and_kernels(
         system, calibration_point_of(experiment.layout.kernels, system), cases
     )
@@ -131,19 +131,19 @@ def seconds_in_cases(
 
 
 def round_seconds(seconds: float) -> float:
-    """As a record has it."""
+    """Return the seconds, rounded as in a record."""
     return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
 
 
 def all_cases(found: Sequence[Unknown]) -> tuple[QuantileCase, ...]:
-    """Both ends of each unknown, then the joint draws."""
+    """Return both ends of each unknown, then the joint draws."""
     return (*(QuantileCase(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
 
 
 def systems_and_kernels(
     system: System, generation: CalibrationPoint | None, cases: Sequence[QuantileCase]
 ) -> tuple[list[System], Sequence[Kernels]]:
-    """The system and its kernels in each of `cases`."""
+    """Return the system and its kernels in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
     if generation is not None:
         doubted = frozenset(one.key for one in uncertain_numbers(system, generation))
@@ -155,7 +155,7 @@ def systems_and_kernels(
 
 
 def interval_of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
-    """The interval from the seconds in `all_cases(found)`."""
+    """Return the interval from the seconds in `all_cases(found)`."""
     rounded = iter(map(round_seconds, seconds))
     moves = [
         Sensitivity(
@@ -170,56 +170,56 @@ def interval_of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> S
 
 @dataclass
 class Prediction:
-    """A step in time.  Seconds; FLOP/s."""
+    """Predicted step: times in seconds, rates in FLOP/s."""
 
     experiment: Experiment
     system: System
     timeline: Timeline
     roles: list[Trace]
     generation: CalibrationPoint | None
-    """Whose published point the kernels' efficiency comes from."""
+    """Calibration point of the kernels; None if they have none."""
     kernels: Kernels
     interval: StepInterval | None = None
-    """What the step may take instead, if it was asked for and something is not known for certain."""
+    """Interval of the step time, if it was requested and a number is uncertain."""
 
     @property
     def step_s(self) -> float:
-        """Of one step."""
+        """Step time in seconds."""
         return self.timeline.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all replicas."""
+        """Samples of all replicas per second."""
         return self.experiment.layout.global_batch / self.step_s
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.counts.flops_formula`, recomputation counted."""
+        """FLOP/s of one device under `repro.model.counts.flops_formula`, including recomputation."""
         e, layout = self.experiment, self.experiment.layout
         work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
     @property
     def utilisation(self) -> float | None:
-        """MFU, which counts no recomputation; None where the device's peak is not known."""
+        """MFU, which excludes recomputation; None if the device's peak is unknown."""
         e, layout = self.experiment, self.experiment.layout
         work = counts.model_flops(e.model, e.seq, layout.global_batch)
         return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
     def rests_on(self) -> str:
-        """One of `repro.simulate.time.calibration.BASES`."""
+        """Basis of the prediction, one of `repro.simulate.time.calibration.BASES`."""
         return prediction_basis(self.experiment.layout.kernels, self.system)
 
     @property
     def slowest(self) -> StageTime:
-        """The stage that computes for longest, which the others wait for."""
+        """The stage with the largest sum of compute and exposed communication, which the other stages wait for."""
         return max(
             self.timeline.stages, key=lambda stage: sum(stage.busy.values()) + sum(stage.exposed.values())
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: the key `time` of `repro simulate --json`."""
+        """Return plain data, the key `time` of `repro simulate --json`."""
         stage = self.slowest
         exposed, total = sum(stage.exposed.values()), sum(stage.communication.values())
         busy = dict(stage.busy)
@@ -261,8 +261,8 @@ def predict(
 ) -> Prediction:
     """Predict a step of `experiment` on `system`.
 
-    `traces` of all its roles, if they are there.  `kernels`: by default those of the layout's generation.
-    `record`: keep every span, for a drawing.  `interval`: say what the step may take instead.
+    `traces` of all its roles; None traces them. `kernels`: by default those of the layout's generation. `record`: store
+    every span, for a drawing. `interval`: compute the interval of the step time.
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     if kernels is None:
@@ -275,11 +275,11 @@ def predict(
 
 
 MIN_CURVE_SPAN = 0.01
-"""Part of a step that an unknown moves at least whose curve is rounded."""
+"""Minimum effect of an unknown on the step time for which its curve is computed, as a share of the step time."""
 
 
 def with_curves(prediction: Prediction) -> Prediction:
-    """With the curves of the unknowns that move the step by more than `MIN_CURVE_SPAN`."""
+    """Return the prediction with curves of the unknowns that move the step by more than `MIN_CURVE_SPAN`."""
     interval = prediction.interval
     if interval is None:
         return prediction

@@ -26,36 +26,36 @@ from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
-"""What a device's busy seconds are spent on; `host`: waiting for the host to issue the next operator."""
+"""Kinds of a device's busy time; `host`: waiting for the host to issue the next operator."""
 
 
 class OperatorBlock(NamedTuple):
-    """Operators in a row, and collectives that were waited for at once."""
+    """Consecutive operators, and collectives that are awaited at once."""
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds by kind, those of collectives by label."""
+    """Seconds by kind; those of collectives by label."""
 
 
 class Issue(NamedTuple):
-    """A collective begins when what was before it is done, and after those of its group."""
+    """Start of a collective, after the preceding items and the preceding collectives of its group."""
 
     key: tuple[object, ...]
     group: str
     label: str
     seconds: float
     late_s: float = 0.0
-    """By which the last of the group comes to it after their mean."""
+    """Delay of the group's last rank behind the mean of the ranks, in seconds."""
 
 
 class Await(NamedTuple):
-    """The oldest collective of `key` that is under way must be complete."""
+    """Wait for the oldest unfinished collective of `key`."""
 
     key: tuple[object, ...]
 
 
 class Send(NamedTuple):
-    """A boundary tensor goes to the stage `offset` further."""
+    """Send of a boundary tensor to the stage `offset` further."""
 
     offset: int
     channel: int
@@ -64,30 +64,30 @@ class Send(NamedTuple):
 
 Item = OperatorBlock | Issue | Await | Send
 CollectiveSeconds = Callable[[Message], float]
-"""Of a collective."""
+"""Seconds of a collective."""
 MessageCount = Callable[[str, str], int]
-"""Of which a collective, by operation and group, is made that a rank's own thread begins and waits for."""
+"""Number of messages of a collective, by operation and group, that a rank's own thread begins and awaits."""
 
 
 @dataclass
 class StageProgram:
-    """What the stages of one role do."""
+    """Program of the stages of one role."""
 
     segments: dict[Action, list[Item]] = field(default_factory=dict)
-    """By action of the shortened schedule."""
+    """Items by action of the shortened schedule."""
     tail: list[Item] = field(default_factory=list)
-    """After the last action: gradients, norm, optimizer, publication."""
+    """Items after the last action: gradients, norm, optimizer, parameter all-gather."""
     micro_batches: int = 0
-    """Of the shortened schedule."""
+    """Number of micro-batches of the shortened schedule."""
     last: int = 0
-    """The real step's last micro-batch."""
+    """Last micro-batch of the real step."""
 
     def items_of(self, action: Action) -> list[Item]:
-        """The items of an action of the real schedule."""
+        """Return the items of an action of the real schedule."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch), action.chunk)]
 
     def shown(self, micro_batch: int) -> int:
-        """The traced micro-batch that stands for one: first and last for themselves."""
+        """Return the traced micro-batch that represents `micro_batch`; the first and the last represent themselves."""
         if self.last < self.micro_batches:
             return micro_batch
         if micro_batch == 0:
@@ -96,14 +96,14 @@ class StageProgram:
 
 
 def label_of(message: Message) -> str:
-    """`all-reduce of gradients (dp)`."""
+    """Return the label of a message, for example `all-reduce of gradients (dp)`."""
     return f"{message.op.replace('_', '-')} of {message.purpose} ({message.group})"
 
 
 def compile_program(
     traced: Trace, whole: int, cost: DeviceCost, seconds: CollectiveSeconds, messages: MessageCount
 ) -> StageProgram:
-    """The program of a trace.  `whole`: micro-batches of the real step."""
+    """Return the program of a trace. `whole` is the number of micro-batches of the real step."""
     micro_batches = traced.layout.accumulation
     found = StageProgram(micro_batches=micro_batches, last=whole - 1)
     compiler = _ProgramCompiler(cost, seconds, traced.keys, traced.role.stage, messages)
@@ -116,7 +116,7 @@ def compile_program(
 
 
 class _ProgramCompiler:
-    """Turns events into items."""
+    """Compiler of events into items."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class _ProgramCompiler:
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
 
     def items(self, events: Sequence[Timed], *, tail: bool = False) -> list[Item]:
-        """The items of a piece; `tail`: its operators are the optimizer's."""
+        """Return the items of a piece; with `tail`, its operators are the optimizer's."""
         found: list[Item] = []
         parts: dict[str, float] = {}
         host = device = apart = 0.0
-        """`apart`: since they last waited for others."""
+        """`apart`: compute seconds after the last wait for other ranks."""
 
         def close() -> None:
             nonlocal host, device
@@ -184,7 +184,7 @@ class _ProgramCompiler:
                 close()
                 late = self._late(event, apart)
                 found.append(Issue(self.keys[event.work], event.group, label, took, late))
-            elif event.work in self.keys:  # those of messages between stages follow from the schedule
+            elif event.work in self.keys:  # waits for messages between stages follow from the schedule
                 close()
                 apart = 0.0
                 found.append(Await(self.keys[event.work]))
@@ -192,7 +192,7 @@ class _ProgramCompiler:
         return found
 
     def _own_seconds(self, message: Message) -> float:
-        """Of the thread that computes: of messages between stages as many come as go."""
+        """Return the compute thread's seconds for a message; between stages, there is a receive for each send."""
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)
@@ -200,12 +200,12 @@ class _ProgramCompiler:
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message, seconds: float) -> float:
-        """Of the last of its group, `seconds` of operators after its ranks were together."""
+        """Return the delay of the group's last rank, `seconds` of operators after its ranks were synchronous."""
         return last_arrival_delay(self.cost.jitter_s, seconds, message.size) if self._jitter else 0.0
 
 
 def kind_of(operator: Operator) -> str:
-    """What a device's seconds on `operator` count as."""
+    """Return the kind of a device's seconds on `operator`."""
     if operator.name in MATMULS:
         return MATMUL
     return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER
@@ -235,7 +235,8 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Where collectives of the inner group begin that are waited for among `items`, and where they are."""
+    """Return the positions of the inner group's collectives that are both issued and awaited in `items`, and of the
+    awaits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(item.key for item in items if isinstance(item, Issue) and item.group == INNER_GROUP)
     leaving.subtract(item.key for item in items if isinstance(item, Await))

@@ -35,7 +35,7 @@ class Timeline:
     stages: list[StageTime]
     spans: list[Span]
     unmatched: int
-    """Waits for what was never issued; 0 unless something is wrong."""
+    """Number of waits for collectives that were never issued; 0 in a correct schedule."""
 
 
 def _run_stages(stages: Sequence[StageStreams], state: CrossStageState) -> None:
@@ -69,10 +69,10 @@ def schedule(
     record: bool = False,
     account: type[StageTime] = StageTime,
 ) -> Timeline:
-    """Schedule a step of `layout` whose stage s runs `programs[s]`.
+    """Schedule a step of `layout` in which stage s runs `programs[s]`.
 
-    `ranks_per_core`: ranks for each core that they shared when operators were measured, all of them at once.
-    `account`: `NoBreakdown` for the seconds of the step and nothing else.
+    `ranks_per_core`: ranks per core while operators were measured, all at once. `account`: `NoBreakdown` computes only
+    the step time.
     """
     state = CrossStageState(layout, programs, network, overlap_cost, ranks_per_core, account)
     stages = [StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)]
@@ -85,10 +85,9 @@ def schedule(
 def schedule_traces(
     experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
 ) -> Timeline:
-    """When a step's events happen.
+    """Return the schedule of a step.
 
-    `traces` of all its roles.  `kernels`: of the layout's generation.
-    `record`: keep every span, for a drawing.
+    `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
     """
     layout = experiment.layout
     cost = DeviceCost(system, layout.precision, kernels, layout.world)
@@ -99,9 +98,9 @@ def schedule_traces(
 def scheduled_step_seconds(
     experiment: Experiment, systems: Sequence[System], traces: list[Trace], kernels: Sequence[Kernels]
 ) -> Lanes:
-    """The seconds of a step on each of `systems` with the kernels beside it, [systems], in one pass.
+    """Return the step time in seconds on each of `systems` with the corresponding `kernels`, [systems], in one pass.
 
-    They differ in the values of their unknowns alone (`repro.config.systems.unknowns`).
+    The systems differ only in the values of their unknowns (`repro.config.systems.unknowns`).
     """
     layout = experiment.layout
     cost = SeveralDevices(systems, layout.precision, kernels, layout.world)
@@ -140,7 +139,7 @@ def _schedule_programs(
 
 
 def _trace_of_each_stage(experiment: Experiment, traces: list[Trace]) -> list[int]:
-    """Which of `traces` each stage runs."""
+    """Return the index in `traces` of the trace of each stage."""
     layout = experiment.layout
     parts = layout.parts(experiment.model.layers)
 

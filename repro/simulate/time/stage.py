@@ -1,8 +1,7 @@
-"""One pipeline stage's streams: it computes, starts collectives beside that, and waits for what it needs.
+"""Streams of one pipeline stage: it computes, starts concurrent collectives, and waits for the results that it needs.
 
-Replicas and tp ranks do the same at the same time, so a stage stands for all of its ranks.  A collective begins
-when its stage has come to it and when the one before it on its group's stream is over; `CrossStageState`
-connects the stages.
+Replicas and tp ranks do the same at the same time, so one stage represents all of its ranks. A collective begins when
+its stage has reached it and the preceding collective of its group has ended. `CrossStageState` connects the stages.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ from repro.simulate.time.program import (
 )
 
 UPDATE = "update"
-"""What comes after the last backward pass: gradients that are still reduced, norm, optimizer, parameters."""
+"""Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
 MIN_COMPUTE_SHARE = 1e-9
-"""Of the processors are left to compute at least."""
+"""Minimum share of the processors that remains for compute."""
 
 
 class StageStreams:
-    """One stage's streams."""
+    """The streams of one stage."""
 
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
-        """`record`: keep the spans of the step."""
+        """`record`: store the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.actions = peers.actions(stage)
         self.sources = [self._source_of(action) for action in self.actions]
-        """The stage that sends the input of each."""
+        """The stage that sends the input of each action."""
         self.exchanges = exchanges(peers.layout)
         self.batches = _positions(batches(self.actions, peers.layout.chunks))
-        """The positions of actions after which messages are exchanged, without overlap."""
+        """Batches of positions of actions. The stage exchanges messages after each batch, without overlap."""
         self.outbox: list[Send] = []
-        """What the next batch of messages sends."""
+        """Messages for the next exchange."""
         self.following: Sequence[int] | None = None
-        """The positions of actions whose inputs it receives, once it is due."""
+        """Positions of the actions whose inputs the next exchange receives; None if no exchange is due."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
@@ -68,17 +67,17 @@ class StageStreams:
         self.time = self.all.account()
         self.recording = False
         self.began = 0.0
-        """When the step began, which is when the one before it was over."""
+        """Start of the step, which is the end of the preceding step."""
         self.spans: list[Span] = []
         self.unmatched = 0
-        """Waits for what was never issued."""
+        """Number of waits for collectives that were never issued."""
         self.taken: dict[UndelayedRun, int] = defaultdict(int)
-        """How often each was gone through in this step."""
+        """Number of passes through each run in this step."""
         self.tail = self._prepared(program.tail)
         self.pieces = [self._prepared(program.items_of(action)) for action in self.actions]
 
     def run(self) -> Generator[object, None, None]:
-        """A step after another one; yields what it waits for until that is known."""
+        """Run a step after a preceding one. Yield each awaited object until its time is known."""
         yield from self._run(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = self.all.account(), 0, self.record
         self.taken.clear()
@@ -110,7 +109,7 @@ class StageStreams:
             self.time.add(run.time, times)
 
     def _prepared(self, items: Sequence[Item]) -> StageItems:
-        """`items` with every run among them as one."""
+        """Return `items` with each undelayed run as one item."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for whole, part in split_into_runs(items):
@@ -120,7 +119,7 @@ class StageStreams:
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Go through `items` with nothing under way."""
+        """Time `items` without unfinished collectives, and return them as a run."""
         before = self.now, self.streams, self.under_way, self.time
         self.now, self.streams, self.under_way, self.time = (
             0.0,
@@ -136,7 +135,7 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Whether nothing that is under way delays `run`, and nobody asks for its spans."""
+        """Return whether no unfinished collective delays `run` and no spans are recorded."""
         if self.recording:
             return False
         busy = self.streams if in_any_lane(self.all.overlap_cost) else (INNER_GROUP,)
@@ -178,7 +177,7 @@ class StageStreams:
         self._transferred(*self.all.arrival(key))
 
     def _transferred(self, start: float, end: float) -> None:
-        """Wait for a message."""
+        """Wait until a message has arrived."""
         self.time.waited_for_message(self.now, start, end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
@@ -189,7 +188,7 @@ class StageStreams:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
                     self.taken[item] += 1
-                    self.now = self.now + item.seconds  # lanes are not changed in place: others hold them
+                    self.now = self.now + item.seconds  # lanes are shared, so they are not changed in place
                 else:
                     yield from self._run(item.items, name)
             elif isinstance(item, OperatorBlock):
@@ -209,7 +208,7 @@ class StageStreams:
                 yield from self._send(item)
 
     def _slowed(self, seconds: float) -> float:
-        """Seconds of a block with communication that runs beside it, which takes some of the processors."""
+        """Return the seconds of a block while concurrent communication uses some of the processors."""
         cost = self.all.overlap_cost
         if not in_any_lane(cost) or not self.streams:
             return seconds
@@ -217,7 +216,7 @@ class StageStreams:
         return seconds + cost * minimum(seconds / maximum(1 - cost, MIN_COMPUTE_SHARE), beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
-        """`block`, which takes `seconds` while all stages compute, and took less where some did not."""
+        """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
         self.time.computed(block, seconds, took)
         self._record("compute", name, self.now, took)
         self.now = self.now + took
@@ -261,9 +260,10 @@ class StageStreams:
         self._begin(key, self.all.seconds(key, item.payload))
 
     def _exchange(self) -> Generator[object, None, None]:
-        """If a batch of messages is due: send what was made, receive what comes next needs, and wait for all of it.
+        """If an exchange is due, send the outgoing messages, receive the inputs of the next batch, and wait for all of
+        them.
 
-        Messages that leave together share their device's way out.
+        Messages that leave together share their device's uplink.
         """
         following, self.following = self.following, None
         if following is None:
@@ -299,6 +299,6 @@ class StageStreams:
 
 
 def _positions(groups: Sequence[Sequence[object]]) -> list[range]:
-    """The positions of what is in each."""
+    """Return the positions of the members of each group in the concatenation of all groups."""
     ends = list(accumulate(map(len, groups), initial=0))
     return [range(begin, end) for begin, end in pairwise(ends)]

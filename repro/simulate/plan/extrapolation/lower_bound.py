@@ -243,5 +243,5 @@ def _all_micro_batches(seconds: WorkAmounts, layout: Layout) -> float:
 
 
 def _one_micro_batch(seconds: WorkAmounts) -> float:
-    """Return the seconds of the fastest micro-batch."""
+    """Return the seconds of one micro-batch: the fastest forward pass plus the fastest backward pass."""
     return float(seconds.min(axis=0).sum())
