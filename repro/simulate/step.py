@@ -63,8 +63,7 @@ class Simulation:
 
     @property
     def fullest(self) -> RoleResult:
-        """The role that needs the most memory. Roles that do not fit come first, those with too many live bytes before
-        others."""
+        """The fullest role: out of memory by live bytes first, then by fragmentation, then by reserved bytes."""
         return max(
             self.roles,
             key=lambda r: (

@@ -1,7 +1,7 @@
 """Model of PyTorch's CUDA caching allocator, and the replay of a trace's allocations through it.
 
 Torch *allocates* the blocks in which live tensors lie. A block is a request rounded up to 512 bytes, and in the large
-pool up to 1 MiB more that was not worth splitting off. Torch *reserves* whole segments from the driver. It keeps empty
+pool up to 1 MiB more that is too small to split off. Torch *reserves* segments from the driver. Torch retains empty
 segments and splits them among requests of many sizes. A device is out of memory by fragmentation when the next segment
 does not fit although enough bytes are free inside the segments.
 
@@ -10,7 +10,7 @@ request 17120 (early 2019) to torch 2.13, which includes torch 1.2 to 1.4 of the
 versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 44742 (2021) added
 `max_split`, and 96995 (2023) added `expandable`; neither is on by default.
 
-Not modelled: other streams (a block of a second stream is free only after that stream), pools of CUDA graphs, garbage
+Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, garbage
 collection, rounding to powers of two, and the driver's addresses, which decide between free blocks of equal size (here
 an older segment has lower addresses)."""
 
@@ -58,8 +58,7 @@ class OutOfMemory(Exception):
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether the live tensors and the request are within the limit, so that only a large enough free block is
-        missing."""
+        """Whether the live tensors and the request are within the limit, so that only a contiguous block is missing."""
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:

@@ -99,8 +99,7 @@ def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
 
 
 class PinnedMemory:
-    """Model of the allocator of page-locked host memory, which rounds sizes up to powers of two and reuses freed
-    blocks."""
+    """Allocator of page-locked host memory, which rounds sizes up to powers of two and reuses freed blocks."""
 
     def __init__(self) -> None:
         self.reserved = 0

@@ -175,7 +175,7 @@ class Pool:
         return released >= wanted
 
     def largest(self) -> int:
-        """Bytes of the largest free block."""
+        """Return the bytes of the largest free block."""
         return self._free[-1][0] if self._free else 0
 
     def _best(self, at: int) -> int:

@@ -35,7 +35,7 @@ class FitQuestion:
     """A model of given width under a layout on devices of a system, and the quantity to maximise."""
 
     model: Model
-    """Model whose number of layers is searched; `search = micro-batch` keeps its number of layers."""
+    """Model whose number of layers is searched, or fixed with `search = micro-batch`."""
     layout: Layout
     system: System
     limit: int

@@ -75,8 +75,7 @@ class Planner:
         return [row or self._shallow(layout) for layout, row in found.items()]
 
     def send(self, rows: Sequence[PlanRow]) -> None:
-        """Add the bytes that the busiest rank sends to `rows`. Only this traffic and times need traces of middle
-        stages."""
+        """Add the bytes that the busiest rank sends to `rows`; traces middle stages if they are missing."""
         request = self.request
         unsaid = [row for row in rows if row.evidence == SHALLOW and not row.comm]
         self._trace_middle(row.layout for row in unsaid)

@@ -122,8 +122,7 @@ class CalibrationPoint:
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """Return all points in the order of the file, with points of one card last, because the last match of a device
-    counts."""
+    """Return all points in the order of the file, except that points of one card are last and have priority."""
     found = [
         build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
@@ -196,8 +195,7 @@ def prediction_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:
-    """Return the basis as text: its meaning, the published point with its source, and software effects outside the
-    trace."""
+    """Return the basis as text: its meaning, the published point, its source, and its effects outside the trace."""
     basis = prediction_basis(kernels, system)
     point = calibration_point_of(kernels, system)
     if point is None:
@@ -222,8 +220,7 @@ def weakest_basis(bases: Iterable[str]) -> str:
 
 
 def count_bases(bases: Iterable[str]) -> str:
-    """Return the number of predictions by basis: `Times rest on: published point (7), upper bound (1).`; empty for
-    none."""
+    """Return the number of predictions by basis: `Times rest on: published point (7), upper bound (1).`, or ""."""
     found = Counter(filter(None, bases))
     parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
     return f"Times rest on: {parts}." if parts else ""

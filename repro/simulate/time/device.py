@@ -218,8 +218,10 @@ class DeviceCost:
         return (found + self.kernel_s * operator.calls) * factor * self.pace
 
     def least(self, ring: float) -> tuple[float, ...] | None:
-        """Return lower bounds in seconds: per FLOP of a product, per FLOP of fused attention, per byte moved, per byte
-        in a ring of `ring` bytes/s, and per byte moved that may be `STREAMED`. Return None if operators are measured.
+        """Return lower bounds in seconds, or None if operators are measured.
+
+        The bounds are per FLOP of a product, per FLOP of fused attention, per byte moved, per byte in a ring of `ring`
+        bytes/s, and per byte moved that may be `STREAMED`.
         """
         if self.rates or self.system.provenance is not None:
             return None

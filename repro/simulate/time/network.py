@@ -1,15 +1,15 @@
 """Seconds of a collective, and of a message between stages, on a system's links.
 
-A large message passes a ring of all ranks, which enters and leaves each node once and is as fast as its slowest hop
-(the rings of NCCL, NVIDIA/nccl#412). Between nodes a group drives the adapters near its own devices, at most `rings` of
-them, and shares each with the other groups of its axis. A small all-reduce over several nodes takes a tree, whose
-latency grows with the logarithm of the nodes and includes the wait of each node for whole chunks. Both formulas are
-those of NCCL (NVIDIA/nccl src/graph/tuning.cc, 2.5 on). `repro.simulate.time.interconnect` shares adapters and uplinks.
-Where `repro calibrate` measured a collective, the model interpolates its seconds between payloads and group sizes.
+A large message passes a ring of all ranks (the rings of NCCL, NVIDIA/nccl#412). The ring enters and leaves each node
+once and is as fast as its slowest hop. Between nodes a group uses the adapters near its own devices, at most `rings` of
+them, and shares each with the other groups of its axis. A small all-reduce over several nodes takes a tree. Its latency
+grows with the logarithm of the nodes and includes each node's wait for full chunks. Both formulas are those of NCCL
+(NVIDIA/nccl src/graph/tuning.cc, 2.5 on). `repro.simulate.time.interconnect` shares adapters and uplinks. If `repro
+calibrate` measured a collective, the model interpolates its seconds between payloads and group sizes.
 
-Not modelled: groups of different axes at the same time, pairs of devices that have more or less NVLink than others
-(DGX-1), protocols for small messages, and trees over two nodes with few adapters, which reach up to twice the network's
-bandwidth (NVIDIA/nccl#307).
+Not modelled: groups of different axes at the same time, pairs of devices with unequal NVLink (DGX-1), protocols for
+small messages, and trees over two nodes with few adapters. Such trees reach up to twice the network's bandwidth
+(NVIDIA/nccl#307).
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ class Network:
         return self._link(group)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bytes/s of the slowest group of this axis, as nccl-tests count them, in the limit of large
-        messages."""
+        """Return the bytes/s of the slowest group of this axis, as in nccl-tests, in the limit of large messages."""
         return min((ring.rate for ring in self._rings(group)), default=float("inf"))
 
     def number(self, link: str, key: str) -> float:

@@ -235,8 +235,7 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions of the inner group's collectives that are both issued and awaited in `items`, and of the
-    awaits."""
+    """Return the positions of the inner group's collectives that `items` both issue and await, and of the awaits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(item.key for item in items if isinstance(item, Issue) and item.group == INNER_GROUP)
     leaving.subtract(item.key for item in items if isinstance(item, Await))

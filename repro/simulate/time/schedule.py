@@ -2,8 +2,8 @@
 
 A collective across stages begins when all of them have reached it. A message between stages begins when it is sent and
 its receive is posted. A step begins while parameters of the preceding step are still being gathered, and one stage may
-begin before another. All ranks agree on the norm of the gradients and update after that, so the events that follow the
-last backward pass are scheduled once before the step.
+begin before another. All ranks agree on the norm of the gradients and then update. The events that follow the
+last backward pass are therefore scheduled once before the step.
 
 A calibrated file of more ranks than cores holds the seconds of operators while all ranks compute. In the bubble of a
 pipeline fewer ranks compute, and the kernel gives them the free share of the cores."""

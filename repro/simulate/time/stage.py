@@ -260,11 +260,7 @@ class StageStreams:
         self._begin(key, self.all.seconds(key, item.payload))
 
     def _exchange(self) -> Generator[object, None, None]:
-        """If an exchange is due, send the outgoing messages, receive the inputs of the next batch, and wait for all of
-        them.
-
-        Messages that leave together share their device's uplink.
-        """
+        """If an exchange is due, send the outgoing messages, receive the next batch's inputs, and wait for all."""
         following, self.following = self.following, None
         if following is None:
             return

@@ -65,7 +65,7 @@ class Message(NamedTuple):
     size: int
     """Ranks of the group."""
     payload: int
-    """Bytes of the whole message (see `repro.parallel.ledger`)."""
+    """Bytes of the full message (see `repro.parallel.ledger`)."""
     sent: int
     """Bytes that this rank sends in a ring."""
     purpose: str

@@ -64,7 +64,7 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
 
 
 UNTRACED = torch._C._DisableTorchDispatch
-"""Context in which tensor operations do not belong to the step."""
+"""Context manager that excludes tensor operations from the trace."""
 line_of_step = innermost_line(
     (
         "repro.parallel",

@@ -160,7 +160,7 @@ def trace(
     """Run initialisation and an ordinary step of `role` on shapes only.
 
     `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs. `recorder`: a new
-    one that records more than events, with `repeat` off. `repeat`: see `.repeat`; the events are equal without.
+    one that records more than events, with `repeat` off. `repeat`: see `.repeat`; it changes no events.
     """
     _import_shape_functions()
     began = time.perf_counter()

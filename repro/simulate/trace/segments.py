@@ -96,8 +96,8 @@ class Recording:
     forward: Segment | None = None
     backward: Segment | None = None
     adding: Segment | None = None
-    """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). Such a
-    pass calls no code outside the block."""
+    """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). This
+    pass has no effect beyond the block."""
 
 
 @dataclass

@@ -90,8 +90,7 @@ class NoDataTransport(NoTransport):
 
 
 class GlooBufferTransport(NoDataTransport):
-    """Transport with the buffers of `repro.parallel.transports.GlooTransport`: reduce-scatter receives all parts in
-    one."""
+    """Transport with `repro.parallel.transports.GlooTransport`'s buffers: reduce-scatter receives all parts in one."""
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank

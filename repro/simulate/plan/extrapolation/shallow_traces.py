@@ -154,7 +154,7 @@ def _depths(layout: Layout) -> tuple[int, int]:
 
 
 def micro_batches_in_flight(layout: Layout, stage: int) -> int:
-    """Micro-batches (times chunks) in flight on a stage."""
+    """Return the number of micro-batches (times chunks) in flight on a stage."""
     if layout.schedule == "interleaved":
         return _in_flight(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[stage]
     # Known without the schedule, which has thousands of actions on a deep pipeline (2104.04473 sec. 2.2).

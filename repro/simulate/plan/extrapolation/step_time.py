@@ -1,10 +1,10 @@
 """Step time extrapolated linearly from small schedules of a family's shallow traces.
 
-A pipeline of equal stages takes one more turn of its slowest stage for every further micro-batch, and one more forward
-and backward pass for every further stage; each further layer lengthens both alike. A few stages, micro-batches and
-layers are scheduled on the links of the whole layout, and lines drawn through them: T = T0 + (m - m0) dT/dm + (p - p0)
-dT/dp, of two depths each. A micro-batch's operators are interpolated between the narrowest and the widest trace. The
-error against the whole schedule is a few percent (tests/simulate/test_steptime.py).
+In a pipeline of equal stages, each further micro-batch adds one turn of the slowest stage. Each further stage adds one
+forward and one backward pass, and each further layer lengthens both. A few stages, micro-batches and layers are
+scheduled on the links of the full layout. The step time is a line through these schedules, T = T0 + (m - m0) dT/dm + (p
+- p0) dT/dp, at two depths each. A micro-batch's operators are interpolated between the narrowest and the widest trace.
+The error against the full schedule is a few percent (tests/simulate/test_steptime.py).
 """
 
 from __future__ import annotations
