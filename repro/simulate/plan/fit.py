@@ -129,7 +129,7 @@ def search_largest(
             index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
-        if trial.outcome not in ("ok", "oom"):  # other failures do not depend on memory
+        if trial.outcome not in ("ok", "oom"):  # other failures give no memory size
             high = index
             break
         if trial.fits:

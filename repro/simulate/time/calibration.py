@@ -220,7 +220,7 @@ def weakest_basis(bases: Iterable[str]) -> str:
 
 
 def count_bases(bases: Iterable[str]) -> str:
-    """Return the number of predictions by basis: `Times rest on: published point (7), upper bound (1).`, or ""."""
+    """Return the predictions by basis: `Times rest on: published point (7), upper bound (1).`; empty for none."""
     found = Counter(filter(None, bases))
     parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
     return f"Times rest on: {parts}." if parts else ""

@@ -57,7 +57,7 @@ def calibrated_kernels_in(
     On a slower device than assumed, the kernels are more efficient. If products take the modelled time, the other
     kernels get all remaining time.
 
-    `doubted`: keys of the unknowns of the timed system. All other numbers of the measured system keep their best
+    `doubted`: keys of the unknowns of the timed system. All other numbers of the measured system have their best
     values, because known properties of a device hold for both systems.
     """
     system = systems.load_system_file(generation.system)

@@ -276,7 +276,7 @@ class _MeanStageEdges:
     def __init__(self, network: Networks, stages: int):
         self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
         nodes = network.system.devices_per_node.value or 1
-        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further edges are equal to these
+        self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further edges repeat these
         """First stages of the edges between neighbours."""
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
