@@ -61,10 +61,9 @@ class Placement:
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
         """Return the slowest class of links that the members of `group` need to reach each other.
 
-        The class is `inter-node` if any two members are on different nodes, and the class inside a node otherwise. That
-        is the first of memory, nvlink and pcie that the system has (`ConfigError` if the system has none). `ranks` may
-        be any of the members: two stages of a pipeline are the edge between them. One rank sends nothing and has the
-        class "".
+        The class is `inter-node` if any two members are on different nodes. Otherwise, the class is the first of
+        memory, nvlink and pcie that the system has (`ConfigError` if it has none). `ranks` may be any of the members:
+        two stages of a pipeline are the edge between them. The class of one rank is empty, because it sends nothing.
         """
         least, most = min(ranks), max(ranks)
         if least == most:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
 SIMULATOR_REVISION = 2
-"""Revision of the formulas that turn a system's numbers into memory and time. Raise the revision if a step's memory or
-time changes while the system's numbers do not."""
+"""Revision of the formulas for memory and time; raise it if results change while a system's numbers do not."""
 
 
 def simulated_record(

@@ -292,9 +292,7 @@ def _intervals_in_worker(*arguments: Any) -> list[StepInterval | None]:
 
 
 def _full_row(request: PlanRequest, layout: Layout, time: bool) -> tuple[PlanRow, str]:
-    """Return a row from a full trace, and the reason why it has no times; runs in a worker.
-
-    `time`: predict the step time too."""
+    """Return a row from a full trace, with times if `time`, and why it has no times; runs in a worker."""
     from repro.simulate.step import simulate
 
     found = simulate(

@@ -123,9 +123,7 @@ class PlanRow:
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a row, best first: rows that fit, then the shortest step, then the simplest layout.
-
-    Without times, the smallest `ideal_s` replaces the shortest step."""
+    """Return the sort key of a row: rows that fit, then the shortest step (or least `ideal_s`), then the simplest."""
     if row.outcome == OOM:
         return (1, row.evidence == STATES, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})

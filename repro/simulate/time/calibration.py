@@ -63,8 +63,7 @@ class CalibrationPoint:
     """Excess time of matrix products over the model, relative to that of other kernels; both are shares of modelled
     time. With 0, products take the modelled time."""
     passes: Quantity = DEFAULT_PASSES
-    """Ratio of the time of passes over parameters and gradients to the time of their bytes; measured apart from the
-    point."""
+    """Ratio of the time of passes over parameters and gradients to the time of their bytes; measured separately."""
     operator_s: Quantity | None = None
     """Host time of an operator of a layer in seconds, including its modules and their backward passes. None selects the
     `launch_s` of the device."""

@@ -250,9 +250,7 @@ class DeviceCost:
         return bytes_moved(operator) / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """Return the seconds of a fused kernel, the larger of arithmetic and operands.
-
-        Masked scores take no time, unless the mask is in a bias."""
+        """Return the seconds of fused attention: the larger of operands and arithmetic (all scores with a bias)."""
         rate = self.peak * ATTENTION_EFFICIENCY
         if in_any_lane(self.kernels.attention):
             rate = self.kernels.attention / (1 + self.kernels.attention_start / attention_keys(operator))
@@ -316,10 +314,8 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of the scores that causal attention needs.
-
-    The share is 1/2 for equally many queries and keys. It is larger if the queries are the last ones, like those of a
-    chunk under context parallelism."""
+    """Return the share of the scores that causal attention needs: 1/2 for as many queries as keys, more for the last
+    queries, like those of a chunk under context parallelism."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 

@@ -49,9 +49,7 @@ def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payl
 
 
 def nearest_measurement(measured: Collective, all_ranks: int, span: GroupSpan) -> Collective:
-    """Return the measured groups that are most similar to `span`.
-
-    Similarity is by number of members and number of members on a node, then by the distance between members."""
+    """Return the measured groups that are most similar to `span` in members, members on a node, then stride."""
 
     def distance(known: Collective) -> tuple[float, float]:
         ranks = known.ranks or all_ranks

@@ -38,9 +38,7 @@ from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator,
 
 
 def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """Return a function that returns the innermost running line of the packages, for example `repro/model/gpt.py:12`.
-
-    The function returns `?` if no line of the packages runs.
+    """Return a function that returns the innermost running line of the packages (`repro/model/gpt.py:12`), or `?`.
 
     but: modules whose lines are ignored because they only forward calls of other modules.
     """

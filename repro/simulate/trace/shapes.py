@@ -1,7 +1,5 @@
-"""Cache of the results of operators on `meta` tensors.
-
-Layers and micro-batches repeat the same calls. Torch's own shape functions, many of them Python, take most of the time
-of a trace."""
+"""Cache of results on `meta` tensors. Torch's shape functions, many of them Python, take most of the time of a trace,
+and layers and micro-batches repeat the same calls."""
 
 from __future__ import annotations
 
