@@ -126,8 +126,7 @@ class ExperimentRecord(RecordHead):
     def experiment(self) -> Experiment:
         """The experiment of the conditions.
 
-        Raises:
-            ConfigError: A newer program wrote conditions that this version does not know.
+        Raises `ConfigError` if a newer program wrote conditions that this version does not know.
         """
         try:
             return from_dict(self.conditions)
@@ -242,11 +241,7 @@ class NotARecord(ValueError):
 
 
 def read_record(document: Mapping[str, Any]) -> Record:
-    """Return the record of a line of the store.
-
-    Raises:
-        NotARecord: A key is missing or wrong.
-    """
+    """Return the record of a line of the store. Raises `NotARecord` if a key is missing or wrong."""
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise NotARecord("kind: a kind of record, such as experiment")
