@@ -1,11 +1,11 @@
 """Causal attention: torch's own kernels on every device, and their shapes without the work on `meta`.
 
-Queries may be the last of a sequence, as a rank has them under context parallelism: the mask is then aligned at the
-lower right corner of the scores, which FlashAttention's is from its version 2.1 on.
+Under context parallelism a rank's queries may be the last of a sequence. The mask is then aligned at the lower right
+corner of the scores, as in FlashAttention from version 2.1 on.
 
-torch's scaled_dot_product_attention picks a fused kernel by device. On `meta` it would pick the path that
-writes the s x s scores out, which no device takes; so there the fused operator is named: the one of FlashAttention, or
-with a bias that of xFormers, which alone reads one.
+torch's scaled_dot_product_attention selects a fused kernel by device. On `meta` it would select the path that writes
+the s x s scores, which no real device uses. There the module calls a fused operator by name: FlashAttention's, or with
+a bias that of xFormers, which supports a bias.
 """
 
 from __future__ import annotations

@@ -116,5 +116,5 @@ def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
 
 
 def cost(tensors: list[Operand]) -> Cost:
-    """2 per element: square and add."""
+    """Count 2 per element: square and add."""
     return Cost(2 * sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), 4)

@@ -139,10 +139,10 @@ class _CausalSoftmax(torch.autograd.Function):
 
 
 def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
-    """Weights [..., s, s] in the dtype of scores [..., s, s] (query, key): softmax of scale * scores over the past.
+    """Return weights [..., s, s] in the dtype of scores [..., s, s] (query, key): causal softmax of scale * scores.
 
-    Saved for backward: the result, nothing else. `plain`: by torch's operators on every device. Raises ValueError when
-    there are not as many keys as queries.
+    Only the result is saved for backward. `plain`: use torch's operators on every device. Raises ValueError unless
+    there are as many keys as queries.
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
@@ -150,10 +150,10 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
-    """6 per element, future ones as well: scale, maximum, difference, exp, sum, quotient."""
+    """Count 6 per element, future elements included: scale, maximum, difference, exp, sum, quotient."""
     return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
 
 
 def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
-    """5 per element: product, its row sum, difference, product, scale."""
+    """Count 5 per element: product, its row sum, difference, product, scale."""
     return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)

@@ -1,4 +1,4 @@
-"""What is compared: each kernel, the same by torch's operators, as torch's users write it, and compiled by torch."""
+"""Benchmark cases: each kernel, torch's operators for the same work, users' usual PyTorch code, and its compilation."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _swiglu() -> list[BenchCase]:
 
 
 def _rotary() -> list[BenchCase]:
-    """All heads of 128, turned whole."""
+    """Return the case of rotary positions on 32 full heads of width 128."""
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         x, grad = (random_tensor(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
@@ -290,7 +290,7 @@ def _norm() -> BenchCase:
 
 
 def cases() -> list[BenchCase]:
-    """Optimizer and norm, the parts of a layer, the loss: in the order of the table."""
+    """Return the cases in the order of the table: optimizer and norm, the parts of a layer, the loss."""
     return [
         _adamw(),
         _norm(),

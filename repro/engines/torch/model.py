@@ -29,9 +29,9 @@ from repro.parallel import mesh as meshes
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of the suite, whose random numbers follow from counters; torch's dropout has no parity between layouts.
+    """Dropout of the suite, whose random numbers depend on counters; torch's dropout has no parity between layouts.
 
-    A module sees the whole sequence and all heads, or a part of them that begins at `first_position`, `first_head`.
+    A module has the full sequence and all heads, or a part that begins at `first_position`, `first_head`.
     """
 
     training: Training
@@ -41,7 +41,7 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Of the random numbers of one dropout in one step."""
+        """Return the key of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
@@ -55,7 +55,7 @@ class Dropout:
         )
 
     def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
-        """Of attention weights."""
+        """Return the dropout of attention weights; None without one."""
         p = self.training.attention_dropout
         if not p:
             return None
@@ -163,11 +163,11 @@ class PlainGPT(nn.Module):
         recompute: bool,
         autocast: torch.dtype | None = None,
     ):
-        """`autocast`: the format of matrix products, parameters and the rest being in fp32."""
+        """Create the part. `autocast`: format of matrix products; parameters and other operators are in fp32."""
         super().__init__()
         self.part, self.autocast = part, autocast
         self.batches: Iterator[MicroBatch] = iter(())
-        """The micro-batches to come, for what is not a stage's input: pipelines hand their stages tensors only."""
+        """Next micro-batches, for data that is not the stage's input: pipelines pass only tensors to their stages."""
         if part.first:
             self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(

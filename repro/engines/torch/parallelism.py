@@ -200,7 +200,7 @@ class InFlight:
 
 
 class WatchedStage(PipelineStage):
-    """A stage that says when it computes; what is between is waiting for others, as the schedules do it."""
+    """Pipeline stage that reports its phases; time between forward and backward counts as wait for other stages."""
 
     flying: InFlight
     observe: Observer
@@ -266,9 +266,9 @@ class TorchPipeline:
             self.schedule = kind(self.stages[0], **settings)
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: Tensor | None, observe: Observer) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
+        """Run forward and backward of all micro-batches; return the mean loss (0-dim fp32; 0 except on the last stage).
 
-        Gradients are those of the mean loss, times `scale` (0-dim) if there is one.
+        The gradients are those of the mean loss, multiplied by `scale` (0-dim) if it is given.
         """
         self.scale = torch.full_like(self.scale, 1 / len(micro_batches))
         if scale is not None:
