@@ -301,13 +301,13 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Per element: bias 1, scale and residual 1 each; the mask is integer work and moves no bytes."""
+    """Count 1 each per element for bias, scale and residual; the mask is integer work and moves no bytes."""
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)
 
 
 def backward_cost(grad: Operand, has_bias: bool = True, *_: object) -> Cost:
-    """Per element: scale 1, dbias 1."""
+    """Count 2 per element: scale 1, dbias 1."""
     bias_bytes = grad.shape[-1] * grad.itemsize if has_bias else 0
     return Cost((1 + has_bias) * grad.numel, grad.nbytes, grad.nbytes + bias_bytes)

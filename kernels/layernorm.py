@@ -222,10 +222,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
+    """Return y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
 
-    Saved for backward: x, weight, and mean and rstd of every row ([..., 1], fp32; fp64 for fp64 x).
-    `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
+    Backward saves x, weight, and mean and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's
+    operators on every device. Raises ValueError if the sizes do not agree.
     """
     if weight.shape != x.shape[-1:] or bias.shape != weight.shape:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a value depends on (key, row, column), not on who computes it.
+"""Counter-based random numbers: a value depends only on (key, row, column), not on the rank that computes it.
 
-So a dropout mask is the same under every layout and in recomputation, and a shard of a parameter can be
-initialised without the rest of it. All arithmetic is on integers with two's-complement wrap-around, so that
-a CUDA kernel reproduces it bit by bit:
+Hence every layout and every recomputation has the same dropout mask, and a shard of a parameter is initialised without
+the other shards. All arithmetic is on integers with two's-complement wrap-around, so that a CUDA kernel reproduces it
+bit by bit:
 
     mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
                  z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
@@ -12,10 +12,10 @@ a CUDA kernel reproduces it bit by bit:
     bits(r, c) = (low(hash(r)) + low(hash(-1 - c))) * ((high(hash(r)) | 1) ^ (high(hash(-1 - c)) & ~1)),
                  the low 32 bits, low() and high() being the 32-bit halves
 
-Rows and columns are hashed once each, so that a whole matrix costs three 32-bit passes. One factor of the
-product is always odd, and multiplying by it permutes the 32-bit words, so every value is equally likely. Bit
-k of a product depends only on bits 0..k of its factors: compare the value as a whole with a threshold or use
-its high 16 bits, which the tests examine; the low ones are weak.
+Rows and columns are hashed once each, so that a full matrix costs three 32-bit passes. One factor of the product is
+always odd, and multiplication by it permutes the 32-bit words, so all values are equally likely. Bit k of a product
+depends only on bits 0..k of its factors. Callers therefore compare the full value with a threshold or use its high 16
+bits, which the tests examine; the low bits are weak.
 """
 
 from __future__ import annotations

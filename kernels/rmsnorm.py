@@ -79,10 +79,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
+    """Return y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
 
-    Saved for backward: x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x).  `plain`: by torch's
-    operators on every device.  Raises ValueError when the sizes do not agree.
+    Backward saves x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's operators on
+    every device. Raises ValueError if the sizes do not agree.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(

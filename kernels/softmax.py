@@ -1,7 +1,7 @@
-"""Scale, causal mask and softmax of attention scores in one pass over them: y = softmax(scale * x, past only).
+"""Scale, causal mask and softmax of attention scores in one pass: y = softmax(scale * x, past only).
 
-The kernel that Megatron-LM has had since December 2020 (`scaled_upper_triang_masked_softmax`); here torch's own
-operators on pieces of the scores. Every row is computed in fp32 and rounded once.
+Megatron-LM has this kernel (`scaled_upper_triang_masked_softmax`, December 2020). Without CUDA, torch's operators
+compute pieces of the scores. Every row is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _adamw() -> BenchCase:
         if "optimizer" not in i:
             parameter = torch.nn.Parameter(master)
             i["optimizer"] = torch.optim.AdamW([parameter], 1e-4, (0.9, 0.95), weight_decay=0.1, **how)
-            before = i["step"] - 1  # the optimizer counts on by itself
+            before = i["step"] - 1  # the optimizer advances its own step count
             steps = before if how.get("fused") else before.cpu()
             i["optimizer"].state[parameter] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
         parameter = i["optimizer"].param_groups[0]["params"][0]

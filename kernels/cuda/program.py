@@ -41,7 +41,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Source and definitions, for people."""
+        """Source and definitions as text for messages."""
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.definitions)])
 
     @cached_property

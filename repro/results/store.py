@@ -95,7 +95,7 @@ class Store:
         descriptor = self._open()
         try:
             written = os.write(descriptor, line)
-            if written != len(line):  # a full disk writes only a part
+            if written != len(line):  # on a full disk, os.write writes only a part
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             os.fsync(descriptor)
         except OSError as error:
@@ -216,7 +216,7 @@ def _oldest_first(records: Iterable[Record]) -> list[Record]:
 
 
 def print_remarks(remarks: list[str]) -> None:
-    """Name the first lines that are no records on standard error."""
+    """Print the first remarks on invalid lines to standard error."""
     for remark in remarks[:MAX_PRINTED_REMARKS]:
         print(f"note: {remark}", file=sys.stderr)
 
@@ -273,7 +273,7 @@ def _document(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None for a line without one."""
     try:
         document = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
+    except (ValueError, RecursionError):  # a line of brackets nests as deep as its length
         return None
     return document if isinstance(document, dict) else None
 

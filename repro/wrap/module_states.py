@@ -1,4 +1,4 @@
-"""State dicts of a module whose parameters lie in buckets: those of the stock module, and a rank's own shard."""
+"""State dicts of a module whose parameters lie in buckets: of the stock module, and of a rank's own shard."""
 
 from __future__ import annotations
 

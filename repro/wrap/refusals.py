@@ -109,7 +109,7 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
     """Return `start` after three steps of a copy of `optimizer`, flat; `here`: positions in the full matrix."""
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # a learning rate's schedule counts the steps of the real one
+    vars(twin).pop("step", None)  # a scheduler's wrapper, which counts the steps of the original
     parameter = Parameter(start.clone())
     rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # before a warm-up
     twin.param_groups = [{**group, **rate, "params": [parameter]}]

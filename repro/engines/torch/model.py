@@ -85,7 +85,7 @@ class PlainAttention(nn.Module):
         inner = model.heads * model.head_width
         self.dropout, self.layer, self.width = dropout, layer, model.head_width
         self.norm = nn.LayerNorm(model.hidden)
-        # Rows by head, each head's query, key and value in turn: a split by rows gives a rank whole heads.
+        # Rows are ordered by head (query, key, value), so that a split by rows gives a rank complete heads.
         self.qkv = nn.Linear(model.hidden, 3 * inner)
         self.out = nn.Linear(inner, model.hidden)
 
@@ -129,7 +129,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         if not self.recompute:
             return self._layer(x, place)
-        # No generator's state to keep: random numbers are functions of counters.
+        # No generator has a state to save, because random numbers are functions of counters.
         y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
         return y
 

@@ -254,7 +254,7 @@ class TorchPipeline:
             self.stages.append(stage)
         settings: dict[str, Any] = {
             "n_microbatches": layout.accumulation,
-            # The last stage's output is its mean loss, and the data it needs it has.
+            # The last stage returns its mean loss and already has its data.
             "loss_fn": lambda loss, _: loss * self.scale,
             "scale_grads": False,
         }
@@ -278,7 +278,7 @@ class TorchPipeline:
         whole = torch.cat([batch.tokens for batch in micro_batches])
         losses: list[Tensor] = []
         observe(Phase.IDLE)
-        # The first stage takes the tokens; the targets only tell the last one that there is a loss.
+        # The first stage takes the tokens. The target only makes the last stage compute a loss.
         inputs = (whole,) if self.stages[0].is_first else ()
         self.schedule.step(*inputs, target=whole if self.last else None, losses=losses, return_outputs=False)
         if not losses:

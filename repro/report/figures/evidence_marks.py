@@ -108,7 +108,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     shown = max(-far, min(far, off))
     calibrates = ours.agrees is None and not ours.possible
     axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
-    if ours.high > ours.low:  # beyond the axis it is cut
+    if ours.high > ours.low:  # limited to the axis
         ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
         axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
     face = colour if ours.agrees else "white"

@@ -1,7 +1,8 @@
-"""Common style of all figures: seaborn's theme in the page's font and ink, with colours for colour-blind readers.
+"""Common style of all figures: seaborn's theme in the page's font and colours, suitable for colour-blind readers.
 
-Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds bars stacked from parts
-(`draw_stacked_bar`), published values with simulated and measured ones (`marks.py`), and schedules (`schedules.py`).
+Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds stacked bars
+(`draw_stacked_bar`), published values with simulated and measured ones (`evidence_marks.py`), and schedules
+(`schedules.py`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def to_svg(drawing: Drawing) -> str:
     text = re.sub(r"url\(#", f"url(#{drawing.id}-", text)
     text = re.sub(r'href="#', f'href="#{drawing.id}-', text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The page scales it: width and height become the view box alone.
+    # The page scales the figure, so only the view box remains of width and height.
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
@@ -112,7 +113,7 @@ def to_png(drawing: Drawing) -> bytes:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Apply seaborn's theme `ticks` in our font and colours, for drawing and for saving."""
-    # Where the home folder cannot be written, matplotlib makes a temporary cache, which needs no attention.
+    # Without a writable home folder, matplotlib warns that its cache is temporary.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     import seaborn
@@ -122,7 +123,7 @@ def figure_style() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
-        # Where a layout is settled letters are as wide as in the SVG: rounded to dots, small ones pushed others out.
+        # The layout uses the letter widths of the SVG, because widths rounded to dots displace small letters.
         "text.hinting": "none",
         "font.size": 9,
         "mathtext.fontset": "dejavusans",

@@ -83,7 +83,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
         )
     import pandas as pd
 
-    # Some families have ratios only: the legend has those of both panels.
+    # Some families have only ratios, so the legend covers both panels.
     seen = {point.family for point in [*rates, *ratios]}
     look = {family: FAMILY_STYLES[family] for family in FAMILIES if family in seen}
     figure, (left, right) = make_axes(5.0, 1, 2)

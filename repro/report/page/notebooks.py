@@ -127,7 +127,7 @@ def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
-    # The template without styles and scripts of its own: Jupyter's would be fetched from the network.
+    # A template without Jupyter's styles and scripts, which a browser would fetch from the network.
     body, _ = HTMLExporter(
         template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
     ).from_notebook_node(notebook)

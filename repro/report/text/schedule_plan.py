@@ -42,7 +42,7 @@ class TimedSchedule:
 
     @property
     def total(self) -> Fraction:
-        """Time of the whole step."""
+        """Time of the full step."""
         return max(row[-1].stop for row in self.slots)
 
     @property
