@@ -54,9 +54,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     if k.shape[2] == q.shape[2]:
         how: dict[str, Any] = {"is_causal": True}
     elif q.device.type == "cuda":
-        from torch.nn.attention.bias import (
-            causal_lower_right,
-        )  # imports torch's compiler, which takes two seconds
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler in two seconds
 
         how = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
     else:

@@ -192,9 +192,7 @@ class JudgedStore:
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """Return one row per unknown: range, numbers of affected and decided rows, and the measurement that would
-        determine it.
-        """
+        """Return one row per unknown: range, numbers of affected and decided rows, the measurement to make."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         rows = [
@@ -295,9 +293,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     """Trace one step of `model` on `system` in this process; return its metrics and `outcome` (`ok` or `oom`).
 
     `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`. Names of
-    metrics are those of simulated records.
-
-    Raises `ConfigError` if the layout cannot be simulated.
+    metrics are those of simulated records. Raises `ConfigError` if the layout cannot be simulated.
     """
     from repro.launch.simulated import simulate_experiment
 

@@ -124,10 +124,7 @@ class ExperimentRecord(RecordHead):
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The experiment of the conditions.
-
-        Raises `ConfigError` if a newer program wrote conditions that this version does not know.
-        """
+        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
         try:
             return from_dict(self.conditions)
         except ConfigError:
@@ -177,7 +174,7 @@ class ComparisonRecord(RecordHead):
     metric: str
     ratio: float
     low: float | None
-    """Lower end of the 95 % interval; None with too few rounds."""
+    """Lower end of the 95 % interval, whose upper end is `high`; None with too few rounds."""
     high: float | None
     rounds: int
     pairs: list[list[float]] = field(default_factory=list)

@@ -219,9 +219,7 @@ class OptimizerGradient(Tensor):
 
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
-        """Create the gradient. `unscale(found_inf, inv_scale)`, both 0-dim fp32, sets `found_inf` to 1 for a non-finite
-        value.
-        """
+        """Create the gradient. `unscale(found_inf, inv_scale)` (0-dim fp32) sets `found_inf` to 1 for inf or nan."""
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -174,10 +174,7 @@ def _commit(record: Record) -> str:
 def print_comparison(
     first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
 ) -> int:
-    """Print the changes and return 1 if one is worse, else 0.
-
-    Raises `ConfigError` if the tolerance or a side is invalid.
-    """
+    """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side."""
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     changes = changes_of(first, second, results, tolerance, own)
     worse = sum(change.judged == WORSE for change in changes)

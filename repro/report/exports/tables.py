@@ -23,9 +23,7 @@ TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records"
 def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write one table to `output`, or to standard output; parquet needs `output`.
 
-    `own`: additional ledger files.
-
-    Raises `ConfigError` if the table or the format is unknown, or `output` is missing for parquet.
+    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or parquet without `output`.
     """
     if table not in TABLES:
         raise ConfigError("--table", table, f"one of {', '.join(TABLES)}")

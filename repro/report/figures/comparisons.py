@@ -104,9 +104,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw bars over strategies, one colour per engine, with each engine's time over ours and the comparison's
-    interval.
-    """
+    """Draw each engine's time over ours as bars by strategy, with the intervals of the comparisons."""
     shown = {
         r.key: r
         for r in records

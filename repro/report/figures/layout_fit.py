@@ -118,10 +118,7 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 
 def _memory_share(record: Record) -> float:
-    """Return the required share of the device's memory, at least 1 where the layout does not fit.
-
-    Without a fit, the share counts live bytes, which may be less than the device's memory.
-    """
+    """Return the required share of the device's memory, at least 1 without a fit, even if live bytes are fewer."""
     share = required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 

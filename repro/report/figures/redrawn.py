@@ -100,10 +100,7 @@ class FigureEntry:
 
 @cache
 def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
-    """Return the figures of `path`, in their order.
-
-    Raises `ConfigError` if an entry is invalid; the message names file, figure and key.
-    """
+    """Return the figures of `path` in order. Raises `ConfigError` with file, figure and key for an invalid entry."""
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):

@@ -208,9 +208,7 @@ MAX_LABELLED_ROWS = 24
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown and one line per row: the values within the row's tolerance, and a dot at the exact
-    value.
-    """
+    """Draw one panel per unknown, and per row a line over the values in tolerance with a dot at the exact value."""
     shown = select_implied(found)
     if not shown:
         return Drawing(

@@ -56,10 +56,8 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
 
     `own`: additional ledger files, which the page includes and the notebooks omit.
 
-    Raises:
-        ConfigError: `out` is not a writable folder.
-        ModuleNotFoundError: A package is missing; no file is written.
-        CellFailed: A cell of a notebook failed.
+    Raises `ConfigError` if `out` is not a writable folder, `ModuleNotFoundError` before any file is written if a
+    package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all

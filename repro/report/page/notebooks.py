@@ -48,12 +48,7 @@ def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
 
 
 def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[RenderedNotebook]:
-    """Execute every notebook on `results` and write `out`/NAME.html.
-
-    Raises:
-        ConfigError: There is no checkout.
-        CellFailed: A cell failed.
-    """
+    """Execute every notebook on `results` and write `out`/NAME.html. Raises `CellFailed`, or as `find_notebooks`."""
     paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings:
         # IPython reads no settings of the user, and works where the home folder cannot be written.

@@ -113,9 +113,7 @@ def _totals_text(cases: list[CaseState]) -> str:
 def _watch(registry: Registry, store: Store, every: bool) -> int:
     """Refresh the table every few seconds while cases wait or run.
 
-    A cluster that stops answering after its first answer does not end the loop.
-
-    Raises `SchedulerError` if the cluster does not give a first answer.
+    Raises `SchedulerError` without a first answer of the cluster. Later failures to answer do not end the loop.
     """
     from rich.console import Group
     from rich.live import Live
@@ -153,10 +151,7 @@ def check_lab() -> int:
 
 
 def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
-    """Create the network of an experiment, or the given network; return 0, or 1 if the creation fails.
-
-    Raises `ConfigError` if the network is invalid, or a requirement is missing.
-    """
+    """Create an experiment's network or the given one; return 1 on failure. Raises `ConfigError` if it is invalid."""
     network = (
         _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
     )
@@ -206,10 +201,7 @@ def _print_network(there: LabNetwork) -> None:
 
 
 def execute_on_rank(rank: int, command: list[str]) -> int:
-    """Run a command in the network of `rank` and return its exit code.
-
-    Raises `ConfigError` if the rank or the network does not exist.
-    """
+    """Run a command in the network of `rank`; return its exit code. Raises `ConfigError` without rank or network."""
     there = lab.require_network()
     if not 0 <= rank < there.network.world:
         raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")

@@ -13,10 +13,7 @@ from repro.util.console import print_json
 def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
-    """Score and print metrics and protocol, or the record (`json`); return 1 if the ranks failed.
-
-    Raises `ConfigError` for invalid input.
-    """
+    """Score and print the result, or the record (`json`); return 1 if the ranks failed. Raises `ConfigError`."""
     from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
     options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)

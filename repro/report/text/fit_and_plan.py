@@ -266,9 +266,7 @@ def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> Non
 
 
 def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
-    """Print, for each tp, cp, pp and ZeRO stage, the minimum memory of the layouts that do not fit, and the limiting
-    term.
-    """
+    """Print the minimum memory and the limiting term of the layouts that do not fit, by tp, cp, pp and ZeRO stage."""
     if not rows:
         return
     least: dict[tuple[int, int, int, int], tuple[int, PlanRow]] = {}

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
     """Examine this machine; return 1 if the suite cannot run anything here, else 0.
 
-    `compile_for`: architectures for which all CUDA kernels are compiled and listed.
-
-    Raises `ConfigError` if an architecture is invalid.
+    `compile_for`: architectures for which all CUDA kernels are compiled and listed. Raises `ConfigError`.
     """
     from repro.launch.doctor import kernels
     from repro.launch.doctor.machine import examine_machine
@@ -81,9 +79,7 @@ def _specialised(program: str) -> str:
 def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -> int:
     """Check a profile's cluster; return 1 if a check prevents suites from running, else 0.
 
-    `nodes`: number of nodes on which a short job also checks the cluster; 0 starts no job.
-
-    Raises `ConfigError` if the profile is invalid.
+    `nodes`: size of an additional job that checks from its nodes; 0: none. Raises `ConfigError` for a bad profile.
     """
     from repro.launch.slurm.profile import load_profile
     from repro.launch.slurm.submission.profile_check import examine_profile

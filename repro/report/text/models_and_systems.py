@@ -24,10 +24,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 
 def print_models(name: str | None, json: bool) -> int:
-    """Print all models, or all properties of one.
-
-    Raises `ConfigError` if the name is unknown or the file is invalid.
-    """
+    """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
     models = [load_model(name)] if name else [load_model(each) for each in model_names()]
     if json:
         described = [describe_model(model) for model in models]
@@ -133,10 +130,7 @@ SIGNIFICANT_DIGITS = 4
 
 
 def print_systems(name: str, json: bool) -> int:
-    """Print all systems, or all properties of one (a name or the path of a file).
-
-    Raises `ConfigError` if the name is unknown or the file is invalid.
-    """
+    """Print all systems or one in full (name or path). Raises `ConfigError` for an unknown name or an invalid file."""
     systems = [load_system(name)] if name else [load_system(each) for each in system_names()]
     if json:
         described = [describe_system(system) for system in systems]

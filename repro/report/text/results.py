@@ -73,10 +73,7 @@ class Column(NamedTuple):
 
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
-    """Print the stored results of the experiments that `what` selects.
-
-    Raises `ConfigError` if `what` selects no experiment.
-    """
+    """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
     found = comparable_results(selection, _suite_pattern(what))
     if not found:
@@ -275,9 +272,7 @@ def print_run(
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
     Returns 0 if every possible experiment has the outcome that its suite expects, 1 if not, and 128 plus the signal's
-    number if a signal interrupted the run.
-
-    Raises `ConfigError` if the input is invalid; no experiment is started.
+    number if a signal interrupted the run. Raises `ConfigError` if the input is invalid; no experiment is started.
     """
     from repro.launch.run import run_suites
 
