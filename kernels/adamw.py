@@ -225,15 +225,15 @@ def adamw_(
     found_inf: Tensor | None = None,
     plain: bool = False,
 ) -> None:
-    """One AdamW step over flat shards (1-D tensors; element i of every list is the same shard).
+    """Perform one AdamW step over flat shards (1-D tensors; element i of every list is the same shard).
 
-    masters, exp_avgs and exp_avg_sqs are fp32 and updated in place; grads are fp32, bf16 or fp16 and *may
-    be overwritten*; copies are the parameters of lower precision that receive the new masters, or an empty
-    list when the masters are the parameters. `step` (the number of this step, from 1), `lr`, `grad_scale`
-    (gradients are divided by it) and `found_inf` (1: leave master and moments as they are) are 0-dim fp32
-    tensors on the device of the masters, so that nothing waits for the host; a skipped step must not
-    advance `step`, which is the caller's. `plain`: by torch's fused AdamW on every device; on `meta`, where there
-    is none, the operator stands for it. Raises ValueError when the lists do not match or are empty.
+    masters, exp_avgs and exp_avg_sqs are fp32 and updated in place. grads are fp32, bf16 or fp16 and *may be
+    overwritten*. copies are the lower-precision parameters that receive the new masters, or an empty list if the
+    masters are the parameters. `step` (number of this step, from 1), `lr`, `grad_scale` (divisor of gradients) and
+    `found_inf` (1: leave master and moments unchanged) are 0-dim fp32 tensors on the masters' device, so that the
+    device does not wait for the host. The caller must not advance `step` for a skipped step. `plain`: use torch's fused
+    AdamW on every device; `meta` has none and uses the operator. Raises ValueError if the lists do not match or are
+    empty.
     """
     count = len(masters)
     lengths = [len(grads), len(exp_avgs), len(exp_avg_sqs), len(copies) or count]
@@ -275,7 +275,7 @@ def cost(
     *_: object,
     **__: object,
 ) -> Cost:
-    """14 per element: unscale 1, decay 1, first moment 3, second moment 4, sqrt, eps, divide 3, update 2."""
+    """Count 14 per element: unscale 1, decay 1, first moment 3, second moment 4, sqrt, eps, divide 3, update 2."""
     states = sum(operand.nbytes for group in (masters, exp_avgs, exp_avg_sqs) for operand in group)
     written = states + sum(operand.nbytes for operand in copies)
     return Cost(14 * sum(m.numel for m in masters), states + sum(g.nbytes for g in grads), written)

@@ -1,11 +1,11 @@
 """Causal attention: torch's own kernels on every device, and their shapes without the work on `meta`.
 
-Queries may be the last of a sequence, as a rank has them under context parallelism: the mask is then aligned at the
-lower right corner of the scores, which FlashAttention's is from its version 2.1 on.
+Under context parallelism a rank's queries may be the last of a sequence. The mask is then aligned at the lower right
+corner of the scores, as in FlashAttention from version 2.1 on.
 
-torch's scaled_dot_product_attention picks a fused kernel by device. On `meta` it would pick the path that
-writes the s x s scores out, which no device takes; so there the fused operator is named: the one of FlashAttention, or
-with a bias that of xFormers, which alone reads one.
+torch's scaled_dot_product_attention selects a fused kernel by device. On `meta` it would select the path that writes
+the s x s scores, which no real device uses. There the module calls a fused operator by name: FlashAttention's, or with
+a bias that of xFormers, which supports a bias.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v under the causal mask; q and the result are [b, a, s, d].
+    """Return softmax(q k^T / sqrt(d) + bias) v under the causal mask; q and the result are [b, a, s, d].
 
-    k and v have n >= s rows, whose last s are the queries' own, and a heads or a divisor of them, each shared by as
-    many queries in a row. `bias` [1, a, s, n] has -inf at future keys, and needs no gradient. Saved for
-    backward: q, k, v, bias, the result and one fp32 number per row, never the scores.
+    k and v have n >= s rows, of which the last s belong to the queries. They have a heads or a divisor of a;
+    consecutive query heads share a head. `bias` [1, a, s, n] has -inf at future keys, and needs no gradient. Backward
+    saves q, k, v, bias, the result and one fp32 number per row, but not the scores.
     """
     shared = k.shape[1] != q.shape[1]
     if bias is not None:
-        if shared:  # what reads a bias has no shared heads
+        if shared:  # operators with a bias do not support shared heads
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         if q.device.type == "meta":
             whole = bias.expand(q.shape[0], -1, -1, -1)
@@ -54,13 +54,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     if k.shape[2] == q.shape[2]:
         how: dict[str, Any] = {"is_causal": True}
     elif q.device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # with it comes torch's compiler: two seconds
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler in two seconds
 
         how = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
     else:
         how = {"attn_mask": _visible(q.shape[2], k.shape[2], q.device)}
     if shared and q.device.type == "cpu" and k.shape[2] != q.shape[2]:
-        # Queries of one head of keys as more rows of it: `enable_gqa` would copy the keys for each.
+        # Queries of a key head become rows of one query head, because `enable_gqa` would copy the keys.
         rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         mask = how["attn_mask"].repeat(rows.shape[2] // q.shape[2], 1)
         return torch.nn.functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask).view(q.shape)

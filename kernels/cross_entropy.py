@@ -187,9 +187,9 @@ def _check(logits: Tensor, *vectors: Tensor) -> None:
 
 
 def cross_entropy_max(logits: Tensor, *, plain: bool = False) -> Tensor:
-    """Row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable.
+    """Return the row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable.
 
-    `plain`, here and below: by torch's operators on every device.
+    `plain`, here and below: use torch's operators on every device.
     """
     _check(logits)
     return (_max if plain else max_operator)(logits.detach())
@@ -198,11 +198,11 @@ def cross_entropy_max(logits: Tensor, *, plain: bool = False) -> Tensor:
 def cross_entropy_sums(
     logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int, *, plain: bool = False
 ) -> Tensor:
-    """fp32 [2, n] (fp64 for fp64 logits): sum of exp(logit - maximum), and target logit - maximum or 0.
+    """Return fp32 [2, n] (fp64 for fp64 logits): sum of exp(logit - maximum), and target logit - maximum or 0.
 
-    `targets` int64 [n] are numbers in the whole vocabulary; those outside this rank's columns contribute 0.
-    16-bit logits are widened chunk by chunk. Not differentiable by itself: the gradient is
-    `cross_entropy_backward_`. Raises ValueError when the sizes do not agree.
+    `targets` int64 [n] are indices in the full vocabulary; targets outside this rank's columns contribute 0. 16-bit
+    logits are converted to fp32 chunk by chunk. Not differentiable by itself: the gradient is
+    `cross_entropy_backward_`. Raises ValueError if the sizes do not agree.
     """
     _check(logits, maximum, targets)
     return (_sums if plain else sums_operator)(logits.detach(), maximum, targets, vocab_start)
@@ -220,9 +220,9 @@ def cross_entropy_backward_(
 ) -> None:
     """Overwrite logits [n, v] by d loss / d logits = (softmax - onehot) * grad_loss.
 
-    maximum and sums are those of the whole vocabulary, reduced over the group. `grad_loss` is fp32 [n]:
-    0 at rows that shall not count. Arithmetic in fp32, rounded once to the dtype of the logits. Raises
-    ValueError when the sizes do not agree.
+    maximum and sums refer to the full vocabulary, reduced over the group. `grad_loss` is fp32 [n], with 0 at rows that
+    do not count. The arithmetic is fp32, rounded once to the dtype of the logits. Raises ValueError if the sizes do not
+    agree.
     """
     _check(logits, maximum, targets, grad_loss)
     if sums.shape != (2, *logits.shape[:1]):
@@ -232,18 +232,18 @@ def cross_entropy_backward_(
 
 
 def max_cost(logits: Operand) -> Cost:
-    """1 comparison per logit."""
+    """Count 1 comparison per logit."""
     return Cost(logits.numel, logits.nbytes, 4 * logits.shape[0])
 
 
 def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
-    """3 per logit: shift, exp, sum; the target's logit is read with its row."""
+    """Count 3 per logit: shift, exp, sum; the target's logit is read with its row."""
     rows = logits.shape[0]
     return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
 
 
 def gradient_cost(logits: Operand, maximum: Operand, sums: Operand, targets: Operand, *_: object) -> Cost:
-    """3 per logit: shift, exp, times grad / sum; 2 per row. Of the sums only the first row is read."""
+    """Count 3 per logit: shift, exp, times grad / sum; 2 per row. Only the first row of the sums is read."""
     rows = logits.shape[0]
     read = logits.nbytes + maximum.nbytes + sums.nbytes // 2 + targets.nbytes + 4 * rows
     return Cost(3 * logits.numel + 2 * rows, read, logits.nbytes)

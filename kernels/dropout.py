@@ -1,7 +1,7 @@
 """Bias, dropout and residual in one step: y = residual + dropout(x + bias).
 
-The mask comes from `repro.kernels.random`, at the row number of the token in the *global* batch, so every
-layout drops the same elements. Only the key is kept: backward computes the mask again.
+The mask comes from `repro.kernels.random` at the token's row number in the *global* batch, so every layout drops the
+same elements. Only the key is saved: backward computes the mask again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _scalar_arguments(p: float, key: int, *place: int) -> tuple[int | float, ...
 def global_rows(
     x: Tensor, first_sample: int, seq: int, first_position: int, split: int = 0, jump: int = 0
 ) -> Tensor:
-    """Row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s].
+    """Return row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s].
 
     From j = split on they are `jump` larger.
     """
@@ -273,14 +273,14 @@ def bias_dropout_residual(
     *,
     plain: bool = False,
 ) -> Tensor:
-    """y = residual + dropout(x + bias), [b, s, h] as x; bias is [h], residual [b, s, h], both optional.
+    """Return y = residual + dropout(x + bias), [b, s, h] as x; bias is [h], residual [b, s, h], both optional.
 
-    Element (i, j, c) is dropped by `random.keep_mask` at row (first_sample + i) * seq + first_position + j,
-    column c: `first_sample` is the number of the first sample in the global batch, `seq` the length of a
-    whole sequence and `first_position` where this rank's part of it begins (0 where it has all of it); from
-    j = `split` on the part goes on `jump` rows further (context parallelism). Kept elements are scaled by
-    1 / (1 - p). With p == 0 or not training it is an addition. Nothing is saved for backward. `plain`: by
-    torch's operators on every device. Raises ValueError when the sizes do not agree or p is not in [0, 1).
+    `random.keep_mask` drops element (i, j, c) at row (first_sample + i) * seq + first_position + j, column c.
+    `first_sample` is the index of the first sample in the global batch and `seq` the length of a full sequence.
+    `first_position` is the start of this rank's part of it (0 for a full sequence). From j = `split` on, row numbers
+    are `jump` larger (context parallelism). Retained elements are scaled by 1 / (1 - p). With p == 0 or outside
+    training, the operator is an addition. Backward needs no saved tensor. `plain`: use torch's operators on every
+    device. Raises ValueError if the sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
@@ -301,13 +301,13 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Per element: bias 1, scale and residual 1 each; the mask is integer work and moves no bytes."""
+    """Count 1 each per element for bias, scale and residual; the mask is integer work and moves no bytes."""
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)
 
 
 def backward_cost(grad: Operand, has_bias: bool = True, *_: object) -> Cost:
-    """Per element: scale 1, dbias 1."""
+    """Count 2 per element: scale 1, dbias 1."""
     bias_bytes = grad.shape[-1] * grad.itemsize if has_bias else 0
     return Cost((1 + has_bias) * grad.numel, grad.nbytes, grad.nbytes + bias_bytes)

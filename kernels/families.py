@@ -1,8 +1,8 @@
 """Index of the operator families: cost formulas of all `repro::` operators, and all CUDA programs.
 
-The formulas are beside the kernels, and their docstrings list the operations per element. They count the necessary work
-(operands read once, results written once) and no integer work (random bits, indices). The simulator and torch's
-FlopCounterMode use them.
+The formulas are in the modules of the kernels, and their docstrings list the operations per element. They count the
+necessary work (operands read once, results written once) and no integer work (random bits, indices). The simulator and
+torch's FlopCounterMode use them.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
-    """y [..., f] in the dtype of x [..., f]; bias is [f]. Saved for backward: x and bias, nothing else.
+    """Return y [..., f] in the dtype of x [..., f]; bias is [f]. Only x and bias are saved for backward.
 
-    `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
+    `plain`: use torch's operators on every device. Raises ValueError if the sizes do not agree.
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(
@@ -130,10 +130,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand, bias: Operand) -> Cost:
-    """8 per element: bias 1, u + 0.044715 u^3 4, scale 1, sigmoid 1, product 1."""
+    """Count 8 per element: bias 1, u + 0.044715 u^3 4, scale 1, sigmoid 1, product 1."""
     return Cost(8 * x.numel, x.nbytes + bias.nbytes, x.nbytes)
 
 
 def backward_cost(grad: Operand, x: Operand, bias: Operand) -> Cost:
-    """17 per element: the gate 7, its slope 8, times the gradient 1, dbias 1."""
+    """Count 17 per element: the gate 7, its slope 8, times the gradient 1, dbias 1."""
     return Cost(17 * x.numel, grad.nbytes + x.nbytes + bias.nbytes, x.nbytes + bias.nbytes)

@@ -118,9 +118,9 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
-    """y [..., f] in the dtype of x [..., 2 f], whose first half is the gate. Saved for backward: x, nothing else.
+    """Return y [..., f] in the dtype of x [..., 2 f], whose first half is the gate. Only x is saved for backward.
 
-    `plain`: by torch's operators on every device. Raises ValueError where there are no halves.
+    `plain`: use torch's operators on every device. Raises ValueError if the last dimension is odd.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu of {list(x.shape)} needs an even last dimension: gate and up")
@@ -128,10 +128,10 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand) -> Cost:
-    """3 per element of the result: sigmoid 1, its product with the gate 1, with up 1."""
+    """Count 3 per element of the result: sigmoid 1, its product with the gate 1, with up 1."""
     return Cost(3 * x.numel // 2, x.nbytes, x.nbytes // 2)
 
 
 def backward_cost(grad: Operand, x: Operand) -> Cost:
-    """8 per element of the gradient: sigmoid 1, silu 1, of up 1, the slope 3, times up and the gradient 2."""
+    """Count 8 per element of the gradient: sigmoid 1, silu 1, of up 1, the slope 3, times up and the gradient 2."""
     return Cost(8 * grad.numel, grad.nbytes + x.nbytes, x.nbytes)

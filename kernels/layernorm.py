@@ -24,8 +24,8 @@ def program(
 ) -> Program:
     """Return the program for rows of `columns`, read by `width` elements at once; `centred`: with mean and bias.
 
-    A thread holds up to 32 elements, in backward half as many because of two sums each. Single elements need an address
-    each.  Rows that exceed a block have kernels for any length.
+    A thread holds up to 32 elements, or 16 in backward because of two sums per element. Single elements need one
+    address each. Rows that exceed a block have kernels for any length.
     """
     most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
     shape = sums.row_shape(columns, width, most, threads)
@@ -222,10 +222,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
+    """Return y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
 
-    Saved for backward: x, weight, and mean and rstd of every row ([..., 1], fp32; fp64 for fp64 x).
-    `plain`: by torch's operators on every device. Raises ValueError when the sizes do not agree.
+    Backward saves x, weight, and mean and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's
+    operators on every device. Raises ValueError if the sizes do not agree.
     """
     if weight.shape != x.shape[-1:] or bias.shape != weight.shape:
         raise ValueError(
@@ -236,12 +236,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
 
 
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:
-    """8 per element: mean 1, variance 3, normalise 2, affine 2; 4 per row. Statistics are 4 bytes each."""
+    """Count 8 per element: mean 1, variance 3, normalise 2, affine 2; 4 per row. Statistics are 4 bytes each."""
     rows = x.numel // max(1, weight.numel)
     return Cost(8 * x.numel + 4 * rows, x.nbytes + weight.nbytes + bias.nbytes, x.nbytes + 2 * 4 * rows)
 
 
 def backward_cost(grad: Operand, x: Operand, mean: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """14 per element: xhat 2, grad * weight 1, its two row sums 3, dx 4, dweight 2, dbias 1, rstd 1."""
+    """Count 14 per element: xhat 2, grad * weight 1, its two row sums 3, dx 4, dweight 2, dbias 1, rstd 1."""
     read = grad.nbytes + x.nbytes + mean.nbytes + rstd.nbytes + weight.nbytes
     return Cost(14 * x.numel, read, x.nbytes + 2 * weight.nbytes)

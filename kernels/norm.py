@@ -99,12 +99,11 @@ norm_operator = operator(
 
 
 def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
-    """Sum of the squares of all elements, 0-dim fp32, accumulated in fp32.
+    """Return the sum of the squares of all elements, 0-dim fp32, accumulated in fp32.
 
-    The tensors may have any floating dtype and any shape. inf and nan in any element end up in the result,
-    so `isfinite` of it is the overflow check. A finite value beyond 1.8e19 overflows too, as it does in any
-    fp32 norm. `plain`: by torch's operators on every device. Raises ValueError for an empty list, which has no
-    device.
+    The tensors may have any floating dtype and any shape. inf and nan in any element propagate to the result, so its
+    `isfinite` is the overflow check. A finite value beyond 1.8e19 also overflows, as in any fp32 norm. `plain`: use
+    torch's operators on every device. Raises ValueError for an empty list, which has no device.
     """
     if not tensors:
         raise ValueError(
@@ -116,5 +115,5 @@ def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
 
 
 def cost(tensors: list[Operand]) -> Cost:
-    """2 per element: square and add."""
+    """Count 2 per element: square and add."""
     return Cost(2 * sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), 4)

@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a value depends on (key, row, column), not on who computes it.
+"""Counter-based random numbers: a value depends only on (key, row, column), not on the rank that computes it.
 
-So a dropout mask is the same under every layout and in recomputation, and a shard of a parameter can be
-initialised without the rest of it. All arithmetic is on integers with two's-complement wrap-around, so that
-a CUDA kernel reproduces it bit by bit:
+Hence every layout and every recomputation has the same dropout mask, and a shard of a parameter is initialised without
+the other shards. All arithmetic is on integers with two's-complement wrap-around, so that a CUDA kernel reproduces it
+bit by bit:
 
     mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
                  z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
@@ -12,10 +12,10 @@ a CUDA kernel reproduces it bit by bit:
     bits(r, c) = (low(hash(r)) + low(hash(-1 - c))) * ((high(hash(r)) | 1) ^ (high(hash(-1 - c)) & ~1)),
                  the low 32 bits, low() and high() being the 32-bit halves
 
-Rows and columns are hashed once each, so that a whole matrix costs three 32-bit passes. One factor of the
-product is always odd, and multiplying by it permutes the 32-bit words, so every value is equally likely. Bit
-k of a product depends only on bits 0..k of its factors: compare the value as a whole with a threshold or use
-its high 16 bits, which the tests examine; the low ones are weak.
+Rows and columns are hashed once each, so that a full matrix costs three 32-bit passes. One factor of the product is
+always odd, and multiplication by it permutes the 32-bit words, so all values are equally likely. Bit k of a product
+depends only on bits 0..k of its factors. Callers therefore compare the full value with a threshold or use its high 16
+bits, which the tests examine; the low bits are weak.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed number, which is what torch takes."""
+    """Return the same 64 bits as a signed integer, for torch."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -46,14 +46,14 @@ def _mix_int(value: int) -> int:
 
 
 def mixed(key: int) -> int:
-    """mix(key), which every hash starts from, in 0 .. 2**64 - 1."""
+    """Return mix(key), the start of every hash, in 0 .. 2**64 - 1."""
     return _mix_int(key & _MASK)
 
 
 def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """`hash` in place on a contiguous int64 tensor; returns int32 views of all low and all high words.
+    """Compute `hash` in place on a contiguous int64 tensor; return int32 views of all low and all high words.
 
-    z ^= z >>> 32 is one operation on these views: the low word takes up the high one (little-endian memory).
+    z ^= z >>> 32 is one operation on these views: XOR of the high word into the low one (little-endian memory).
     """
     low, high = index.view(torch.int32).view(-1, 2).unbind(1)
     index.mul_(_signed(_GOLDEN)).add_(_signed(mixed(key)))
@@ -74,7 +74,7 @@ def derive_key(*parts: int) -> int:
 
 
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
+    """Return the 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
     low, high = _hash_(index, key)
     count = rows.numel()
@@ -82,17 +82,17 @@ def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
-    """`bits` from the words of `factors`; takes any slice of the rows."""
+    """Return `bits` from the words of `factors`, for any slice of the rows."""
     return torch.bitwise_xor(row_odd, column_even).mul_(row_low + column_low)
 
 
 def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
-    """Uniform int32 [R, columns] over all of -2**31 .. 2**31 - 1; rows is int64 [R], values >= 0."""
+    """Return uniform int32 [R, columns] over all of -2**31 .. 2**31 - 1; rows is int64 [R], values >= 0."""
     return combine(*factors(rows, columns, key))
 
 
 def threshold(p: float) -> int:
-    """The smallest value of `uniform_bits` that is kept: a fraction p of the 2**32 values lies below it.
+    """Return the smallest retained value of `uniform_bits`: a fraction p of the 2**32 values is smaller.
 
     Raises ValueError unless 0 <= p < 1.
     """
@@ -102,16 +102,16 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, columns: int, p: float, key: int) -> Tensor:
-    """bool [R, columns], False (dropped) with probability p; rows is int64 [R] with values >= 0."""
+    """Return bool [R, columns], False (dropped) with probability p; rows is int64 [R] with values >= 0."""
     return uniform_bits(rows, columns, key) >= threshold(p)
 
 
 def normal_at(index: Tensor, key: int) -> Tensor:
-    """Standard normal numbers (float32) of the given elements (int64, any shape) of an endless sequence.
+    """Return standard normal numbers (fp32) of the given elements (int64, any shape) of an infinite sequence.
 
-    The highest 24 bits of `hash(element)` choose the middle of one of 2**24 equally likely intervals, and
-    `erfinv` maps it to a quantile, so |value| < 5.5. The integers are the same everywhere; erfinv may
-    differ between devices in the last bit.
+    The highest 24 bits of `hash(element)` select the middle of one of 2**24 equally likely intervals. `erfinv` maps it
+    to a quantile, so |value| < 5.5. The integers are the same everywhere; erfinv may differ between devices in the last
+    bit.
     """
     word = index.clone(memory_format=torch.contiguous_format)
     _hash_(word, key)
@@ -121,7 +121,7 @@ def normal_at(index: Tensor, key: int) -> Tensor:
 
 
 def normal(start: int, count: int, key: int, device: torch.device | str) -> Tensor:
-    """`normal_at` for the elements start .. start + count: float32 [count]."""
+    """Return `normal_at` for the elements start .. start + count: float32 [count]."""
     out = torch.empty(count, dtype=torch.float32, device=device)
     if out.device.type == "meta":
         return out

@@ -79,10 +79,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
-    """y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
+    """Return y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
 
-    Saved for backward: x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x).  `plain`: by torch's
-    operators on every device.  Raises ValueError when the sizes do not agree.
+    Backward saves x, weight, and rstd of every row ([..., 1], fp32; fp64 for fp64 x). `plain`: use torch's operators on
+    every device. Raises ValueError if the sizes do not agree.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(
@@ -92,12 +92,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
 
 
 def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:
-    """4 per element: square and sum 2, normalise 1, weight 1; 3 per row. The statistic is 4 bytes."""
+    """Count 4 per element: square and sum 2, normalise 1, weight 1; 3 per row. The statistic is 4 bytes."""
     rows = x.numel // max(1, weight.numel)
     return Cost(4 * x.numel + 3 * rows, x.nbytes + weight.nbytes, x.nbytes + 4 * rows)
 
 
 def backward_cost(grad: Operand, x: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """9 per element: xhat 1, dweight 2, grad * weight 1, its row sum 2, dx 3."""
+    """Count 9 per element: xhat 1, dweight 2, grad * weight 1, its row sum 2, dx 3."""
     read = grad.nbytes + x.nbytes + rstd.nbytes + weight.nbytes
     return Cost(9 * x.numel, read, x.nbytes + weight.nbytes)

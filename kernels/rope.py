@@ -1,7 +1,8 @@
-"""Rotary positions (2104.09864): pairs of a head's elements are turned by an angle that grows with the position.
+"""Rotary positions (2104.09864): pairs of a head's elements are rotated by an angle proportional to the position.
 
 Element i of the first half of a head's first `width` elements is paired with element i of the second half, as in
-GPT-NeoX and in Hugging Face's Llama; position s turns it by s * base^(-2i/width).  What is behind stays.
+GPT-NeoX and in Hugging Face's Llama. Position s rotates the pair by s * base^(-2i/width). Further elements are
+unchanged.
 """
 
 from __future__ import annotations
@@ -163,12 +164,12 @@ def rotary(
     *,
     plain: bool = False,
 ) -> Tensor:
-    """y like x [b, s, n * head_width]: the first `heads` of n heads are turned.
+    """Return y like x [b, s, n * head_width]: the first `heads` of n heads are rotated.
 
-    Row j of a sample has position first_position + j, and `jump` more from row `split` on (0 where there is all of a
-    sequence, or one stretch of it). Of each the first `width` elements, an even number; the rest is copied. Nothing is
-    saved for backward, which turns back.  `plain`: by torch's operators on every device. Raises ValueError when the
-    sizes do not agree.
+    Row j of a sample has position first_position + j, plus `jump` from row `split` on (0 for a full sequence or one
+    contiguous part). In each head the first `width` elements, an even number, are rotated; the others are copied.
+    Backward needs no saved tensor and rotates back. `plain`: use torch's operators on every device. Raises ValueError
+    if the sizes do not agree.
     """
     whole = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
     if x.dim() != 3 or not whole or width % 2 or not 0 < width <= head_width:
@@ -180,6 +181,6 @@ def rotary(
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:
-    """3 per turned element: two products and a sum. Angles are made on the way."""
+    """Count 3 per rotated element: two products and a sum. Angles are computed in the kernel."""
     turned = x.numel * heads * width // x.shape[-1]
     return Cost(3 * turned, x.nbytes, x.nbytes)

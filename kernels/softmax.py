@@ -1,7 +1,7 @@
-"""Scale, causal mask and softmax of attention scores in one pass over them: y = softmax(scale * x, past only).
+"""Scale, causal mask and softmax of attention scores in one pass: y = softmax(scale * x, past only).
 
-The kernel that Megatron-LM has had since December 2020 (`scaled_upper_triang_masked_softmax`); here torch's own
-operators on pieces of the scores. Every row is computed in fp32 and rounded once.
+Megatron-LM has this kernel (`scaled_upper_triang_masked_softmax`, December 2020). Without CUDA, torch's operators
+compute pieces of the scores. Every row is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ class _CausalSoftmax(torch.autograd.Function):
 
 
 def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
-    """Weights [..., s, s] in the dtype of scores [..., s, s] (query, key): softmax of scale * scores over the past.
+    """Return weights [..., s, s] in the dtype of scores [..., s, s] (query, key): causal softmax of scale * scores.
 
-    Saved for backward: the result, nothing else. `plain`: by torch's operators on every device. Raises ValueError when
-    there are not as many keys as queries.
+    Only the result is saved for backward. `plain`: use torch's operators on every device. Raises ValueError unless
+    there are as many keys as queries.
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
@@ -150,10 +150,10 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
-    """6 per element, future ones as well: scale, maximum, difference, exp, sum, quotient."""
+    """Count 6 per element, future elements included: scale, maximum, difference, exp, sum, quotient."""
     return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
 
 
 def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
-    """5 per element: product, its row sum, difference, product, scale."""
+    """Count 5 per element: product, its row sum, difference, product, scale."""
     return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)

@@ -1,4 +1,4 @@
-"""What is compared: each kernel, the same by torch's operators, as torch's users write it, and compiled by torch."""
+"""Benchmark cases: each kernel, torch's operators for the same work, users' usual PyTorch code, and its compilation."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _swiglu() -> list[BenchCase]:
 
 
 def _rotary() -> list[BenchCase]:
-    """All heads of 128, turned whole."""
+    """Return the case of rotary positions on 32 full heads of width 128."""
 
     def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
         x, grad = (random_tensor(device, dtype, 8, max(4, 1024 // shrink), 4096) for _ in range(2))
@@ -236,7 +236,7 @@ def _adamw() -> BenchCase:
         if "optimizer" not in i:
             parameter = torch.nn.Parameter(master)
             i["optimizer"] = torch.optim.AdamW([parameter], 1e-4, (0.9, 0.95), weight_decay=0.1, **how)
-            before = i["step"] - 1  # the optimizer counts on by itself
+            before = i["step"] - 1  # the optimizer advances its own step count
             steps = before if how.get("fused") else before.cpu()
             i["optimizer"].state[parameter] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
         parameter = i["optimizer"].param_groups[0]["params"][0]
@@ -290,7 +290,7 @@ def _norm() -> BenchCase:
 
 
 def cases() -> list[BenchCase]:
-    """Optimizer and norm, the parts of a layer, the loss: in the order of the table."""
+    """Return the cases in the order of the table: optimizer and norm, the parts of a layer, the loss."""
     return [
         _adamw(),
         _norm(),

@@ -22,7 +22,7 @@ TYPE_BYTES = {name: dtype.itemsize for dtype, name in TYPES.items()}
 
 
 class Unavailable(RuntimeError):
-    """A kernel cannot be compiled, loaded or applied to these tensors; the message says why and what to do."""
+    """Error: a kernel cannot be compiled, loaded or applied to these tensors. The message gives reason and remedy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Source and definitions, for people."""
+        """Source and definitions as text for messages."""
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.definitions)])
 
     @cached_property

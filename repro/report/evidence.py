@@ -1,13 +1,13 @@
-"""A store and the judged ledger, as frames: what the page, the exports and the notebooks show, from one place.
+"""A store and the judged ledger as data frames, the common input of the page, the exports and the notebooks.
 
     from repro.report import evidence
 
-    found = evidence.read()                     # $REPRO_RESULTS, else the nearest results/ from here upwards
+    found = evidence.read_store()               # $REPRO_RESULTS, else the nearest results/ from here upwards
     found.claims(about="ZeRO")                  # a row per claim: published, evidence, verdict
     found.values("zero-fig1-*")                 # a row per published value, with each kind of evidence
     found.experiments("zero_r/*")               # a row per record, a column per metric
 
-pandas is imported where a frame is asked for.
+pandas is imported only when a frame is built.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ if TYPE_CHECKING:
 
 
 STORE_VARIABLE = "REPRO_RESULTS"
-"""Names the store where `read_store` is not told."""
+"""Environment variable with the folder of the store that `read_store` reads by default."""
 
 
 @dataclass(frozen=True)
 class JudgedStore:
-    """What a store says of the ledger.  `pattern`: a glob of claim ids, or of `suite/name`."""
+    """Ledger with the verdicts that a store gives. `pattern`: a glob of claim ids, or of `suite/name`."""
 
     results: Path
     records: list[Record]
-    """All sound ones, oldest first, of any protocol."""
+    """All readable records, oldest first, of any protocol."""
     torn: list[str]
-    """One remark for each line that is no record: file, line and why."""
+    """Remark (file, line, reason) for each line that is not a record."""
     ledger: Ledger
 
     @cached_property
     def judged(self) -> list[ClaimResult]:
-        """A result for every claim, in the ledger's order."""
+        """Return a result for every claim, in the ledger's order."""
         return judge(self.ledger, self.records)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
-        """The claims as `repro claims --json` prints them."""
+        """Return the claims as `repro claims --json` prints them."""
         return [
             as_dict(result, self.ledger) for result in self.judged if fnmatchcase(result.claim.id, pattern)
         ]
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
-        """One row per claim: what was published, how many values each evidence reproduced, the verdict."""
+        """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""
         rows = [
             {
                 "claim": line.id,
@@ -88,21 +88,23 @@ class JudgedStore:
         return _frame(rows)
 
     def summary(self) -> pd.DataFrame:
-        """One row per system: claims by verdict, values that each kind of evidence reproduces of those it tests, and
-        how many independent quantities these are (`repro.claims.independence`)."""
+        """Return one row per system, and one for all: verdicts, reproduced values, number of independent quantities.
+
+        The values of each kind of evidence are `reproduced/decided`. `repro.claims.independence` defines independence.
+        """
         groups: dict[str, list[ClaimResult]] = {}
         for result in self.judged:
             groups.setdefault(self.ledger.about[result.claim.file], []).append(result)
         return _frame([_counts(about, results) for about, results in [*groups.items(), ("all", self.judged)]])
 
     def values(self, pattern: str = "*") -> pd.DataFrame:
-        """One row per published value, with the strongest value of each kind of evidence and its interval."""
+        """Return one row per published value, with the strongest value of each kind of evidence and its interval."""
         return _frame(
             [_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]],
         )
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
-        """The same for a reader: every value as the page writes it, a dash where there is none."""
+        """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
         from repro.report.verdicts import row_view
 
         rows = []
@@ -112,14 +114,14 @@ class JudgedStore:
             for row in result.rows:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
-                for finding in reversed(view["findings"]):  # the strongest of a kind comes first, and so wins
+                for finding in reversed(view["findings"]):  # the strongest finding of a kind is first
                     seen[finding["kind"]] = f"{finding['value']} {finding['sign']}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
                 rows.append({**shown, **seen, "verdict": view["verdict"]})
         return _frame(rows)
 
     def tidy(self, pattern: str = "*") -> pd.DataFrame:
-        """For plots: one row per published value and kind (`published` or evidence) that has a number."""
+        """Return one row per published value and kind (`published` or evidence) that has a number, for plots."""
         rows = []
         for claim in self.documents(pattern):
             for row in claim["rows"]:
@@ -135,7 +137,7 @@ class JudgedStore:
         return _frame(rows)
 
     def to_run(self, pattern: str = "*") -> list[str]:
-        """The commands that bring the records which these claims read and the store lacks."""
+        """Return the commands that create the records which these claims need and the store lacks."""
         from repro.claims.run_commands import SuiteCatalogue
         from repro.report.verdicts import experiments_of
 
@@ -150,13 +152,13 @@ class JudgedStore:
         return [command.text for command in SuiteCatalogue().commands(lacking)]
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
-        """One row per record of an experiment, of any protocol: what was run, how it ended, every metric."""
+        """Return one row per experiment record of any protocol: conditions, outcome, every metric."""
         return tables.experiment_frame(
             record for record in self._matching(pattern) if evidence in ("", getattr(record, "evidence", ""))
         )
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
-        """The records that are judged: the newest conclusive one of each experiment, else its newest failure."""
+        """Return the judged records: the newest conclusive one of each experiment, else its newest failure."""
         chosen = select(self.records)
         return [
             record
@@ -165,21 +167,21 @@ class JudgedStore:
         ]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
-        """One row per comparison of two strategies that took turns: ratio with its 95 % interval."""
+        """Return one row per comparison of two interleaved strategies: ratio with its 95 % interval."""
         return tables.comparison_frame(self._matching(pattern))
 
     def provenance(self) -> pd.DataFrame:
-        """One row per record of any kind and protocol: its id, where it came from, which source made it."""
+        """Return one row per record of any kind and protocol: id, origin and source commit."""
         return _frame([_origin(record) for record in self.records])
 
     @cached_property
     def shopping_list(self) -> RankedInputs:
-        """The unknowns of systems that move a predicted row, the one that settles most first."""
+        """Return the unknowns of systems that affect a predicted row; the unknown that decides most rows is first."""
         return rank_inputs(self.judged, self.records)
 
     @cached_property
     def implied(self) -> list[ImpliedInput]:
-        """What the published values need of each unknown, those with most rows first."""
+        """Return the value of each unknown that the published values imply; unknowns with most rows are first."""
         return find_implied_inputs(self.judged, self.records)
 
     @cached_property
@@ -190,7 +192,7 @@ class JudgedStore:
         return {name: answer_questions(questions, self.records, load_system(name)) for name in simulated}
 
     def unknowns(self) -> pd.DataFrame:
-        """One row per unknown: its range, how many rows it moves and settles, what would measure it."""
+        """Return one row per unknown: range, numbers of affected and decided rows, the measurement to make."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
         rows = [
@@ -203,14 +205,14 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """The evidence in the store at `results`; an empty or missing one has analytic evidence only."""
+    """Return the judged store at `results`; an empty or missing store has analytic evidence only."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
     return JudgedStore(results=store.root, records=records, torn=torn, ledger=load_ledger(own=tuple(own)))
 
 
 def default_store() -> Path:
-    """`$REPRO_RESULTS`; else the nearest folder `results` here or above, else `results` here."""
+    """Return `$REPRO_RESULTS`, else the nearest folder `results` here or above, else `results` here."""
     named = os.environ.get(STORE_VARIABLE, "")
     if named:
         return Path(named)
@@ -288,10 +290,10 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | str]:
-    """Trace one step of `model` on `system` in this process: its metrics, and `outcome` (`ok` or `oom`).
+    """Trace one step of `model` on `system` in this process; return its metrics and `outcome` (`ok` or `oom`).
 
-    `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`.
-    Names of metrics are those of simulated records.  Raises `ConfigError` for what cannot be.
+    `layout`: fields of `repro.Layout`, as in a suite: `dp=64, zero=2, micro_batch=8, precision="fp16"`. Names of
+    metrics are those of simulated records. Raises `ConfigError` if the layout cannot be simulated.
     """
     from repro.launch.simulated import simulate_experiment
 

@@ -1,4 +1,4 @@
-"""Text of records: their origins, and the lines of the page's tables, every number as text."""
+"""Text of records: their origins, and the rows of the page's tables, with every number as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from repro.util import units
 
 
 class Machines:
-    """Where records come from: one entry per machine, source state and set of versions, numbered from 1."""
+    """Origins of records: one entry per machine, source state and set of versions, numbered from 1."""
 
     def __init__(self, records: Iterable[Record]):
         groups: dict[tuple[str, ...], list[Record]] = {}
@@ -39,7 +39,7 @@ class Machines:
         self._numbers = {origin: number for number, (_, origin, _) in enumerate(entries, 1)}
 
     def number(self, record: Record) -> int:
-        """Of the entry that describes where `record` comes from."""
+        """Return the number of the entry with the origin of `record`."""
         return self._numbers[_origin(record)]
 
 
@@ -48,7 +48,7 @@ def _origin(record: Record) -> tuple[str, ...]:
 
 
 def describe_origin(provenance: Provenance) -> dict[str, str]:
-    """A record's machine, versions and source, each in a few words; `unknown` where it does not say."""
+    """Return a record's machine, versions and source, each in a few words; `unknown` without a value."""
     cpu, packages = provenance.get("cpu") or {}, provenance.get("packages") or {}
     memory, gpus = provenance.get("memory") or {}, provenance.get("gpus") or []
     names = [str(gpu.get("name")) for gpu in gpus]
@@ -65,7 +65,7 @@ def describe_origin(provenance: Provenance) -> dict[str, str]:
 
 
 def _commit(provenance: Provenance) -> str:
-    """`3300ebc0a1b2`, with the hash of the uncommitted difference where there is one."""
+    """Return the commit, such as `3300ebc0a1b2`, with the hash of the uncommitted difference if there is one."""
     git = provenance.get("git") or {}
     if not git.get("commit"):
         return "not a checkout" if not git else f"no commit, tree {git.get('diff')}"
@@ -73,7 +73,7 @@ def _commit(provenance: Provenance) -> str:
 
 
 def measured_row(record: ExperimentRecord) -> dict[str, Any]:
-    """One line of the table of experiments, every number as text."""
+    """Return one row of the table of experiments, with every number as text."""
     metrics, experiment = record.metrics, record.experiment
 
     spread = ""
@@ -103,12 +103,12 @@ def measured_row(record: ExperimentRecord) -> dict[str, Any]:
 
 
 def record_identity(record: Record) -> dict[str, str]:
-    """Which record it is, and when it was written (UTC)."""
+    """Return the record's id and its time of writing (UTC)."""
     return {"id": record.id, "written": record.written[:16].replace("T", " ")}
 
 
 def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
-    """One line of the table of simulated experiments, every number as text."""
+    """Return one row of the table of simulated experiments, with every number as text."""
     metrics, experiment = record.metrics, record.experiment
     values, basis = experiment.layout, basis_of_record(record)
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
@@ -136,7 +136,7 @@ def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
 
 
 def _peak_place(role: SimulatedRole | None) -> str:
-    """Where in the step the fullest rank holds most: `backward, first stage`."""
+    """Return the phase and stage of the fullest rank's memory peak, such as `backward, first stage`."""
     if role is None:
         return ""
     stage = "" if role.name == "all" else f", {role.name} stage"

@@ -1,4 +1,4 @@
-"""The judged ledger as the page shows it: a line a claim, and behind it every row with all its evidence."""
+"""The judged ledger as text for the page: one line per claim, and every row with all its evidence."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ VERDICT_SIGNS = {
     NOT_COMPARABLE: "≠",
     NOT_RUN: "○",
 }
-"""A verdict is never told by colour alone."""
+"""Sign of each verdict, because colour alone must not distinguish verdicts."""
 
 
 def slug(verdict: str) -> str:
-    """A verdict as a CSS class."""
+    """Return a verdict as a CSS class."""
     return verdict.replace(" ", "-")
 
 
 def anchor(kind: str, name: str) -> str:
-    """Where the page has the record of the experiment `suite/name`."""
+    """Return the page's anchor of the record of the experiment `suite/name`."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
 
 
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
-    """Everything that the page says about one claim."""
+    """Return all data that the page shows about one claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim), *_measured_at_published_scale(result)]))
     return {
@@ -83,7 +83,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
 
 
 def experiments_of(claim: Claim) -> list[tuple[str, str]]:
-    """Kind of evidence and `suite/name` of every experiment that a claim reads, each once."""
+    """Return kind of evidence and `suite/name` of every experiment that a claim reads, without duplicates."""
     from repro.claims.judge import experiments_read
 
     read = [
@@ -99,7 +99,7 @@ def experiments_of(claim: Claim) -> list[tuple[str, str]]:
 
 
 def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
-    """Experiments that the ledger has as simulated only, and that the store has as measured too."""
+    """Return the experiments that the ledger lists as simulated and the store also has as measured."""
     return [
         (finding.kind, name)
         for row in result.rows
@@ -110,7 +110,7 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
-    """One kind of evidence for a claim: its value if there is just one, else the ledger table's count."""
+    """Return the cell of one kind of evidence for a claim: a single value, or the count of the ledger table."""
     words = line.counts[name]
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
@@ -120,7 +120,7 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
         words = _value(*values[0])
     elif kind.decided < kind.rows:
         words += f" ({kind.rows - kind.decided} not run)"
-    # Rows that all ran and agree are no failure only because others did not run.
+    # Missing runs alone are not a failure if all executed rows agree.
     missed = any(f.verdict in BAD for f, _ in values)
     shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
     scale = "" if kind.scale == CLOSED_FORM else kind.scale
@@ -134,7 +134,7 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
 
 
 def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
-    """How many values are consistent with other numbers of their source."""
+    """Return the cell with the number of values that are consistent with other numbers of their source."""
     kind = result.kind(ITSELF)
     if kind is None or kind.decided == 0:
         return {"text": line.itself, "scale": "", "verdict": line.itself, "slug": "", "sign": ""}
@@ -149,7 +149,7 @@ def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
-    """One published value with all its evidence, strongest first, every number as text."""
+    """Return one published value with all its evidence, strongest first, with every number as text."""
     row = result.row
     published = f"{row.bound} {row.published}".strip()
     if row.printed is not None:
@@ -191,13 +191,14 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
 
 
 MAX_TORNADO_BARS = 5
-"""Unknowns of a tornado, those that move the value most."""
+"""Maximum number of unknowns in a tornado diagram, by descending effect."""
 
 
 def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
-    """What each unknown alone makes of a value: a bar from one end to the other, as parts of the widest span of all.
+    """Return one bar per unknown: the range of a value as this unknown alone varies.
 
-    `left` and `width` in percent; `best`: where the value at the best numbers lies.
+    `left` and `width` are percentages of the common span of all bars. `best` is the position of the value at the best
+    numbers.
     """
     shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
@@ -222,25 +223,25 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
 
 
 def _beside_the_rule(finding: Finding) -> str:
-    """The reason without the rule, which the tolerance ends with: what is missing, what an interval says."""
+    """Return the reason without the rule that ends the tolerance: missing records, or the effect of an interval."""
     rule = finding.tolerance.partition(": ")[2]
     return finding.reason.removeprefix(rule).removeprefix("; ") if rule else finding.reason
 
 
 def _value(finding: Finding, result: RowResult) -> str:
-    """The value for a person, with the row's unit if it is a number."""
+    """Return the value as text, with the row's unit if it is a number."""
     return finding.text if isinstance(finding.value, str) else append_unit(finding.text, result.row.unit)
 
 
 def _source(text: str, ledger: Ledger) -> dict[str, str]:
-    """A citation with the title of what it cites."""
+    """Return a citation with the title of the cited source."""
     key = text.split(" ")[0]
     source = ledger.sources.get(key)
     return {"text": text, "title": f"{source.title}; {source.where}" if source else ""}
 
 
 def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number of claims by verdict, and among the decided by the strongest evidence that decided."""
+    """Return the number of claims by verdict; for decided verdicts also by the strongest deciding evidence."""
     counts = []
     for verdict, sign in VERDICT_SIGNS.items():
         members = [claim for claim in claims if claim["verdict"] == verdict]
@@ -252,7 +253,7 @@ def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def by_about(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The claims of each system, how many there are of each verdict; the system with most claims first."""
+    """Return the number of claims of each system by verdict; the system with most claims is first."""
     entries = [
         {
             "about": about,

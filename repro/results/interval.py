@@ -16,14 +16,14 @@ INTERVAL_QUANTILES = (0.05, 0.95)
 
 
 class Other(NamedTuple):
-    """One unknown number at a value on its curve, inside its range or outside; all others at their best values."""
+    """Case with one unknown number at a value on its curve; all others are at their best values."""
 
     key: str
     value: float
 
 
 Case: TypeAlias = int | tuple[str, bool] | Other
-"""Number of a joint draw, or the key of one unknown and whether it is at the high end of its range."""
+"""Number of a joint draw, or the key of one unknown and whether it is at the high end of its range, or `Other`."""
 
 
 def log_fraction(value: float, left: float, right: float) -> float:

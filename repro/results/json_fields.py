@@ -19,11 +19,11 @@ P = TypeVar("P", bound="RecordPart")
 
 
 class RecordPart:
-    """A base of frozen dataclasses that are a JSON object, or part of one."""
+    """Base of frozen dataclasses that represent a JSON object or a part of one."""
 
     @classmethod
     def read(cls: type[P], document: Mapping[str, Any]) -> P:
-        """Of JSON data.  What has neither a key nor a default becomes None."""
+        """Return the instance for a JSON object. A field with neither a key nor a default becomes None."""
         values = {}
         for field in _fields(typing.cast(Any, cls)):
             if field.key in document:
@@ -34,9 +34,9 @@ class RecordPart:
 
     @classmethod
     def wrong(cls, document: Mapping[str, Any]) -> str:
-        """`KEY: missing`, or `of another type`, of the first field for which it is so; else empty.
+        """Return `KEY: missing` or `KEY: of another type` for the first such field, else an empty string.
 
-        Fields that may be None are not looked at, nor what is in lists and dictionaries.
+        The check skips fields that may be None, and the contents of lists and dictionaries.
         """
         for field in _fields(typing.cast(Any, cls)):
             if not field.types or not (field.required or field.key in document):
@@ -49,7 +49,7 @@ class RecordPart:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON data; `read` is the way back."""
+        """Return JSON data from which `read` restores the instance."""
         document = {}
         for field in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, field.name)
@@ -59,7 +59,7 @@ class RecordPart:
 
 
 def finite(value: Any) -> Any:
-    """JSON data without NaN and infinity, which JSON has not: they become null."""
+    """Return JSON data in which null replaces NaN and infinity, because JSON does not have these numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -82,9 +82,9 @@ class _Field(typing.NamedTuple):
     key: str
     convert: Convert
     required: bool
-    """Whether it has no default."""
+    """Whether the field has no default."""
     types: tuple[type, ...]
-    """Of its JSON value; none where it may be null."""
+    """Valid types of the JSON value; empty for a field that may be null."""
     part: type[RecordPart] | None
 
 
@@ -114,7 +114,7 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _converter(hint: Any) -> Convert:
-    """What makes a value of the type `hint` of JSON data: parts, and lists of them; an empty object is no part."""
+    """Return the conversion of JSON data to the type `hint`: a record part, or a list of parts; {} becomes None."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = _converter(next((one for one in arguments if one is not type(None)), Any))

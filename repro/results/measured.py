@@ -1,8 +1,8 @@
-"""Records made of what the ranks measured.
+"""Records from the measurements of the ranks.
 
-`kernels` says what computed each operator: a CUDA kernel, or torch's operators and why.  A run that went on from a
-checkpoint says so in `checkpoints` and in `series.resumed_from` (steps): its losses are of all its steps, and its times
-of those since it last went on, for times are never stitched together.
+`kernels` names the implementation of each operator: a CUDA kernel, or torch's operators with the reason. A run that
+continued from a checkpoint names the steps of its restarts in `checkpoints` and `series.resumed_from`. Its losses cover
+all steps. Its times cover only the steps after the last restart, since times of several starts are not combined.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def experiment_record(
     outcome: str = "ok",
     reason: str = "",
 ) -> ExperimentRecord:
-    """The record of one experiment.  `results`: one of every rank, or none if it did not finish.
+    """Return the record of one experiment. `results`: one result per rank, or none if the experiment did not finish.
 
-    A rank may finish and still say that it was no success; the worst rank's outcome is the record's.
+    A rank that finishes may report a failure. The record has the outcome of the worst rank.
     """
     if outcome == "ok" and results:
         worst = min(results, key=lambda result: _WORST_FIRST.index(result.outcome))
@@ -83,7 +83,7 @@ def comparison_record(
     suite: str,
     provenance: Provenance,
 ) -> ComparisonRecord | None:
-    """Ratio subject/baseline of samples/s over paired rounds; None if either has a round without a time.
+    """Return the ratio subject/baseline of samples/s over paired rounds; None if a round has no time.
 
     `results`: the ranks' results of the baseline and of the subject, from one interleaved launch.
     """
@@ -108,9 +108,9 @@ def comparison_record(
 
 
 def step_seconds(results: list[RankResult]) -> list[list[float]]:
-    """Seconds of each timed step by round: those of the step's slowest rank.
+    """Return the seconds of the slowest rank in each timed step, by round.
 
-    Ranks that diverge may stop a step apart; the steps that all of them took count.
+    Ranks that diverge may stop one step apart. Only steps of all ranks count.
     """
     return [
         [max(step) for step in zip(*ranks, strict=False)]
@@ -136,7 +136,7 @@ def _metrics(results: list[RankResult], engine: str) -> Metrics:
     found |= _speed(results)
     found |= _memory(results, marked=engine == NATIVE)
     resumed = _resumed(first)
-    # A run that had one step left when it went on has nothing that could be called an ordinary step.
+    # A run that continued with one step left has no ordinary step.
     if not (resumed and not any(first.rounds)):
         found |= metrics.communication(first.comm, first.comm_per_layer)
         found |= metrics.purposes((1, result.comm) for result in results)
@@ -165,7 +165,7 @@ def _speed(results: list[RankResult]) -> Metrics:
 
 
 def _memory(results: list[RankResult], marked: bool) -> Metrics:
-    # A rank that diverges in its first steps has not looked at its memory yet.
+    # A rank that diverges in its first steps has not measured its memory.
     known = [
         (memory.rss_peak_bytes, Held(memory.states, memory.peak, memory.most, memory.init_peak_bytes or 0))
         for memory in (result.memory for result in results)
@@ -195,12 +195,12 @@ def _series(results: list[RankResult]) -> StepSeries:
 
 
 def _resumed(result: RankResult) -> list[int]:
-    """Steps after which the run went on from a checkpoint."""
+    """Return the steps after which the run continued from a checkpoint."""
     return [start["step"] for start in result.checkpoints.resumed] if result.checkpoints else []
 
 
 def _checkpoints(results: list[RankResult]) -> CheckpointReport | None:
-    """Of all ranks together; None for a run without checkpoints."""
+    """Combine the checkpoint reports of all ranks; return None for a run without checkpoints."""
     found = [result.checkpoints for result in results if result.checkpoints]
     if not found:
         return None

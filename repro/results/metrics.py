@@ -1,28 +1,29 @@
-"""The metrics of a step under their names, one builder for what is measured and what is simulated.
+"""Metrics of a step under their names, from one builder for measurements and simulations.
 
-Names are fixed, since claims refer to them.  Times are seconds, sizes bytes, work FLOP.  A step takes as long as its
-slowest rank; memory is the largest of any rank; communication is rank 0's, of one ordinary step.
+Names are fixed, since claims refer to them. Times are in seconds, sizes in bytes, work in FLOP. The step time is that
+of the slowest rank. Memory is the maximum over ranks. Communication is that of rank 0 in one ordinary step.
 
-- `memory.activations_bytes` are those at the moment of the device's peak, checkpoints included;
-  `memory.checkpoints_bytes` (on the device), `memory.host_bytes` (checkpoints in host memory) and
-  `memory.communication_bytes` (buffers of messages) are the most at any moment; `memory.gathered_bytes` the most of
-  other ranks' parameters that stage 3 holds.
-- `memory.reserved_bytes` is what the caching allocator would reserve on the fullest device, `memory.used_bytes`
-  that and the context beside it.
-- `memory.context_bytes` is what torch's allocator cannot have of a device (CUDA, libraries, NCCL's buffers): in a
-  simulation the system file's, measured the most of any rank when its run was over, with what earlier experiments
-  of the same job have connected.
-- `comm.purpose.GROUP.PURPOSE.*` are summed over all ranks, as no stage of a pipeline speaks for the others;
-  `comm.link.CLASS.sent_bytes` goes over a class of links; `comm.per_layer.*` is one block's for one micro-batch.
-- `pipeline.bubble` is the time that a step's busiest rank waited for other stages over the time that it computed,
-  (t - ideal)/ideal of 2104.04473 sec. 2.2: what the others wait for because it is slower is no bubble.  It is the
-  median over the undisturbed timed steps, with `.low` and `.high` its 95 % bootstrap interval.  A step is disturbed
-  if a rank was kept from its core while it computed, by other ranks or other programs: who waits for that rank waits
-  for nothing that a schedule knows.  With fewer than three undisturbed steps there is no interval, and no bubble;
-  nor for a library whose stages have tp or dp beside them, as its waiting is seen from outside.
-- A step that does not fit takes no time: `shown` leaves out of its metrics what `SPEED` begins.  Claims that hold a
-  published rate against a simulation which it does not fit read the record itself, and say that it does not.
-- `time.*` says where the slowest stage's seconds go in a simulation, `trace_seconds` what the simulation took.
+- `memory.activations_bytes` are the activations at the device's peak, checkpoints included.
+- `memory.checkpoints_bytes` (on the device), `memory.host_bytes` (checkpoints in host memory) and
+  `memory.communication_bytes` (communication buffers) are maxima over the step. `memory.gathered_bytes` is the maximum
+  of other ranks' parameters on a rank under stage 3.
+- `memory.reserved_bytes` is the predicted reservation of the caching allocator on the fullest device.
+  `memory.used_bytes` is the sum of the reservation and the context.
+- `memory.context_bytes` is memory that torch's allocator cannot use (CUDA, libraries, NCCL's buffers). A simulation
+  reads it from the system file. A measurement takes the maximum over ranks after the run, with connections of earlier
+  experiments of the same job.
+- `comm.purpose.GROUP.PURPOSE.*` are sums over all ranks, since no pipeline stage represents the others.
+  `comm.link.CLASS.sent_bytes` crosses a class of links. `comm.per_layer.*` is that of one block for one micro-batch.
+- `pipeline.bubble` is the wait of a step's busiest rank for other stages over its compute time, (t - ideal)/ideal of
+  2104.04473 sec. 2.2. Waits of other ranks for this slower rank are not part of the bubble. The value is the median
+  over the undisturbed timed steps, with the 95 % bootstrap interval `.low` to `.high`. A step is disturbed if other
+  ranks or programs kept a rank from its core while it computed, because waits for that rank do not depend on the
+  schedule. With fewer than three undisturbed steps there is no interval and no bubble. A library whose stages also have
+  tp or dp has no bubble, because its waits are measured from outside.
+- A step that does not fit has no time: `shown` omits the metrics that begin with an entry of `SPEED`. Claims that
+  compare a published rate with a simulation that does not fit read the record itself and report the misfit.
+- `time.*` are the parts of the slowest stage's seconds in a simulation. `trace_seconds` is the duration of the
+  simulation.
 """
 
 from __future__ import annotations
@@ -42,49 +43,49 @@ Metrics: TypeAlias = dict[str, float]
 STEP_SECONDS = "step_seconds.median"
 DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
-"""Least part of its computing time that a rank has its core for, or the step is disturbed."""
+"""Minimum share of a rank's compute time on its core; a step with a smaller share is disturbed."""
 STATES = ("parameters", "gradients", "optimizer")
 SPEED = (
     *("step_seconds.", "tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s"),
     "time.",
 )
-"""Beginnings of what is said of a step's seconds."""
+"""Prefixes of the metrics that depend on the step time."""
 
 
 RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s")
-"""Beginnings of those that are so much of a step over its seconds."""
+"""Prefixes of the metrics that are an amount per step divided by the step time."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes by category that one rank holds, or each rank of a simulated role."""
+    """Bytes by category on one rank, or on each rank of a simulated role."""
 
     states: Mapping[str, int]
-    """Between two steps."""
+    """Bytes between two steps."""
     peak: Mapping[str, int]
-    """When the device's `total` is largest."""
+    """Bytes at the moment of the device's largest `total`."""
     most: Mapping[str, int]
-    """The most of each category at any moment."""
+    """Maximum of each category over the step."""
     init_peak_bytes: int
 
 
 def shown(found: Mapping[str, float], outcome: str) -> Metrics:
-    """What is told of a step that ended with `outcome`."""
+    """Return the metrics to display for a step with this `outcome`."""
     return {name: value for name, value in found.items() if outcome != "oom" or not name.startswith(SPEED)}
 
 
 def metric_at_step_seconds(name: str, found: Mapping[str, float], seconds: float) -> float | None:
-    """What the metric `name` among `found` is if the step takes `seconds`; None if it does not follow from them."""
+    """Return the value of the metric `name` for a step time of `seconds`; None if it does not follow from `found`."""
     if name == STEP_SECONDS:
         return seconds
     return found[name] * found[STEP_SECONDS] / seconds if name.startswith(RATES) else None
 
 
 def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
-    """The largest of any rank; nothing without one.
+    """Return the maximum of each memory metric over the ranks; empty without ranks.
 
-    `marked`: every buffer says what it is for.  Of an engine that is a library only the model states are known to be
-    what they are, and the total.
+    `marked`: whether every buffer has a category. Under a library as the engine, only the categories of the model
+    states and the total are known.
     """
     if not ranks:
         return {}
@@ -116,7 +117,7 @@ def allocated(
     fragmentation: float,
     retries: int,
 ) -> Metrics:
-    """What a simulation knows of memory besides.  `reserved`: None for a step that does not fit.  Bytes."""
+    """Return the further memory metrics of a simulation, in bytes. `reserved`: None for a step that does not fit."""
     metrics: Metrics = {
         "memory.context_bytes": context,
         "memory.communication_bytes": max(rank.most["communication"] for rank in ranks),
@@ -132,7 +133,7 @@ def allocated(
 
 
 def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic]) -> Metrics:
-    """Rank 0's.  One operation may be in several rows (sizes of the group, purposes): they add up."""
+    """Return the communication metrics of rank 0. Rows of the same operation (other group sizes, purposes) add up."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
         _add(metrics, f"comm.{row.group}.{row.op}", calls=row.calls, payload_bytes=row.payload_bytes)
@@ -146,7 +147,7 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
 
 
 def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
-    """Summed over all ranks.  `found`: rows, and how many ranks each of them stands for."""
+    """Return calls and bytes by purpose, summed over all ranks. `found`: number of ranks, and the rows of each."""
     metrics: Metrics = {}
     for ranks, rows in found:
         for row in rows:
@@ -157,11 +158,11 @@ def purposes(found: Iterable[tuple[int, Sequence[TrafficRow]]]) -> Metrics:
 
 
 OF_BLOCKS = ("block", "keys and values")
-"""Purposes of what a block sends: sums and gathers of tensor parallelism, gathers of context parallelism."""
+"""Purposes of a block's communication: sums and gathers of tensor parallelism, gathers of context parallelism."""
 
 
 def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) -> list[LayerTraffic]:
-    """What one block of a pipeline `stage` communicates for one micro-batch, on average over the stage's blocks."""
+    """Return the communication per block and micro-batch of a pipeline `stage`, averaged over the stage's blocks."""
     layout = experiment.layout
     blocks = sum(map(len, layout.parts(experiment.model.layers)[stage :: layout.pp]))
     uses = layout.accumulation * blocks
@@ -175,7 +176,7 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
 def speed(
     seconds: float, *, samples: int, tokens: int, model_flops: float, hardware_flops: float, devices: int
 ) -> Metrics:
-    """Of a step of `seconds`, and the work of all its ranks."""
+    """Return the metrics of speed for a step of `seconds`; the other arguments are totals over all ranks."""
     return {
         STEP_SECONDS: seconds,
         "tokens_per_s": tokens / seconds,
@@ -187,14 +188,14 @@ def speed(
 
 
 def parts(found: Mapping[str, float], factor: float) -> Metrics:
-    """Where the slowest stage's predicted seconds go; `factor` as calibrated."""
+    """Return the parts of the slowest stage's predicted seconds, and the calibration `factor`."""
     shares = ("compute_s", "optimizer_s", "exposed_s", "hidden_s", "bubble_s")
     names = (*shares, "forward_s", "backward_s", "update_s")
     return {**{f"time.{name}": found[name] for name in names}, "time.factor": factor}
 
 
 def work(experiment: Experiment, operator_flops: int) -> Metrics:
-    """FLOP of a step by the formulas, and by the operators of the busiest rank; micro-batches in flight."""
+    """Return the FLOP of a step by the formulas and by the busiest rank's operators, and micro-batches in flight."""
     model, layout = experiment.model, experiment.layout
     metrics: Metrics = {
         "model.parameters": counts.total_parameters(model),
@@ -209,7 +210,7 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
 
 
 def bubble(stages: Sequence[StageReport], *, cores: bool) -> Metrics:
-    """Of the ranks of a pipeline, each with its stage; `cores`: leave steps out in which one was kept from its core."""
+    """Return the pipeline metrics from the stages of all ranks. `cores`: omit disturbed steps."""
     if not stages:
         return {}
     by_rank = [zip(stage.busy_s, stage.idle_s, stage.core_s, strict=True) for stage in stages]

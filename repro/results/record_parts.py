@@ -12,15 +12,15 @@ from repro.config import EmulatedNetwork
 from repro.results.json_fields import RecordPart
 
 Provenance: TypeAlias = dict[str, Any]
-"""As `repro.measure.provenance` says it, and what a launcher adds (`slurm`)."""
+"""Facts from `repro.measure.provenance`, and the entries of a launcher (`slurm`)."""
 Bytes: TypeAlias = dict[str, int]
-"""By category of memory; a peak has the device's `total` too."""
+"""Bytes by category of memory; a peak also has the device's `total`."""
 Software: TypeAlias = dict[str, Any]
-"""As `repro.engines.EngineReport` says it."""
+"""Fields of `repro.engines.EngineReport`."""
 KernelsRan: TypeAlias = dict[str, dict[str, int]]
-"""Operator -> `cuda` or `torch: why` -> ranks on which it ran so.
+"""Operator -> `cuda` or `torch: REASON` -> number of ranks that ran this implementation.
 
-The one operator is `every operator` where there was no choice: on a CPU, or under `kernels = "reference"`.
+The only operator is `every operator` where no choice exists: on a CPU, or under `kernels = "reference"`.
 """
 
 
@@ -34,7 +34,7 @@ class TrafficRow(RecordPart):
     size: int
     """Ranks of the group."""
     link: str | None = None
-    """Of a simulation: the slowest class of links that the group crosses."""
+    """Slowest class of links that the group crosses, in a simulation."""
     calls: int
     payload_bytes: int
     sent_bytes: int
@@ -52,45 +52,45 @@ class LayerTraffic(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory(RecordPart):
-    """Memory of a rank.  A rank that diverged in its first steps has no categories."""
+    """Memory of a rank, in bytes. A rank that diverged in its first steps has no categories."""
 
     states: Bytes | None = None
-    """After the first step: `parameters`, `gradients`, `optimizer`."""
+    """Bytes after the first step: `parameters`, `gradients`, `optimizer`."""
     peak: Bytes | None = None
-    """When the device's total was largest."""
+    """Bytes at the moment of the device's largest total."""
     most: Bytes | None = None
-    """The most of each category at any moment."""
+    """Maximum of each category over the run."""
     peak_phase: str | None = None
     init_peak_bytes: int | None = None
     rss_peak_bytes: int = 0
     cuda: Bytes = field(default_factory=dict)
-    """What the caching allocator says."""
+    """Statistics of the caching allocator."""
     beside_torch: Bytes | None = None
-    """Of a GPU, in use but not by torch: at the `start`, what NCCL took to connect each group, and at the `end`."""
+    """Bytes of a GPU in use outside torch: at the `start`, NCCL's bytes to connect each group, and at the `end`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport(RecordPart):
-    """A rank's pipeline stage: micro-batches in flight, and of each timed step its seconds."""
+    """Pipeline stage of a rank: micro-batches in flight, and the seconds of each timed step."""
 
     stage: int
     in_flight: int
     idle_s: list[float]
-    """Waiting for other stages."""
+    """Wait for other stages, in seconds."""
     busy_s: list[float]
-    """Computing."""
+    """Compute time, in seconds."""
     core_s: list[float]
-    """Computing and in possession of a core."""
+    """Compute time during which the rank had a core, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedFailure(RecordPart):
-    """The moment at which a simulated step ran out of memory."""
+    """Moment at which a simulated step ran out of memory."""
 
     phase: str
     allocated_bytes: int
     reserved_bytes: int
-    """By the caching allocator, when it could not meet a request."""
+    """Bytes that the caching allocator had reserved when it could not meet a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,9 @@ class SimulatedRole(RecordPart):
     peak_line: str
     peak_operator: str
     reserved_bytes: int | None
-    """By the caching allocator; None where the step does not fit."""
+    """Bytes that the caching allocator reserves; None where the step does not fit."""
     failure: SimulatedFailure | None = None
-    """Of a step that does not fit."""
+    """Failure of a step that does not fit."""
     sent_bytes: int
 
 
@@ -129,24 +129,24 @@ class SimulatedOn(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeries(RecordPart):
-    """Series over steps, and over one step."""
+    """Values per step, and the course of one simulated step."""
 
     loss: list[float | None] | None = None
     grad_norm: list[float | None] | None = None
     loss_scale: list[float | None] | None = None
     skipped_steps: list[int] | None = None
     step_seconds: list[list[float]] | None = None
-    """Of each timed step, by round: those of its slowest rank."""
+    """Seconds of the slowest rank in each timed step, by round."""
     resumed_from: list[int] | None = None
-    """Steps after which the run went on from a checkpoint."""
+    """Steps after which the run continued from a checkpoint."""
     phase_seconds: list[dict[str, float]] | None = None
-    """By rank: means over the timed steps."""
+    """Means over the timed steps, by rank."""
     pipeline: list[dict[str, Any]] | None = None
-    """By rank: a `StageReport`; empty without a pipeline."""
+    """`StageReport` of each rank; empty without a pipeline."""
     memory: dict[str, Any] | None = None
-    """Of a simulation, over the step on its fullest role (`repro.simulate.memory.live_bytes`)."""
+    """Live bytes over a simulated step on its fullest role (`repro.simulate.memory.live_bytes`)."""
     seconds: dict[str, dict[str, float]] | None = None
-    """Of a simulation: the slowest stage's, `busy` by kind of operator, `exposed` by kind of communication."""
+    """Seconds of a simulation's slowest stage: `busy` by kind of operator, `exposed` by kind of communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class CheckpointReport(RecordPart):
     write_seconds: list[float]
     failures: list[dict[str, Any]]
     times: str | None = None
-    """Of which steps the record's times are."""
+    """Steps from which the record's times come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,21 +174,21 @@ class RankResult(RecordPart):
     skipped_steps: list[int]
     checkpoints: CheckpointReport | None = None
     rounds: list[list[float]]
-    """Seconds of the timed steps."""
+    """Duration of the timed steps by round, in seconds."""
     phase_seconds: dict[str, float]
     pipeline: StageReport | None = None
     software: Software | None = None
-    """Who executed it."""
+    """Engine and libraries that executed the experiment."""
     environment: dict[str, str] | None = None
-    """On a GPU, what of the process's environment its launcher did not know (`repro.launch.rank.device_settings`)."""
+    """Environment variables of a GPU's process that the launcher did not set (`repro.launch.rank.device_settings`)."""
     kernels: dict[str, list[str]] = field(default_factory=dict)
-    """Operator -> `cuda` or `torch: why`, each once."""
+    """Operator -> `cuda` or `torch: REASON`, without duplicates."""
     memory: RankMemory
     comm: list[TrafficRow]
-    """Of one ordinary step."""
+    """Communication of one ordinary step."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     network: RankOnNetwork | None = None
-    """Of a run on an emulated network."""
+    """Measurements on an emulated network; None on other networks."""
     tokens_per_step: int
     samples_per_step: int
     model_flops_per_step: float
@@ -203,22 +203,22 @@ class RankOnNetwork(RecordPart):
     """Measurements of a rank on an emulated network.  Bytes are means over the timed steps, headers included."""
 
     compute_flops_per_s: float
-    """Of matrix products before the first step, while all ranks computed."""
+    """Rate of matrix products before the first step, while all ranks compute."""
     core_share: float
-    """Seconds of processor time that the rank computes in each second, at most."""
+    """Maximum processor time of the rank per second, in seconds."""
     sent_bytes: float
     received_bytes: float
-    """Of one step, by the rank's own interface."""
+    """Bytes of one step at the rank's own interface."""
     node_sent_bytes: float | None = None
     node_received_bytes: float | None = None
-    """Of one step, by its node's interface: of the first rank of each node."""
+    """Bytes of one step at the node's interface, on the first rank of each node; else None."""
     facts: dict[str, Any] | None = None
-    """As `repro.emulate.network.NetworkFacts` says it: of rank 0."""
+    """Fields of `repro.emulate.network.NetworkFacts`, on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkReport(RecordPart):
-    """The emulated network that a measurement ran on; what was asked is in the conditions."""
+    """Emulated network of a measurement, as created and measured. The conditions have the requested network."""
 
     mtu: int
     payload_share: float
@@ -226,18 +226,18 @@ class NetworkReport(RecordPart):
     rates: dict[str, list[float]]
     """Measured bytes/s of every link before the run, by kind and direction."""
     round_trip_s: dict[str, float]
-    """Of one byte, `within` a node and `between` nodes."""
+    """Round trip of one byte `within` a node and `between` nodes, in seconds."""
     user_namespace: bool
     compute_flops_per_s: list[float]
-    """By rank, of matrix products before the first step, while all ranks computed."""
+    """Rate of matrix products by rank, before the first step, while all ranks compute."""
     core_share: float
-    """Seconds of processor time that a rank computes in each second, at most: also while others wait."""
+    """Maximum processor time of a rank per second, in seconds, also while other ranks wait."""
     sent_bytes: list[float]
     received_bytes: list[float]
-    """By rank, of one step, headers included: means over the timed steps by the interfaces' counters."""
+    """Bytes of one step by rank, headers included: means over the timed steps from the interfaces' counters."""
     node_sent_bytes: list[float]
     node_received_bytes: list[float]
-    """By node, over its link to the others."""
+    """Bytes of one step by node, over the node's link to the other nodes."""
 
     def made(self, network: EmulatedNetwork) -> EmulatedNetwork:
         """Return `network` with the link rates that were measured before the run, and no compute rate."""

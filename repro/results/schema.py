@@ -37,9 +37,9 @@ from repro.results.record_parts import (
 SCHEMA = 1
 """Version of the record's layout."""
 MEASURED, SIMULATED = "measured", "simulated"
-"""Kinds of evidence that a record can be."""
+"""Kinds of evidence of a record."""
 EMULATED = "emulated"
-"""What a measurement on an emulated network is called, so that nobody takes its rates for a machine's."""
+"""Name of evidence from an emulated network, whose rates are not the rates of a real machine."""
 CONCLUSIVE = ("ok", "oom", "diverged")
 """Outcomes that a further run would only repeat."""
 
@@ -60,11 +60,11 @@ def _microseconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordHead(RecordPart):
-    """What every record begins with."""
+    """Common first fields of every record."""
 
     schema: int = SCHEMA
     protocol: int | None = PROTOCOL
-    """Of measurement; another one's numbers are not comparable."""
+    """Version of the measurement protocol; numbers of different versions are not comparable."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     written: str = field(default_factory=_now)
     """UTC, ISO 8601."""
@@ -87,44 +87,44 @@ class RecordHead(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentRecord(RecordHead):
-    """How one experiment ended, and what was seen; measured and simulated evidence of one key are two records."""
+    """Outcome and observations of one experiment. Measured and simulated evidence of one key are two records."""
 
     kind: str = field(default="experiment", init=False)
     key: str
     conditions: dict[str, Any] = field(metadata={"key": "experiment"})
-    """As `Experiment.as_dict` writes them."""
+    """Data from `Experiment.as_dict`."""
     evidence: str
     outcome: str
     reason: str
     metrics: dict[str, float]
-    """By the names of `repro.results.metrics`."""
+    """Values by the names of `repro.results.metrics`."""
     series: StepSeries
     checkpoints: CheckpointReport | None = None
     flops_formula: str = ""
     memory_by_rank: list[RankMemory] = field(default_factory=list)
     comm: list[TrafficRow] = field(default_factory=list)
-    """Rank 0's."""
+    """Communication of rank 0."""
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     comm_by_rank: list[list[TrafficRow]] = field(default_factory=list)
     software: Software | None = None
-    """Of a measurement: who executed it."""
+    """Engine and libraries that executed a measured experiment."""
     kernels: KernelsRan | None = None
-    """Of a measurement: what computed each operator."""
+    """Implementation of each operator in a measured experiment."""
     network: NetworkReport | None = None
-    """Of a measurement on an emulated network: its scale is a scaled twin's, whatever its sizes are."""
+    """Emulated network of a measurement. Such an experiment is a scaled twin, whatever its sizes are."""
     roles: list[SimulatedRole] | None = None
-    """Of a simulation."""
+    """Ranks with identical work, in a simulation."""
     simulated_on: SimulatedOn | None = None
     interval: StepInterval | None = None
-    """Of a simulation whose system has unknown numbers: what its step may take instead of `step_seconds.median`."""
+    """Possible values of `step_seconds.median` in a simulation whose system has unknown numbers."""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float = 0.0
     copy_of: str | None = None
-    """Id of the record that another suite, or another name, has of the same experiment."""
+    """Id of the record of the same experiment under another suite or another name."""
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The experiment.  Raises `ConfigError` where a newer program has written what this one does not know."""
+        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
         try:
             return from_dict(self.conditions)
         except ConfigError:
@@ -135,17 +135,17 @@ class ExperimentRecord(RecordHead):
 
     @property
     def shown_as(self) -> str:
-        """Its evidence as people tell kinds apart: `measured`, `emulated` or `simulated`."""
+        """Displayed kind of evidence: `measured`, `emulated` or `simulated`."""
         emulated = self.evidence == MEASURED and self.conditions.get("network")
         return EMULATED if emulated else self.evidence
 
     @property
     def conclusive(self) -> bool:
-        """Whether a further run would only repeat its outcome."""
+        """Whether a further run would only repeat the outcome."""
         return self.outcome in CONCLUSIVE
 
     def copy(self, experiment: Experiment, suite: str) -> ExperimentRecord:
-        """The record of an equal experiment, under the names of another suite."""
+        """Return the record of an equal experiment under the names of another suite."""
         return replace(
             self,
             id=uuid.uuid4().hex,
@@ -166,7 +166,7 @@ class Side(RecordPart):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRecord(RecordHead):
-    """Ratio subject/baseline of two experiments that took turns."""
+    """Ratio subject/baseline of two experiments that ran in alternating rounds."""
 
     kind: str = field(default="comparison", init=False)
     baseline: Side
@@ -174,11 +174,11 @@ class ComparisonRecord(RecordHead):
     metric: str
     ratio: float
     low: float | None
-    """With `high` the 95 % interval; too few rounds have none."""
+    """Lower end of the 95 % interval, whose upper end is `high`; None with too few rounds."""
     high: float | None
     rounds: int
     pairs: list[list[float]] = field(default_factory=list)
-    """Of each round: the baseline's value and the subject's."""
+    """Baseline's value and subject's value of each round."""
     provenance: Provenance = field(default_factory=dict)
 
 
@@ -196,16 +196,16 @@ class KernelsRecord(RecordHead):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord(RecordHead):
-    """How well weights predict a text, by one published way to score them (`repro evaluate`)."""
+    """Score of weights on a text under one published evaluation protocol (`repro evaluate`)."""
 
     kind: str = field(default="evaluation", init=False)
     model: dict[str, Any]
-    """Sizes, as `repro.config.Model` has them."""
+    """Sizes with the names of `repro.config.Model`."""
     weights: dict[str, Any]
-    """Whose layout they came in (`kind`), and the SHA-256 of each file (`files`)."""
+    """Format of the weight files (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
     way: dict[str, Any]
-    """As `repro.quality.evaluate.protocols.Protocol` has it: `name`, `source`, rules and what they leave open."""
+    """Fields of `repro.quality.evaluate.protocols.Protocol`: `name`, `source`, rules and unspecified rules."""
     data: dict[str, Any]
     """`name`, `bytes` and `sha256` of the text."""
     tokenizer: dict[str, Any]
@@ -230,15 +230,15 @@ _KINDS: dict[
     "evaluation": EvaluationRecord,
 }
 _CONDITIONS = ("model", "layout", "system", "engine")
-"""What every experiment has had since the first record of one."""
+"""Conditions of every experiment in all versions of the record."""
 
 
 class NotARecord(ValueError):
-    """JSON data that is no whole record; `str` says what is wrong in a few words."""
+    """JSON data that is not a complete record; `str` names the error in a few words."""
 
 
 def read_record(document: Mapping[str, Any]) -> Record:
-    """The record that a line of the store holds.  Raises `NotARecord`."""
+    """Return the record of a line of the store. Raises `NotARecord` if a key is missing or wrong."""
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise NotARecord("kind: a kind of record, such as experiment")
@@ -257,7 +257,7 @@ def read_record(document: Mapping[str, Any]) -> Record:
 
 
 def _unknown(document: Mapping[str, Any]) -> str:
-    """Evidence of a kind that nobody knows, or the first metric that is no number; else empty."""
+    """Return the unknown kind of evidence, or the first metric that is not a number; else an empty string."""
     if document["evidence"] not in (MEASURED, SIMULATED):
         return f"evidence: {document['evidence'][:20]!r}"
     wrong = [name for name, value in document["metrics"].items() if type(value) not in (int, float)]

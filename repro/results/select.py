@@ -1,9 +1,9 @@
-"""Which record counts.  Nothing else decides that.
+"""The rule that selects the records that count. No other module decides this.
 
-Records of another measurement protocol never count: they are not comparable with today's.  By key, the newest record
-says what is known of an experiment, so that one that failed after a success is run again.  By name, as claims, figures
-and pages ask, the newest conclusive record counts, and the newest failure where there is none.  Measured and simulated
-evidence of one experiment never stand for each other.
+Records of another measurement protocol never count, because their numbers are not comparable. Selection by key takes
+the newest record, so that an experiment that failed after a success runs again. Selection by name, for claims, figures
+and pages, takes the newest conclusive record, or the newest failure where none is conclusive. Measured and simulated
+evidence never replace each other.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from repro.results.schema import (
 
 @dataclass(frozen=True)
 class Selection:
-    """The records that count, by name; a name is `suite/name`."""
+    """Selected records by name; a name is `suite/name`."""
 
     by_name: dict[tuple[str, str], ExperimentRecord]
-    """(evidence, name) -> the record."""
+    """(evidence, name) -> record."""
     by_pair: dict[tuple[str, str], ComparisonRecord]
-    """(subject, baseline) -> the newest comparison."""
+    """(subject, baseline) -> newest comparison."""
     evaluations: list[EvaluationRecord]
-    """Those that came to an end, oldest first."""
+    """Evaluations with outcome `ok`, oldest first."""
     older: int
-    """Records that another one of the same experiment replaces."""
+    """Number of records that a newer record of the same experiment replaces."""
     foreign: int
-    """Records of another measurement protocol."""
+    """Number of records of another measurement protocol."""
 
     @property
     def measured(self) -> list[ExperimentRecord]:
-        """One of each measured experiment, by name."""
+        """Records of measured experiments, one per name."""
         return [record for record in self.by_name.values() if record.evidence != SIMULATED]
 
     @property
     def simulated(self) -> list[ExperimentRecord]:
-        """One of each simulated experiment, by name; figures of what was measured know nothing of them."""
+        """Records of simulated experiments, one per name; figures of measurements do not use them."""
         return [record for record in self.by_name.values() if record.evidence == SIMULATED]
 
     @property
     def comparisons(self) -> list[ComparisonRecord]:
-        """One of each pair, by name."""
+        """Comparisons, one per pair of names."""
         return list(self.by_pair.values())
 
 
 def select(records: Iterable[Record]) -> Selection:
-    """The records that count, of all suites."""
+    """Return the records of all suites that count."""
     by_name: dict[tuple[str, str, str], ExperimentRecord] = {}
     by_pair: dict[tuple[str, str, str], ComparisonRecord] = {}
     every = list(records)
@@ -87,7 +87,7 @@ def select(records: Iterable[Record]) -> Selection:
 def by_key(
     records: Iterable[Record], evidence: str = MEASURED, *, without: tuple[str, ...] = ()
 ) -> dict[str, ExperimentRecord]:
-    """The newest record of every experiment's key, of one kind of evidence and but for some outcomes."""
+    """Return the newest record by key, for one kind of evidence, except records with an outcome in `without`."""
     return {
         record.key: record
         for record in _of_today(records)
@@ -98,7 +98,7 @@ def by_key(
 
 
 def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord]:
-    """The newest comparison of every (baseline's key, subject's key)."""
+    """Return the newest comparison by (baseline's key, subject's key)."""
     return {
         (record.baseline.key, record.subject.key): record
         for record in _of_today(records)
@@ -107,10 +107,10 @@ def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord
 
 
 def of_today(record: Record) -> bool:
-    """Whether it was measured under today's protocol."""
+    """Return whether the record was measured under the current protocol."""
     return record.protocol == PROTOCOL
 
 
 def _of_today(records: Iterable[Record]) -> list[Record]:
-    """Oldest first."""
+    """Return the records of the current protocol, oldest first."""
     return sorted(filter(of_today, records), key=lambda record: record.order)

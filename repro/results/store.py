@@ -1,12 +1,12 @@
 """The store: append-only JSON lines, one file per writer, under `root/records`.
 
-A record is on disk when `Store.append` returns: one `write` to a file that only this process
-writes, then `fsync`.  `kill -9` at any moment leaves at worst one torn last line, which readers skip and
-report.  When the disk is full, the half-written line is cut off again and a small file that was kept in
-reserve makes room for one more record, the one that says so.
+A record is on disk when `Store.append` returns: one `write` to a file that only this process writes, then `fsync`.
+After `kill -9` the file has at worst one incomplete last line, which readers skip and report. On a full disk, the
+writer truncates the incomplete line. It then frees a small reserve file, whose space suffices for one more record that
+reports the full disk.
 
-Records are ordered by a hybrid logical clock (Kulkarni et al. 2014, Logical Physical Clocks): a record's `sequence`
-is the time in microseconds, or 1 more than the highest sequence in the store if the clock is behind that.
+Records are ordered by a hybrid logical clock (Kulkarni et al. 2014, Logical Physical Clocks): a record's `sequence` is
+the time in microseconds, or 1 more than the highest sequence in the store if the clock is behind that.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RecordT = TypeVar("RecordT", bound=Record)
 RESERVE_BYTES = 256 * 1024
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_PRINTED_REMARKS = 10
-"""Lines that are no records, named one by one."""
+"""Maximum number of invalid lines that are printed one by one."""
 CLOCK_TOLERANCE_S = 60
 """Difference between the clocks of several writers that is not reported, in seconds."""
 
 
 class Store:
-    """Records of all runs below `root`.  Opening and reading create nothing; the first append does."""
+    """Records of all runs below `root`. Opening and reading create no file; the first append creates the files."""
 
     def __init__(self, root: Path = Path("results")):
         self.root = root
@@ -53,14 +53,15 @@ class Store:
         self._has_noted_clock = False
 
     def prepare(self) -> None:
-        """Create this writer's file and its reserve now, while there is room."""
+        """Create this writer's file and its reserve now, while the disk has space."""
         self._open()
 
     def append(self, record: RecordT) -> RecordT:
         """Write one record (finite numbers only) as the newest of the store, wait until it is on disk, and return it.
 
-        Raises `OSError`: nothing of the record is left then.  After `ENOSPC` the reserve is free, so that
-        one short record still fits.
+        Raises:
+            OSError: The write failed, and nothing of the record remains. After `ENOSPC` the reserve is free, so that
+                one short record still fits.
         """
         record = replace(record, sequence=self._next_sequence())
         self._write(json.dumps(record.as_dict(), allow_nan=False, separators=(",", ":")).encode() + b"\n")
@@ -94,7 +95,7 @@ class Store:
         descriptor = self._open()
         try:
             written = os.write(descriptor, line)
-            if written != len(line):  # a full disk takes what fits
+            if written != len(line):  # on a full disk, os.write writes only a part
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
             os.fsync(descriptor)
         except OSError as error:
@@ -106,7 +107,7 @@ class Store:
         self._good += len(line)
 
     def records(self) -> list[Record]:
-        """Every record, oldest first.  Files are read on from where the last call stopped."""
+        """Return all records, oldest first. Each call reads only lines that are new since the previous call."""
         for path in self._files():
             self._catch_up(path)
         return _oldest_first(record for reading in self._read.values() for record in reading.records.values())
@@ -116,11 +117,11 @@ class Store:
 
     @property
     def skipped(self) -> list[str]:
-        """A remark (file, line, why) for each line that the last `records` had to skip."""
+        """A remark (file, line, reason) for each line that the last `records` skipped."""
         return [remark for reading in self._read.values() for remark in reading.remarks()]
 
     def readable(self) -> tuple[list[Record], list[str]]:
-        """The records whose conditions this version knows, oldest first, and a remark for every other line."""
+        """Return the records with known conditions, oldest first, and a remark for every other line."""
         self.records()
         found, remarks = [], self.skipped
         for reading in self._read.values():
@@ -133,7 +134,7 @@ class Store:
         return _oldest_first(found), remarks
 
     def take_over(self, other: Store) -> int:
-        """Append the records of `other` whose ids this store lacks, their lines as they are; how many."""
+        """Append the lines of `other` whose record ids this store lacks, unchanged; return the number of lines."""
         known = {document.get("id") for document, _ in self._lines()}
         lacking = [line for document, line in other._lines() if document.get("id") not in known]
         for line in lacking:
@@ -204,7 +205,7 @@ class Store:
 
 
 def read_records(root: Path) -> list[Record]:
-    """The readable records below `root`, oldest first; the other lines are named on standard error."""
+    """Return the readable records below `root`, oldest first; name the other lines on standard error."""
     records, remarks = Store(root).readable()
     print_remarks(remarks)
     return records
@@ -215,22 +216,22 @@ def _oldest_first(records: Iterable[Record]) -> list[Record]:
 
 
 def print_remarks(remarks: list[str]) -> None:
-    """Name the first lines that are no records on standard error."""
+    """Print the first remarks on invalid lines to standard error."""
     for remark in remarks[:MAX_PRINTED_REMARKS]:
         print(f"note: {remark}", file=sys.stderr)
 
 
 class _Reading:
-    """What was read of one file so far; files only grow."""
+    """Contents of one file up to the current offset; files only grow."""
 
     def __init__(self, path: Path):
         self.path = path
         self.records: dict[int, Record] = {}
-        """By line."""
+        """Records by line number."""
         self.newest = 0
         """Highest `order` of the records."""
         self._bad: dict[int, str] = {}
-        """Why a line is no record."""
+        """Reason by line number for each line that is not a record."""
         self._offset = 0
         self._line = 0
         self._rest = False
@@ -264,21 +265,21 @@ class _Reading:
 
 
 def _refuse(constant: str) -> None:
-    """NaN and infinity, which Python reads and JSON has not."""
+    """Reject NaN and infinity, which Python reads but JSON does not have."""
     raise ValueError(constant)
 
 
 def _document(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it holds none."""
+    """Return the JSON object of a line; None for a line without one."""
     try:
         document = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):  # a line of brackets is as deep as it is long
+    except (ValueError, RecursionError):  # a line of brackets nests as deep as its length
         return None
     return document if isinstance(document, dict) else None
 
 
 def _take_reserve(path: Path) -> int | None:
-    """A file of real blocks, locked while its writer lives; None where the disk has no room for it."""
+    """Return a descriptor of allocated blocks, locked while the writer lives; None on a full disk."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
@@ -295,7 +296,7 @@ def _take_reserve(path: Path) -> int | None:
 
 
 def _clear_abandoned(folder: Path) -> None:
-    """Remove reserves whose writers were killed: their locks died with them."""
+    """Remove reserves of killed writers, which no longer hold a lock."""
     for path in folder.glob("*.reserve"):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -75,7 +75,7 @@ def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
         return None
     try:
         return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
-    except ConfigError:  # a file that has gone since
+    except ConfigError:  # a system file that no longer exists
         return None
 
 
@@ -153,4 +153,4 @@ def _compared(
 ) -> list[ComparisonRecord]:
     names = {record.name for record in records}
     both = [c for c in comparisons if c.suite == suite and {c.subject.name, c.baseline.name} <= names]
-    return [] if kind == SIMULATED else both  # what took turns did run
+    return [] if kind == SIMULATED else both  # only executed experiments have comparisons

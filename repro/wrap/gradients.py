@@ -29,7 +29,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """`number`: index of the gradient in `norms`."""
+        """Create the gradient. `number`: index of the gradient in `norms`."""
         gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -219,7 +219,7 @@ class OptimizerGradient(Tensor):
 
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
-        """`unscale(found_inf, inv_scale)`: both 0-dim fp32; sets `found_inf` to 1 if any gradient is not finite."""
+        """Create the gradient. `unscale(found_inf, inv_scale)` (0-dim fp32) sets `found_inf` to 1 for inf or nan."""
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -136,7 +136,7 @@ class StockLoop:
                 here = slice(start, start + last - first)
                 parameter = Parameter(bucket.master[here])
                 shards.append(Shard(index, first, last, parameter, bucket.gradient_shard[here]))
-        if not shards:  # all that this rank has is padding: its optimizer gets an empty piece, and goes along
+        if not shards:  # this rank has only padding: its optimizer gets an empty piece
             bucket = self.sharded.buckets[0]
             empty = Parameter(bucket.master[:0])
             shards.append(Shard(bucket.plan.slots[0].index, 0, 0, empty, bucket.gradient_shard[:0]))
@@ -179,8 +179,8 @@ class StockLoop:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() != -1:
-            return  # recomputation of the whole module
-        self._in_backward = False  # a backward pass that failed has not taken it back
+            return  # recomputation of the full module
+        self._in_backward = False  # a failed backward pass does not reset it
         self._has_gradients = torch.is_grad_enabled()
         if not self._has_gradients:
             if self.sharded.gatherer is not None:
@@ -190,7 +190,7 @@ class StockLoop:
             self._module_check.check()
         self._is_backward_due = True
         self._hide_gradients()
-        # Under stages 0 and 1 the last micro-batch brings the reduction; `_before_step` does where none was the last.
+        # Stages 0 and 1 reduce after the last micro-batch, or in `_before_step` if no pass was marked as the last.
         passes = self.micro_batch + 2 if self._in_no_sync else self.accumulation
         self.sharded.begin(self.micro_batch, passes)
 
@@ -217,7 +217,7 @@ class StockLoop:
                     "or run each forward pass right before its backward pass"
                 )
             self._in_backward = True
-            # What torch's own DDP and FSDP use to learn that a backward pass is over.
+            # torch's own DDP and FSDP detect the end of a backward pass by this callback.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
     def _on_grad_only_gradient(self) -> None:
@@ -289,7 +289,7 @@ class StockLoop:
     def _clip(self) -> None:
         group = self.sharded.sharding.group
         gradients = [s.parameter.grad for s in self._shards if s.parameter.grad is not None]
-        # A rank whose shards are all padding has nothing to add, but takes part in the sum.
+        # A rank with only padding adds zero and participates in the sum.
         like = self.sharded.buckets[0].master
         squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
         if self.sharded.sharding.stage:

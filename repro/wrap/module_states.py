@@ -1,4 +1,4 @@
-"""States of a module whose parameters lie in buckets: a stock module's, in and out, and a rank's own shard."""
+"""State dicts of a module whose parameters lie in buckets: of the stock module, and of a rank's own shard."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from repro.wrap.optimizer_states import mark_of, written
 
 
 class WrappedModule(ShardedModule):
-    """What `module.repro` is."""
+    """Sharded module at `module.repro`, with full and per-rank state dicts."""
 
     _saving = False
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` of the stock module, complete on every rank; all ranks call this at once.
+        """Return `state_dict()` of the stock module, complete on every rank; all ranks call this at once.
 
-        Parameters are what the optimizer updates, so fp32 in bf16 training: a module in bf16 rounds them as it
-        loads them, and a wrapped one goes on as if nothing had happened.
+        Parameters have the optimizer's precision, which is fp32 in bf16 training. A bf16 module rounds them on load. A
+        wrapped module continues with the same master weights.
         """
         full: dict[int, Tensor] = {}
         for flat in self._flats():
@@ -37,7 +37,7 @@ class WrappedModule(ShardedModule):
         return states
 
     def shard_state_dict(self) -> dict[str, Any]:
-        """What this rank has: its pieces of the parameters by name, and all of what is not cut (buffers)."""
+        """Return this rank's state: its pieces of the parameters by name, and all unsharded values (buffers)."""
         mine = self._pieces()
         cut = {id(parameter) for flat in self._flats() for parameter in flat.parameters}
         rest = {key: value for key, value in self._copied(cut).items() if id(value) not in cut}
@@ -48,9 +48,9 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Take what `shard_state_dict` gave on this rank of this layout; all ranks call this at once.
+        """Load the result of `shard_state_dict` of this rank and layout; all ranks call this at once.
 
-        Raises `ValueError` for another rank's or layout's.
+        Raises `ValueError` for the shard of another rank or layout.
         """
         mine = self._pieces()
         sizes = {name: piece.numel() for name, piece in mine.items()}
@@ -73,7 +73,7 @@ class WrappedModule(ShardedModule):
         return (*self.buckets, *self.frozen)
 
     def _pieces(self) -> dict[str, Tensor]:
-        """This rank's part of every parameter, flat, as the optimizer has it."""
+        """Return this rank's part of every parameter by name, flat, in the optimizer's precision."""
         names = {id(p): name for name, p in self._named.items()}
         found = {}
         for flat in self._flats():
@@ -85,7 +85,7 @@ class WrappedModule(ShardedModule):
         return found
 
     def _copied(self, cut: Any) -> dict[str, Any]:
-        """The stock `state_dict`, of which what is cut is not looked at."""
+        """Return the stock `state_dict` with copies of all tensors except those whose ids are in `cut`."""
         self._saving = True
         try:
             states = self.module.state_dict(keep_vars=True)
@@ -97,7 +97,7 @@ class WrappedModule(ShardedModule):
         return states
 
     def guard(self, units: Sequence[GatherUnit]) -> None:
-        """Let `load_state_dict()` reach shards and master weights, and `state_dict()` see whole parameters only."""
+        """Install hooks: `load_state_dict()` updates shards and master weights, and `state_dict()` refuses stage 3."""
         flat_of = {id(p): flat for flat in (*self.buckets, *self.frozen) for p in flat.parameters}
         unit_of: dict[int, int] = {}
         if self.gatherer is not None:
@@ -143,12 +143,12 @@ class WrappedModule(ShardedModule):
 
 
 def _values(flat: FlatParameters) -> Tensor:
-    """This rank's shard in the precision that is kept."""
+    """Return this rank's shard: the master weights, or the parameters where there are none."""
     return flat.master if isinstance(flat, Bucket) else flat.shard
 
 
 def _gathered_values(flat: FlatParameters) -> Tensor:
-    """The values of all ranks' shards [padded]."""
+    """Return the values of all ranks' shards [padded]."""
     mine = _values(flat)
     if mine.numel() == flat.plan.padded:
         return mine
@@ -159,7 +159,7 @@ def _gathered_values(flat: FlatParameters) -> Tensor:
 
 @torch.no_grad()
 def _set_master(flat: FlatParameters, key: int, value: Tensor) -> None:
-    """Give this rank's piece of a parameter's master weights the whole `value`'s, before rounding."""
+    """Set this rank's piece of a parameter's master weights from the full `value`, before rounding."""
     values = _values(flat)
     if values is flat.shard:
         return

@@ -1,4 +1,4 @@
-"""States of an optimizer whose parameters were cut: as they came, as a rank has them, and whole again."""
+"""States of an optimizer with sharded parameters: conversion between stock state dicts and a rank's own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from repro.parallel.zero.stages import ShardedModule
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the optimizer's new parameters: elements `first` to `last` of parameter `index`, flat."""
+    """Flat parameter of the optimizer: elements `first` to `last` of the module's parameter `index`."""
 
     index: int
     first: int
     last: int
     parameter: Parameter
     gradient: Tensor
-    """The reduced gradient that belongs to it."""
+    """Reduced gradient of the shard."""
 
 
 class OptimizerStates:
-    """Marks `optimizer.state_dict()` as this rank's, takes a stock one apart and puts one together."""
+    """Mark a rank's own `optimizer.state_dict()`, split stock state dicts on load, and assemble full ones."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class OptimizerStates:
         shards: Sequence[Shard],
         host: Group,
     ):
-        """The optimizer still has the module's own parameters, and maybe states of them."""
+        """Split the existing states of `optimizer`, which must still have the module's own parameters."""
         self._optimizer, self._sharded, self._shards, self._host = optimizer, sharded, shards, host
         index = {id(p): i for i, p in enumerate(sharded.parameters)}
         self._groups = [[index.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        """Of every group the parameters' indices; None for one that is frozen."""
+        """Indices of the parameters of every group; None for a frozen parameter."""
         self._mark = mark_of(sharded)
         states = {index[id(p)]: state for p, state in optimizer.state.items() if id(p) in index}
         optimizer.state.clear()
@@ -52,7 +52,7 @@ class OptimizerStates:
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _cut(self, state: dict[str, Any], shard: Shard) -> dict[str, Any]:
-        """The shard's part of a parameter's state."""
+        """Return the shard's part of a parameter's state."""
         numel = self._sharded.shapes[shard.index].numel()
         cut: dict[str, Any] = {}
         for key, value in state.items():
@@ -79,7 +79,7 @@ class OptimizerStates:
         return states
 
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
-        """A stock optimizer's states, as this rank's of its shards."""
+        """Return this rank's part of a stock optimizer's states."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
             raise ValueError("optimizer.load_state_dict(): has other parameter groups than the optimizer had")
         place: dict[int, int] = {}
@@ -99,7 +99,7 @@ class OptimizerStates:
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` of the stock optimizer, complete on every rank; all ranks call this at once."""
+        """Return `state_dict()` of the stock optimizer, complete on every rank; all ranks call this at once."""
         sharded, group = self._sharded, self._sharded.sharding.group
         pieces = {shard.index: shard for shard in self._shards}
         states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}
@@ -129,7 +129,7 @@ class OptimizerStates:
 
 
 def _all_gather_any(value: Any, host: Group) -> list[Any]:
-    """Every rank's `value`, by way of its pickled bytes."""
+    """Return the `value` of every rank, exchanged as pickled bytes."""
     if host.size == 1:
         return [value]
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -149,11 +149,11 @@ def _is_part(value: Any) -> bool:
 
 
 def mark_of(sharded: ShardedModule) -> dict[str, int]:
-    """What tells a rank's own states from another's."""
+    """Return the rank and layout that a rank's own states must match on load."""
     group = sharded.sharding.group
     return {"rank": group.rank, "dp": group.size, "zero": sharded.sharding.stage}
 
 
 def written(mark: dict[str, int]) -> str:
-    """For messages."""
+    """Return the mark as text for messages."""
     return f"rank {mark['rank']} of dp = {mark['dp']}, zero = {mark['zero']}"

@@ -2,10 +2,10 @@
 
     module, optimizer = repro.parallelize(module, optimizer, Layout(dp=4, zero=3))
 
-The training loop stays as it is: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`.
-Both objects are changed in place: the module's parameters move into buckets, the optimizer's into this
-rank's shards of them, so its states are partitioned and learning-rate schedulers keep working.  Any
-element-wise optimizer will do (SGD, Adam, AdamW, ...); one that looks at whole matrices will not.
+The training loop remains unchanged: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects are
+changed in place. The module's parameters move into buckets, and the optimizer's parameters become this rank's shards.
+Optimizer states are therefore partitioned, and learning-rate schedulers work. The optimizer must be element-wise (SGD,
+Adam, AdamW, ...); one that uses matrices is refused.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ def parallelize(
     blocks: Sequence[str] | None = None,
     clip: float = 0.0,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Spread `module` and `optimizer` over `layout.dp` ranks; returns both, changed in place.
+    """Distribute `module` and `optimizer` over `layout.dp` ranks; return both, changed in place.
 
-    `blocks` names the submodules that stage 3 gathers one at a time (default: the children of every
-    `nn.ModuleList`, else of `nn.Sequential`; where these are bare containers, the modules inside).
-    `clip` is the largest global gradient norm (0: none).  After a backward pass `p.grad` is the mean over all
-    ranks: torch's `clip_grad_norm_` and `clip_grad_value_`, norms and scaling in place work on every stage, on all
-    ranks at once; anything else needs stage 0, where it is a plain tensor.
+    `blocks` names the submodules that stage 3 gathers one at a time. The default is the children of every
+    `nn.ModuleList`, else of `nn.Sequential`, or the modules inside if the children are bare containers. `clip` is the
+    maximum global gradient norm (0: none). After a backward pass `p.grad` is the mean over all ranks. torch's
+    `clip_grad_norm_` and `clip_grad_value_`, norms and in-place scaling work under every stage, on all ranks at once.
+    All other uses need stage 0, where `p.grad` is a plain tensor.
 
-    Any number of backward passes may belong to one `optimizer.step()`.  Where `layout.accumulation` says how many,
-    or `module.no_sync()` which are not the last, stages 0 and 1 communicate once; else after every pass.  Each
-    rank feeds its own samples and divides its loss by the accumulation, as with plain PyTorch.  A parameter that no
-    rank used is left alone, and buffers that changed become rank 0's after every step.
+    One `optimizer.step()` may follow any number of backward passes. If `layout.accumulation` gives the number, or
+    `module.no_sync()` marks passes before the last, stages 0 and 1 communicate once, else after every pass. Each rank
+    feeds its own samples and divides its loss by the accumulation, as in plain PyTorch. A parameter that no rank used
+    is unchanged. Changed buffers get the values of rank 0 after every step.
 
-    In bf16 the module is what `module.to(torch.bfloat16)` is, frozen parameters and buffers included; the
-    trained parameters' fp32 values become the master weights.  Frozen parameters have neither masters nor
-    gradients; under stage 3 a rank has its shard of their values, under the other stages all.
+    In bf16 the module equals `module.to(torch.bfloat16)`, including frozen parameters and buffers. The fp32 values of
+    trained parameters become the master weights. Frozen parameters have no masters and no gradients. A rank has its
+    shard of their values under stage 3, and all values under other stages.
 
-    `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), whatever the
-    layout's `gather_overlap` says: a stock script may read them anywhere.  Under stage 3 no rank has whole
-    parameters outside their modules' passes: reading one raises an error, and
-    `module.repro.full_parameters()` gathers copies of them, on all ranks at once.  There all ranks must use the
-    same modules in a pass (not the same parameters in them), else all raise an error.  One backward pass may go
-    through several forward passes.
+    `optimizer.step()` returns when every rank has the updated parameters (stages 1 and 2), regardless of the layout's
+    `gather_overlap`, because a stock script may read them anywhere. Under stage 3 no rank has full parameters outside
+    their modules' passes, and reading one raises an error. `module.repro.full_parameters()` gathers copies on all ranks
+    at once. Under stage 3 all ranks must use the same modules in a pass (not the same parameters in them), else all
+    raise an error. One backward pass may follow several forward passes.
 
-    Without a process group one is made from the environment that torchrun sets.  All replicas start from
-    rank 0's values.  `optimizer.state_dict()` and `module.repro.shard_state_dict()` are a rank's own and can be
-    loaded there only.  `full_state_dict()` of `optimizer.repro` and of `module.repro`, on all ranks at once, makes
-    the stock one's, which `load_state_dict` of either takes on every rank of any layout.  Raises `ConfigError` if the
-    layout does not fit the processes, `ValueError` for what would train wrongly (`repro.wrap.refusals`), or if the
-    process group cannot serve the module's device.
+    Without a process group, the function creates one from torchrun's environment. All replicas start from rank 0's
+    values. `optimizer.state_dict()` and `module.repro.shard_state_dict()` belong to one rank and can be loaded only
+    there. `full_state_dict()` of `optimizer.repro` and of `module.repro`, on all ranks at once, returns the stock
+    state. `load_state_dict` of either accepts it on every rank of any layout.
+
+    Raises `ConfigError` if the layout does not fit the processes. Raises `ValueError` if the training would be wrong
+    (`repro.wrap.refusals`), or if the process group does not support the module's device.
     """
     if not isinstance(layout, Layout):
         raise ConfigError("layout", layout, "a repro.Layout, such as repro.Layout(dp=2, zero=3)")
@@ -107,7 +107,7 @@ def parallelize(
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What carries the collectives of a module on a device of this type."""
+"""Backend of the collectives, by the module's type of device."""
 
 
 NOT_FOR_STOCK_MODULES = (
@@ -118,7 +118,7 @@ NOT_FOR_STOCK_MODULES = (
     ("kernels", "fused", "a stock module brings its own operators"),
     ("offload_optimizer", False, "optimizer states stay on the device here"),
 )
-"""What a layout must not ask of a module that is not ours, and why."""
+"""Required values of layout keys for a stock module, with the reasons."""
 
 
 def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
@@ -143,7 +143,7 @@ def _backend(device: torch.device) -> str:
 
 
 def require_backend(config: str, device: torch.device) -> None:
-    """Raise `ValueError` unless the process group serves the device; `config` as `"cpu:gloo,cuda:nccl"`."""
+    """Raise `ValueError` unless the process group supports the device; `config`: such as `"cpu:gloo,cuda:nccl"`."""
     needed = _backend(device)
     found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
     if found != needed:

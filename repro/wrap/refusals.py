@@ -16,7 +16,7 @@ from repro.parallel.zero.stages import ShardedModule
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise `ValueError` for a module that would train wrongly, or not at all."""
+    """Raise `ValueError` for a module that cannot be trained, or not correctly."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module: a {type(module).__name__}; it is repro.parallelize(module, optimizer, layout)"
@@ -64,7 +64,7 @@ ELEMENT_BY_ELEMENT = {
 
 
 def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
-    """Raise `ValueError` unless the optimizer has the module's parameters, and treats each element by itself."""
+    """Raise `ValueError` unless the optimizer has the module's parameters and updates each element independently."""
     if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(f"optimizer: a {type(optimizer).__name__}; give the torch.optim.Optimizer inside")
     named = {id(p): (name, p) for name, p in module.named_parameters()}
@@ -92,7 +92,7 @@ def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
 
 
 def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a matrix that two ranks have pieces of is updated as on one, tried with a small one."""
+    """Return whether the optimizer updates two pieces of a small matrix as it updates the full matrix."""
     start = torch.linspace(-1.0, 2.0, 24, device=group["params"][0].device)
     try:
         full = _updated(optimizer, group, start.view(4, 6), slice(0, 24))
@@ -106,10 +106,10 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
 
 
 def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, here: slice) -> Tensor:
-    """`start` after three steps of a twin of `optimizer`, flat; `here` are its places in the whole matrix."""
+    """Return `start` after three steps of a copy of `optimizer`, flat; `here`: positions in the full matrix."""
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # a learning rate's schedule counts the steps of the real one
+    vars(twin).pop("step", None)  # a scheduler's wrapper, which counts the steps of the original
     parameter = Parameter(start.clone())
     rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # before a warm-up
     twin.param_groups = [{**group, **rate, "params": [parameter]}]
@@ -124,7 +124,7 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
 
 
 def check_clip(clip: float) -> None:
-    """Raise `ValueError` for a norm that nothing can be clipped to."""
+    """Raise `ValueError` unless `clip` is finite and 0 or more."""
     if not (clip >= 0 and math.isfinite(clip)):
         raise ValueError(f"clip = {clip}: a positive norm, or 0 for none")
 

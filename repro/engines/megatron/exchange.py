@@ -156,7 +156,7 @@ class _Cuda(ModuleType):
 
 
 class _Torch(ModuleType):
-    """Replacement of `torch` whose factories place on the CPU what names a GPU."""
+    """Replacement of `torch` whose factories place tensors on the CPU instead of a GPU."""
 
     def __init__(self) -> None:
         super().__init__("torch")

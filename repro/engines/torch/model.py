@@ -29,9 +29,9 @@ from repro.parallel import mesh as meshes
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of the suite, whose random numbers follow from counters; torch's dropout has no parity between layouts.
+    """Dropout of the suite, whose random numbers depend on counters; torch's dropout has no parity between layouts.
 
-    A module sees the whole sequence and all heads, or a part of them that begins at `first_position`, `first_head`.
+    A module has the full sequence and all heads, or a part that begins at `first_position`, `first_head`.
     """
 
     training: Training
@@ -41,7 +41,7 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Of the random numbers of one dropout in one step."""
+        """Return the key of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
@@ -55,7 +55,7 @@ class Dropout:
         )
 
     def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
-        """Of attention weights."""
+        """Return the dropout of attention weights; None without one."""
         p = self.training.attention_dropout
         if not p:
             return None
@@ -85,7 +85,7 @@ class PlainAttention(nn.Module):
         inner = model.heads * model.head_width
         self.dropout, self.layer, self.width = dropout, layer, model.head_width
         self.norm = nn.LayerNorm(model.hidden)
-        # Rows by head, each head's query, key and value in turn: a split by rows gives a rank whole heads.
+        # Rows are ordered by head (query, key, value), so that a split by rows gives a rank complete heads.
         self.qkv = nn.Linear(model.hidden, 3 * inner)
         self.out = nn.Linear(inner, model.hidden)
 
@@ -129,7 +129,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         if not self.recompute:
             return self._layer(x, place)
-        # No generator's state to keep: random numbers are functions of counters.
+        # No generator has a state to save, because random numbers are functions of counters.
         y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
         return y
 
@@ -163,11 +163,11 @@ class PlainGPT(nn.Module):
         recompute: bool,
         autocast: torch.dtype | None = None,
     ):
-        """`autocast`: the format of matrix products, parameters and the rest being in fp32."""
+        """Create the part. `autocast`: format of matrix products; parameters and other operators are in fp32."""
         super().__init__()
         self.part, self.autocast = part, autocast
         self.batches: Iterator[MicroBatch] = iter(())
-        """The micro-batches to come, for what is not a stage's input: pipelines hand their stages tensors only."""
+        """Next micro-batches, for data that is not the stage's input: pipelines pass only tensors to their stages."""
         if part.first:
             self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(

@@ -200,7 +200,7 @@ class InFlight:
 
 
 class WatchedStage(PipelineStage):
-    """A stage that says when it computes; what is between is waiting for others, as the schedules do it."""
+    """Pipeline stage that reports its phases; time between forward and backward counts as wait for other stages."""
 
     flying: InFlight
     observe: Observer
@@ -254,7 +254,7 @@ class TorchPipeline:
             self.stages.append(stage)
         settings: dict[str, Any] = {
             "n_microbatches": layout.accumulation,
-            # The last stage's output is its mean loss, and the data it needs it has.
+            # The last stage returns its mean loss and already has its data.
             "loss_fn": lambda loss, _: loss * self.scale,
             "scale_grads": False,
         }
@@ -266,9 +266,9 @@ class TorchPipeline:
             self.schedule = kind(self.stages[0], **settings)
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: Tensor | None, observe: Observer) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
+        """Run forward and backward of all micro-batches; return the mean loss (0-dim fp32; 0 except on the last stage).
 
-        Gradients are those of the mean loss, times `scale` (0-dim) if there is one.
+        The gradients are those of the mean loss, multiplied by `scale` (0-dim) if it is given.
         """
         self.scale = torch.full_like(self.scale, 1 / len(micro_batches))
         if scale is not None:
@@ -278,7 +278,7 @@ class TorchPipeline:
         whole = torch.cat([batch.tokens for batch in micro_batches])
         losses: list[Tensor] = []
         observe(Phase.IDLE)
-        # The first stage takes the tokens; the targets only tell the last one that there is a loss.
+        # The first stage takes the tokens. The target only makes the last stage compute a loss.
         inputs = (whole,) if self.stages[0].is_first else ()
         self.schedule.step(*inputs, target=whole if self.last else None, losses=losses, return_outputs=False)
         if not losses:

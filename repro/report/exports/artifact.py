@@ -1,9 +1,9 @@
-"""`repro artifact`: claim, command, expected value and tolerance, and what it costs on which cluster.
+"""`repro artifact`: claim, command, expected value, tolerance and cost on the required cluster.
 
-Made of the ledger and the suites alone, without records, so that the same checkout always gives the same text.
-The cost of a measured command has two ends, both in GPU-hours: the arithmetic of its steps at the device's peak, which
-nothing undercuts, and its experiments' time limits, which nothing exceeds.  What a step takes in between is what
-`repro submit --dry-run` predicts from simulated records.
+The appendix depends only on the ledger and the suites, not on records, so that a checkout always gives the same text.
+The cost of a measured command is a range in GPU-hours. The lower end is the arithmetic of its steps at the device's
+peak. The upper end is the sum of its experiments' time limits. `repro submit --dry-run` predicts the value in between
+from simulated records.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifac
 
 @dataclass(frozen=True)
 class GpuHours:
-    """GPU-hours of one command."""
+    """Range of the GPU-hours of one command."""
 
     least: float | None
-    """The steps' arithmetic at peak; None where the peak is not known."""
+    """Time of the steps' arithmetic at peak rate; None where the peak is unknown."""
     most: float
 
 
 def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write the appendix to `output`, or print it; 0.  Raises `ConfigError`.
+    """Write the appendix to `output`, or print it, and return 0.
 
-    `own`: ledger files whose claims are among the others.
+    `own`: additional ledger files. Raises `ConfigError` if a ledger file is invalid.
     """
     if output is None:
         sys.stdout.write(appendix(own))
@@ -66,7 +66,7 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
 
 
 def appendix(own: Sequence[Path] = ()) -> str:
-    """The appendix as Markdown."""
+    """Return the appendix as Markdown."""
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
     parts = [INTRODUCTION]
@@ -81,17 +81,17 @@ def appendix(own: Sequence[Path] = ()) -> str:
 
 
 def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
-    """GPU-hours of a measured command, of all its experiments together."""
+    """Return the total GPU-hours of a measured command's experiments."""
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
-    # What is to run out of memory takes no step.
+    # An experiment that is expected to run out of memory has no steps.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
     return GpuHours(None if None in least else sum(hours or 0.0 for hours in least), most)
 
 
 def _arithmetic_hours(experiment: Experiment) -> float | None:
-    """Of all steps at the peak of the system's device; None where nobody knows that."""
+    """Return the GPU-hours of all steps at the device's peak rate; None where the peak is unknown."""
     layout, training = experiment.layout, experiment.training
     peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
     if peak is None or peak.value is None:
@@ -101,7 +101,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
 
 
 def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalogue) -> str:
-    """One line a suite and system: what all its claims cost together."""
+    """Return a table with one row per suite and system: the total cost for all claims."""
     wanted = [entry for result in results for entry in experiments_of(result.claim)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
@@ -113,7 +113,7 @@ def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalo
 
 
 def _independent(results: list[ClaimResult]) -> str:
-    """How many things the ledger's values are, rule by kind of evidence."""
+    """Return the paragraph with the number of independent quantities among the ledger's values, by kind of evidence."""
     found = count_independent(results, possible=True)
     values = sum(len(result.rows) for result in results)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
@@ -180,5 +180,5 @@ def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
 
 
 def _plain(words: str) -> str:
-    """Text that stays in its cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     return words.replace("|", "\\|").replace("\n", " ")

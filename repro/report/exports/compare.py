@@ -1,8 +1,8 @@
-"""`repro compare A B`: what changed between two stores or two commits, and whether it got worse.
+"""`repro compare A B`: changes between two stores or two commits, judged as better or worse.
 
-Two sides are two sets of records of the same experiments.  They did not take turns, so what disturbed one of them
-is in the ratio too: the interval says how much of it the steps themselves explain, and `--tolerance` what is
-shrugged off.
+The two sides are two sets of records of the same experiments. They did not run interleaved, so a disturbance of one
+side also changes the ratio. The interval covers only the variation between the steps. `--tolerance` sets the relative
+change that is ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WORSE, SAME, BETTER = "worse", "same", "better"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One experiment or claim on both sides."""
+    """Change of one experiment or claim between both sides."""
 
     kind: str
-    """`speed_ratio` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
+    """`speed` (samples/s, B over A), `memory` (peak bytes, B over A), `outcome` or `verdict`."""
     name: str
     before: str
     after: str
@@ -41,9 +41,9 @@ class Change:
 def changes_of(
     first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """What differs between two sides (`read_side`); `own`: ledger files whose claims are among the others.
+    """Return the changes between two sides (`read_side`). `own`: additional ledger files.
 
-    Raises `ConfigError` where the sides have nothing in common.
+    Raises `ConfigError` if the sides have no experiment in common.
     """
     changes = compare_results(
         read_side(first, results), read_side(second, results), tolerance=tolerance, own=own
@@ -54,7 +54,7 @@ def changes_of(
 
 
 def read_side(text: str, results: Path) -> list[Record]:
-    """The records that `text` names: a store's folder, or the beginning of a commit of those in `results`."""
+    """Return the records of a side: a store's folder, or those in `results` whose commit begins with `text`."""
     folder = Path(text)
     if folder.is_dir():
         records = read_records(folder)
@@ -73,8 +73,8 @@ def read_side(text: str, results: Path) -> list[Record]:
 def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
-    """Changes of every experiment measured on both sides, then of the claims' verdicts."""
-    # An interrupted run says nothing about what interrupted it.
+    """Return the changes of every experiment measured on both sides, then of the claims' verdicts."""
+    # An interrupted run does not show a change of its side.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     changes = []
     for key in (key for key in new if key in old):
@@ -120,9 +120,9 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
 def speed_ratio(
     old: ExperimentRecord, new: ExperimentRecord, seed: int = 0
 ) -> tuple[float, float, float] | None:
-    """Ratio new/old of samples/s with a 95 % bootstrap interval over both sides' timed steps, unpaired.
+    """Return the ratio new/old of samples/s with an unpaired 95 % bootstrap interval over both sides' timed steps.
 
-    None with fewer than three steps on a side.
+    The result is None with fewer than three steps on a side.
     """
     import numpy as np
 
@@ -158,7 +158,7 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
 
 def _judge_verdicts(old: str, new: str) -> str:
-    """What was not run on one side is no judgement of it."""
+    """Compare two verdicts; a verdict that is missing on one side gives `same`."""
     from repro.claims.verdicts import BAD, GOOD, POSSIBLE
 
     rank = {**dict.fromkeys(BAD, 0), POSSIBLE: 1, **dict.fromkeys(GOOD, 2)}
@@ -174,7 +174,7 @@ def _commit(record: Record) -> str:
 def print_comparison(
     first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
 ) -> int:
-    """Print what differs; 1 if something is worse, else 0.  Raises `ConfigError`."""
+    """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side."""
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     changes = changes_of(first, second, results, tolerance, own)
     worse = sum(change.judged == WORSE for change in changes)
@@ -186,7 +186,7 @@ def print_comparison(
 
 
 def _print_changes(changes: Sequence[Change]) -> None:
-    """What got worse first."""
+    """Print the changes, worse ones first, and the totals."""
     order = (WORSE, BETTER, SAME)
     for change in sorted(changes, key=lambda change: order.index(change.judged)):
         if change.judged != SAME or change.kind == "speed":

@@ -21,9 +21,9 @@ TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records"
 
 
 def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write one table; to standard output without `output`, but for parquet.  Raises `ConfigError`.
+    """Write one table to `output`, or to standard output; parquet needs `output`.
 
-    `own`: ledger files whose claims are among the others.
+    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or parquet without `output`.
     """
     if table not in TABLES:
         raise ConfigError("--table", table, f"one of {', '.join(TABLES)}")
@@ -47,7 +47,7 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
 
 
 def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
-    """One of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
+    """Return one of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
@@ -72,7 +72,7 @@ LONG_COLUMNS = (
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    """For people and pull requests: what is long or empty is left out."""
+    """Return the frame as a Markdown table without long and empty columns."""
     shown = _filled(frame.drop(columns=[name for name in LONG_COLUMNS if name in frame]))
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
@@ -89,13 +89,13 @@ def _latex(frame: pd.DataFrame) -> str:
 
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:
-    """Without empty columns, and with empty cells for what is missing."""
+    """Return the frame without empty columns, and with an empty cell for each missing value."""
     filled = frame.dropna(axis="columns", how="all").astype(object)
     return filled.where(filled.notna(), "")
 
 
 def _parquet(frame: pd.DataFrame, output: Path) -> None:
-    # A column of numbers and words ("inf", an outcome) has no type there.
+    # A column of numbers and words ("inf", an outcome) has no parquet type.
     mixed = [name for name in frame if frame[name].map(type).nunique() > 1 and frame[name].dtype == object]
     typed = frame.assign(**{str(name): frame[name].map(_text) for name in mixed})
     try:

@@ -40,9 +40,9 @@ def draw_all(
 ) -> list[Drawing]:
     """Return every figure in the order of the page. A figure without records has no picture and names its command.
 
-    `simulated` records have figures of their own; only `draw_machine` mixes them with measured records. `points`:
-    published values with their predictions. `judged`: the ledger; without it no figure of a source is redrawn.
-    `needs`: values of unknowns that published values imply.
+    `simulated` records have separate figures; only `draw_machine` combines them with measured records. `points`:
+    published values with their predictions. `judged`: the ledger, required for figures of the sources. `needs`: values
+    of unknowns that published values imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None
@@ -70,7 +70,7 @@ def draw_all(
 
 
 def _draw_source_figures(view: View, simulated: list[Record]) -> list[Drawing]:
-    """Return the figures of the sources, then the figures that only a simulation of the same runs can show."""
+    """Return the figures of the sources, then the figures that only simulations of these runs provide."""
     return [
         model_states.draw_published_states(view, simulated),
         *(redrawn.draw_entry(entry, view) for entry in redrawn.load_entries()),

@@ -38,7 +38,7 @@ DEGREE_COLOURS = (BLUE, ORANGE, GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
-    """Bars: bytes counted where the collectives are called, ring algorithms.  Lines: the published ratio."""
+    """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
     candidates = [
         r
         for r in successful_records(records, "states-") + successful_records(records, "comm-z1-allreduce")
@@ -98,7 +98,7 @@ def draw_volume(records: list[Record]) -> Drawing:
 
 
 def sent_bytes(record: Record) -> float:
-    """Bytes that rank 0 sends over the data-parallel group in one step."""
+    """Return the bytes that rank 0 sends over the data-parallel group in one step."""
     return float(sum(row.sent_bytes for row in record.comm if row.group == "dp"))
 
 
@@ -123,7 +123,7 @@ def _missing_command(shown: list[Record]) -> str:
 
 LINKS_ID, LINKS_TITLE = "links", "Communication by class of link"
 LINKS_MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
-"""Of ZeRO's Figure 2."""
+"""Models of ZeRO's Figure 2."""
 LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'"
 LINK_NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}
@@ -132,7 +132,7 @@ LINK_STYLES = {LINK_NAMES["nvlink"]: (BLUE, "o"), LINK_NAMES["inter-node"]: (VER
 
 
 def draw_link_traffic(simulated: list[Record]) -> Drawing:
-    """One panel a system, one line a model: bytes that all GPUs send for one sample, by class of link."""
+    """Draw one panel per system and one line per model: bytes that all GPUs send for one sample, by class of link."""
     records = {r.label: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
@@ -185,7 +185,7 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
 
 
 def sample_bytes_by_link(record: Record) -> dict[str, float]:
-    """Bytes for one sample over all GPUs, by class of link; classes that carry nothing are left out."""
+    """Return the bytes for one sample over all GPUs, by class of link, without classes that have no traffic."""
     layout, metrics = record.experiment.layout, record.metrics
     ranks = layout.dp * layout.tp * layout.pp
     sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in LINK_NAMES}

@@ -33,11 +33,11 @@ RATIOS_TITLE = "Throughput of compared strategies"
 RATIOS_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
 
 MAX_COMPARISONS = 40
-"""Lines; more are no picture."""
+"""Maximum number of drawn comparisons."""
 
 
 def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
-    """One line a comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
+    """Draw one line per comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
     newest = sorted(comparisons, key=lambda r: r.order, reverse=True)[:MAX_COMPARISONS]
     shown = sorted(newest, key=lambda r: (r.baseline.name, r.subject.name))
     if not shown:
@@ -104,7 +104,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Bars over strategies, one colour an engine; times over ours with the interval of their comparison."""
+    """Draw each engine's time over ours as bars by strategy, with the intervals of the comparisons."""
     shown = {
         r.key: r
         for r in records
@@ -201,7 +201,7 @@ def _describe_setup(members: list[Record]) -> str:
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
-"""The row of the ledger whose comparison the sweeps are of."""
+"""Ledger row of the comparison that the sweeps repeat."""
 LARGER_TWIN_SUITE = "windtunnel_3p75x"
 SWEEPS = {
     "windtunnel_between": ("between", "GB/s of a node's link to the others, in the original"),
@@ -212,23 +212,23 @@ SWEEPS_COMMAND = "repro run " + " ".join(f"suites/{name}.toml" for name in (*SWE
 
 
 class _TwinComparison(NamedTuple):
-    """One comparison of twins."""
+    """Comparison of twins."""
 
     suite: str
     twin: TwinOf
-    """Of the subject."""
+    """Twin of the subject."""
     record: ComparisonRecord
 
     @property
     def predicted(self) -> tuple[float, float]:
-        """The ratio of the originals and that of the twins."""
+        """The predicted ratio of the originals and that of the twins."""
         return self.twin.numbers[TWIN_RATIO]
 
 
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """A panel a sweep: measured ratios with their intervals over the time model's curves, and the `published` one."""
+    """Draw one panel per sweep: measured ratios with intervals, the time model's curves, and the `published` ratio."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
@@ -257,7 +257,7 @@ def draw_bandwidth_sweeps(
 def _twin_comparisons(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord]
 ) -> list[_TwinComparison]:
-    """The newest comparison of each pair, for every suite that has it: two sweeps may share a point."""
+    """Return the newest comparison of each pair for every suite with the pair, since two sweeps may share a point."""
     twins: dict[str, dict[str, TwinOf]] = {}
     for record in records:
         if record.experiment.twin is not None and record.outcome == "ok":

@@ -1,4 +1,4 @@
-"""What a value looks like: published solid, simulated hatched, measured dotted, analytic a diamond, missing dashed."""
+"""Marks of values: published solid, simulated hatched, measured dotted, analytic a diamond, missing dashed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
 PLACE_WIDTH = 0.84
-"""Width of all bars of a place."""
+"""Total width of the bars at a place, in units of the axis."""
 
 
 @dataclass(frozen=True)
 class BarPair:
-    """Where a series has its pair of bars at a place: the middle, and the width of both."""
+    """Position of a series' pair of bars at a place: the centre, and the width of both bars."""
 
     middle: float
     width: float
 
 
 def bar_pair(place: int, series: float, count: int) -> BarPair:
-    """Of series number `series` of `count` at `place`."""
+    """Return the bar pair of series number `series` of `count` at `place`."""
     width = PLACE_WIDTH / count
     return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
 
 
 def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
-    """Published on the left, ours on the right; a dashed outline where a record is missing."""
+    """Draw the published bar on the left and our bar on the right, or a dashed outline where a record is missing."""
     half = at.width / 2
     left, right = at.middle - half / 2, at.middle + half / 2
     printed, ours = value.published, value.predicted
@@ -66,7 +66,7 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
 
 
 def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
-    """For a logarithmic axis: a disc and a square with a line between them."""
+    """Draw a published disc and our square, joined by a line, on a logarithmic axis."""
     quarter = at.width / 4
     left, right = at.middle - quarter, at.middle + quarter
     printed, ours = value.published, value.predicted
@@ -97,7 +97,7 @@ def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float)
 
 
 def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
-    """Ours less published, relative, as a stem with its number; what was drawn, 0 where nothing can be."""
+    """Draw the relative error of our value as a stem with a number; return the drawn height, 0 without two values."""
     ours, printed = value.predicted, value.published
     if printed is None:
         return 0.0
@@ -108,7 +108,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     shown = max(-far, min(far, off))
     calibrates = ours.agrees is None and not ours.possible
     axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
-    if ours.high > ours.low:  # beyond the axis it is cut
+    if ours.high > ours.low:  # limited to the axis
         ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
         axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
     face = colour if ours.agrees else "white"
@@ -132,7 +132,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
 
 
 def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
-    """Series by colour, and what the fills and signs mean that occur.  `dots`: some panel has points."""
+    """Draw the legend of the series' colours, and of the fills and signs that occur. `dots`: some panel has points."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -203,7 +203,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
 
 
 def _interval(axes: Axes, x: float, ours: Ours, size: float) -> None:
-    """Of the evidence, where it has one."""
+    """Draw the interval of the evidence, if it has one."""
     if ours.high > ours.low:
         spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]
         axes.errorbar(x, ours.value / size, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)

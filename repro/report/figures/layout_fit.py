@@ -30,13 +30,13 @@ MAP_SUITE, MAP_PREFIX = "yuan", "map-"
 MAP_TITLE = "Which layouts of Yuan 1.0 fit its GPUs"
 MAP_COMMAND = "repro run suites/yuan.toml --evidence simulated --only 'map-*'"
 PUBLISHED_LAYOUT = (8, 38)
-"""t and p of the run, claim yuan-config."""
+"""t and p of the published run, claim yuan-config."""
 MapCells = dict[tuple[int, int], Record]
-"""A record for each (t, p)."""
+"""Record of each (t, p)."""
 
 
 def draw_maps(records: list[Record]) -> Drawing:
-    """One panel for each system of the `map-*` records, least memory first; one field for each (t, p)."""
+    """Draw one panel per system of the `map-*` records, by ascending memory, with one cell per (t, p)."""
     shown = [
         record
         for record in records
@@ -85,7 +85,7 @@ def _device_memory(record: Record) -> float:
 
 
 def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
-    """Share of the device's memory by t and p, blue where it fits; in words what it takes, and where there is none."""
+    """Draw the share of the device's memory by t and p, blue where the layout fits, and the required bytes as text."""
     import pandas as pd
     import seaborn as sns
     from matplotlib.patches import Rectangle
@@ -118,7 +118,7 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 
 def _memory_share(record: Record) -> float:
-    """Of the device's memory; at least 1 where it does not fit, though what is live may be less than all of it."""
+    """Return the required share of the device's memory, at least 1 without a fit, even if live bytes are fewer."""
     share = required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 
@@ -151,11 +151,11 @@ PUBLISHED_DEGREE_ROWS = {
     "zero1-mp": "tnlg-mp16-to-4/smallest MP that fits with ZeRO 1",
 }
 MAX_HEIGHT_IN_MEMORIES = 2.2
-"""Of the axis, in memories of a GPU; a taller bar is cut and says its number."""
+"""Maximum of the vertical axis in memories of a GPU; a taller bar is cut and shows its number."""
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Left: bytes a GPU needs at each degree.  Right: samples in work on a node of 16 GPUs where it fits."""
+    """Draw the required bytes per GPU by degree (left), and the samples in work on a node of 16 GPUs (right)."""
     found = {
         (prefix, degree): record
         for record in simulated
@@ -211,7 +211,7 @@ DegreeRecords = dict[tuple[str, int], Record]
 
 
 def _total_memory(record: Record) -> float:
-    """Bytes of the device: what the allocator may have, and what it cannot see."""
+    """Return the bytes of the device: the allocator's limit and the context."""
     return float(record.metrics["memory.limit_bytes"] + record.metrics["memory.context_bytes"])
 
 
@@ -243,7 +243,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, whole: float) -> None:
 
 
 def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
-    """Replicas of a node by their micro-batch, at degrees that fit."""
+    """Draw the replicas on a node times their micro-batch, at degrees that fit."""
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
@@ -266,7 +266,7 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
 
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
-    """The degrees, and what both axes are."""
+    """Label the degrees and both axes."""
     axes.set_xlim(-0.55, len(MP_DEGREES) - 0.45)
     axes.set_xticks(range(len(MP_DEGREES)), [f"{degree}" for degree in MP_DEGREES])
     axes.tick_params(axis="x", length=0, pad=9)

@@ -33,11 +33,11 @@ PARITY_TITLE = "Loss under every strategy, against one process"
 PARITY_COMMAND = "repro run suites/smoke.toml --only 'parity-*'"
 PARITY_TOLERANCE = 1e-5
 MIN_DRAWN_DIFFERENCE = 1e-9
-"""Where a difference of exactly zero is drawn on the log axis; fp32 losses near 5 cannot differ by less."""
+"""Position of an exact zero on the log axis; fp32 losses near 5 cannot differ by less."""
 
 
 def draw_parity(records: list[Record]) -> Drawing:
-    """Left: the curves, one over the other.  Right: relative difference at every step, a line a strategy."""
+    """Draw the curves (left) and the relative difference at every step (right), with one line per strategy."""
     shown = [r for r in successful_records(records, PARITY_PREFIX) if r.series.loss]
     single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
     if single is None:
@@ -117,7 +117,7 @@ STRATEGY_COLOURS = {
     "recomputation": PURPLE,
     "other": GREY,
 }
-"""By kind, in the order of the lines."""
+"""Colour of each kind of strategy, in the order of the lines."""
 STRATEGY_DASHES = {
     "one process": "-",
     "ZeRO 0-3": (0, (4, 1.5)),
@@ -126,7 +126,7 @@ STRATEGY_DASHES = {
     "recomputation": (0, (5, 1, 1, 1)),
     "other": (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25)),
 }
-"""Curves that lie on each other are told apart by what shows between the dashes."""
+"""Dashes of each kind of strategy, which make coinciding curves distinguishable."""
 
 
 def _strategy_of(record: Record) -> str:
@@ -149,7 +149,7 @@ CONTROL_PREFIX, FAULT_PREFIX, SEED_PREFIX, BATCH_PREFIX = "order-", "fault-", "s
 CONVERGENCE_TITLE = "One loss curve under every layout"
 CONVERGENCE_COMMAND = "repro run suites/convergence.toml"
 STEPS_PER_POINT = 10
-"""Steps whose distances are drawn as one point: those of single steps cross zero."""
+"""Number of steps per drawn distance, because distances of single steps cross zero."""
 FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
 LAYOUT_COLOURS = {
     "data parallel, ZeRO 1-3": BLUE,
@@ -162,7 +162,7 @@ PRECISION_COLOURS = {"fp16": VERMILION, "bf16": BLUE}
 
 
 def draw_convergence(records: Sequence[Record]) -> Drawing:
-    """Left: loss.  Middle: distance of fp32 layouts from one process.  Right: of 16 bits from fp32, and other seeds."""
+    """Draw losses, distances of fp32 layouts from one process, and distances of 16 bits and other seeds from fp32."""
     found = successful_records([record for record in records if record.suite == CONVERGENCE_SUITE], "")
     ran = [
         r
@@ -255,7 +255,7 @@ def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: 
 
 
 def _finish_axes(axes: Axes) -> None:
-    """A name once for all curves of a kind, below the axes."""
+    """Label each kind of curve once, below the axes."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
         shown, below = [*handles.values()], (-0.02, -0.17)
@@ -265,7 +265,7 @@ def _finish_axes(axes: Axes) -> None:
 
 
 def layout_kind(record: Record) -> str:
-    """Which of `LAYOUTS` a record is."""
+    """Return the entry of `LAYOUTS` for a record."""
     layout = record.experiment.layout
     if record.experiment.engine != "native":
         return "DeepSpeed"
@@ -280,7 +280,7 @@ def _distances(record: Record, reference: Record) -> list[float]:
 
 
 def _smoothed_distances(record: Record, reference: Record) -> list[float]:
-    """Root mean squares of so many steps; what an fp32 loss cannot tell from none is drawn as its rounding."""
+    """Return root mean squares over `STEPS_PER_POINT` steps, at least the rounding error of an fp32 loss."""
     found = _distances(record, reference)
     parts = [
         found[start : start + STEPS_PER_POINT]
@@ -291,13 +291,13 @@ def _smoothed_distances(record: Record, reference: Record) -> list[float]:
 
 CURVES_TITLE = "Loss over the steps"
 MAX_NAMED_CURVES = 12
-"""Lines of a panel that are named beside it; more could not be told apart."""
+"""Maximum number of lines of a panel with a name next to the panel."""
 CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
-"""Curves that lie on each other show between each other's dashes."""
+"""Dashes that make coinciding curves distinguishable."""
 
 
 def draw_loss_curves(records: Sequence[Record]) -> Drawing:
-    """A line a record that has a loss of two steps or more."""
+    """Draw one line per record that has losses of two or more steps."""
     import seaborn
 
     panels: dict[tuple[str, str, str], list[Record]] = {}

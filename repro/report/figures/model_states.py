@@ -37,12 +37,12 @@ STAGE_FORMULAS = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd
 
 
 def bytes_per_parameter(stage: int, nd: int) -> float:
-    """Model-state bytes per parameter and device, mixed-precision Adam, K = 12 (1910.02054 sec. 5.1-5.3)."""
+    """Return the model-state bytes per parameter and device, mixed-precision Adam, K = 12 (1910.02054 sec. 5.1-5.3)."""
     return {0: 16.0, 1: 4 + 12 / nd, 2: 2 + 14 / nd, 3: 16 / nd}[stage]
 
 
 def draw_measured_states(records: list[Record]) -> Drawing:
-    """Bars: bytes measured from storages, largest rank, per parameter.  Diamonds: the formula."""
+    """Draw measured bytes of storages per parameter on the largest rank (bars), and the formula (diamonds)."""
     shown = [
         r
         for r in successful_records(records, STATES_PREFIX)
@@ -142,7 +142,7 @@ PUBLISHED_COMMAND = "repro run suites/zero_memory.toml --evidence simulated --on
 
 
 def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
-    """Bars: bytes of the simulated step by part.  Outline: published.  Diamond: the formula."""
+    """Draw bytes of the simulated step by part (bars), the published bytes (outline), and the formula (diamond)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

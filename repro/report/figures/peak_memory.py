@@ -35,13 +35,13 @@ HOST_STYLE: dict[str, Any] = {
 }
 CATEGORY_STYLES: dict[str, Any] = CATEGORY_COLOURS | {"host": HOST_STYLE}
 RARE_CATEGORIES = ("checkpoints", "host")
-"""Categories that few layouts have: in the legend where a bar shows them."""
+"""Categories that few layouts have; the legend lists them only if a bar shows them."""
 MAX_BARS = 40
-"""Bars; more are no picture."""
+"""Maximum number of drawn bars."""
 
 
 def draw_peaks(records: list[Record]) -> Drawing:
-    """One panel a model, one bar an experiment: what was live when the fullest rank held most."""
+    """Draw one panel per model and one bar per experiment: live bytes at the peak of the fullest rank."""
     every = [r for r in records if r.outcome == "ok" and has_memory_categories(r)]
     shown = sorted(every, key=lambda r: r.order, reverse=True)[:MAX_BARS]
     others = [r for r in records if r.outcome == "ok" and not has_memory_categories(r)]
@@ -111,7 +111,7 @@ def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
 
 
 def peak_of_fullest_rank(record: Record) -> dict[str, int]:
-    """Bytes by category, and their total, on the rank whose peak is largest."""
+    """Return the bytes by category, and their total, on the rank with the largest peak."""
     return max((held.peak or {} for held in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
 
 
@@ -125,12 +125,12 @@ TIMELINE_COMMANDS = (
     "repro run suites/zero_r.toml --evidence simulated --rerun --only 'fig[67]-c?-40b'",
 )
 MAX_HEIGHT_IN_LIMITS = 1.5
-"""Of the limit, where a panel that needs much more is cut."""
+"""Maximum height of a panel in units of the memory limit; higher panels are cut."""
 PHASE_NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 
 def draw_timelines(simulated: list[Record]) -> Drawing:
-    """A panel a layout: stacked bytes of the fullest role along the device's busy time."""
+    """Draw one panel per layout: stacked bytes of the fullest role along the device's busy time."""
     records = {record.label: record for record in simulated if record.series.memory}
     rows = [[records.get(name) for name in row] for row in TIMELINE_ROWS]
     shown = [record for row in rows for record in row if record]
@@ -183,7 +183,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
 
 
 def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
-    """GB by category on the device, of equal lengths."""
+    """Return the GB by category on the device, as lists of equal length."""
     memory = record.series.memory or {}
     unit = memory["unit"] / units.GB
     size = max(len(row) for row in memory["bytes"].values())
@@ -226,7 +226,7 @@ def _layout_title(record: Record) -> str:
 
 
 def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
-    """One height for a row: all of it, or a good part of the limit where one panel is far above the others."""
+    """Set one height for a row: the maximum, or `MAX_HEIGHT_IN_LIMITS` if a panel is far above the limit."""
     most = {
         number: max(map(sum, zip(*gigabytes_by_category(r).values(), strict=True)))
         for number, r in enumerate(row)

@@ -65,7 +65,7 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
-    """Left: seconds of Yuan's step.  Right: shares of the step in other layouts that a source published."""
+    """Draw the seconds of Yuan's step (left), and the parts' shares of the step in other published layouts (right)."""
     records = {record.label: record for record in simulated if "step_seconds.median" in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
@@ -110,7 +110,7 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
-    """Seconds by part, which add up to the step; finer where the record has them by kind."""
+    """Return the seconds by part, whose sum is the step time; finer parts if the record has seconds by kind."""
     metrics, series = record.metrics, record.series.seconds
     found = dict.fromkeys(PART_COLOURS, 0.0)
     if series:
@@ -130,7 +130,7 @@ def seconds_by_part(record: Record) -> dict[str, float]:
 
 
 def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
-    """Draw one bar a layout; the names of its parts."""
+    """Draw one bar per layout and return the names of the parts."""
     seen: set[str] = set()
     for y, record in enumerate(records.values()):
         found = seconds_by_part(record)
@@ -148,7 +148,7 @@ def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
 
 
 def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
-    """Draw Yuan's step beside the published one; the names of its parts."""
+    """Draw Yuan's step next to the published step, and return the names of the parts."""
     printed = view.row(YUAN_STEP_ROW).row.printed
     assert printed is not None
     found, step = seconds_by_part(record), record.metrics["step_seconds.median"]
@@ -180,11 +180,11 @@ MACHINE_TIMES_COMMAND = (
     "repro run suites/machine.toml --only '*-on-2' --evidence simulated --system here.toml"
 )
 MeasuredPairs = list[tuple[str, float, float]]
-"""Label of the record, measured, predicted."""
+"""Label of the record, measured value, predicted value."""
 
 
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
-    """A panel a quantity: how far off the prediction is, over what was measured."""
+    """Draw one panel per quantity: the prediction's relative error over the measured value."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
     missing = " && ".join(
         command
@@ -226,7 +226,7 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
 
 
 def measured_pairs(experiments: list[Record], simulated: list[Record], metric: str) -> MeasuredPairs:
-    """Measured runs and the newest simulation of the same experiment."""
+    """Return measured runs with the newest simulation of the same experiment."""
     predicted = _newest_simulations(simulated, metric)
     return [
         (record.label, record.metrics[metric], float(predicted[record.label].metrics[metric]))
@@ -239,9 +239,9 @@ def measured_pairs(experiments: list[Record], simulated: list[Record], metric: s
 
 
 def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Record]:
-    """The newest simulation of each experiment that has the metric: as it is, or on a calibrated file (`@NAME`).
+    """Return the newest simulation with the metric of each experiment, unchanged or on a calibrated file (`@NAME`).
 
-    One that was moved to a machine of the reports says nothing about this one.
+    Simulations on a published system (`@SYSTEM`) do not predict this machine and are omitted.
     """
     from repro.config import systems
 

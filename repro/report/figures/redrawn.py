@@ -1,18 +1,17 @@
-"""Figures of the sources redrawn from `redrawn.toml`: published values, ours, and the relative error of each.
+"""Figures of the sources redrawn from `redrawn.toml`: published values, our values, and the relative errors.
 
     [[figure]]
     id = "zero-fig2"                        # file name and anchor
     title = "ZeRO, Figure 2: ..."
-    text = "..."                            # what a reader should see, a sentence or two
-    claims = ["zero-fig2-throughput"]       # whose conditions and source the caption gives
+    text = "..."                            # a sentence or two on the message of the figure
+    claims = ["zero-fig2-throughput"]       # claims whose conditions and source the caption gives
 
     [[figure.panel]]
     label = "TFLOP/s per GPU"               # of the vertical axis
     series = [{ name = "ZeRO-100B", rows = "zero-fig2-throughput/*: ZeRO per GPU" }]
 
-A series takes its places on the axis from the rows that `rows` matches, or names them:
-`at = { "8.3B" = "meg1-mp8-77pct/weak scaling" }`.  `more = { "2.5B" = 'metric(...)' }` are places at which the
-source prints no number.
+A series takes its places on the axis from the rows that `rows` matches, or from `at`: `at = { "8.3B" =
+"meg1-mp8-77pct/weak scaling" }`. Places in `more = { "2.5B" = 'metric(...)' }` have no printed number in the source.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ENTRIES_FILE = Path(__file__).parent / "redrawn.toml"
 
 @dataclass(kw_only=True)
 class SeriesEntry:
-    """One colour of a panel."""
+    """Series of a panel, drawn in one colour."""
 
     name: str
     rows: str = ""
@@ -65,23 +64,23 @@ class SeriesEntry:
 
 @dataclass(kw_only=True)
 class PanelEntry:
-    """One pair of axes: the values, and how far ours are from the published ones."""
+    """Panel with the values on upper axes and the errors of our values on lower axes."""
 
     label: str
     series: list[SeriesEntry]
     title: str = ""
     across: str = ""
-    """What the places are, under the horizontal axis."""
+    """Label of the horizontal axis."""
     order: list[str] = field(default_factory=list)
-    """Of the places, where it is not that of the rows."""
+    """Order of the places, if it differs from the order of the rows."""
     unit: str = ""
-    """Of a panel with `more`; otherwise that of the rows."""
+    """Unit of a panel with `more`; other panels have the unit of their rows."""
     log: bool = False
     """Points on a logarithmic axis instead of bars."""
     under: str = ""
-    """`claim/*: ...` or `claim/*`: rows whose published words stand under the places of the axis."""
+    """`claim/*: ...` or `claim/*`: rows whose published words are printed under the places of the axis."""
     words: list[str] = field(default_factory=list)
-    """Rows published as words, `claim/label`: printed above the panel with what evidence says."""
+    """Rows published as words, `claim/label`, printed above the panel with the verdict of the evidence."""
 
     def __post_init__(self) -> None:
         if self.unit and self.unit not in UNITS:
@@ -101,7 +100,7 @@ class FigureEntry:
 
 @cache
 def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
-    """The figures of `path`, in its order.  Raises `ConfigError` that names file, figure and key."""
+    """Return the figures of `path` in order. Raises `ConfigError` with file, figure and key for an invalid entry."""
     tables = read_toml(path)
     figures = tables.pop("figure", [])
     if tables or not isinstance(figures, list):
@@ -118,13 +117,13 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
 
 
 SERIES_COLOURS = (BLUE, ORANGE, GREEN)
-"""Of a figure's series, in the order of their names."""
+"""Colours of a figure's series, in the order of their names."""
 MAX_ROW_BARS = 40
 """Bars in one row of panels; with more, the next panel starts a new row."""
 _INDEXED_NAME = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
 """`P_os`, `P_a+cpu`, `C_B`."""
 MAX_DRAWN_ERROR = 1.0
-"""Relative error at which the lower axes end; what lies beyond is drawn at the edge with its number."""
+"""Limit of the lower axes, as a relative error; a larger error is drawn at the limit with its number."""
 
 
 @dataclass(frozen=True)
@@ -139,33 +138,33 @@ class Panel:
 
     @property
     def bars(self) -> int:
-        """How wide it is."""
+        """Width of the panel in bars."""
         return max(4, 2 * len(self.places) * self.crowd)
 
     def slot(self, value: Value, series: str) -> evidence_marks.BarPair:
-        """Where a series has its bars at a place: side by side with the others that are there."""
+        """Return the position of a series' bars at a place, next to the other series at that place."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
         return evidence_marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
-        """The most series at one place."""
+        """Maximum number of series at one place."""
         return max(sum(value.at == place for value in self.values) for place in self.places)
 
     @property
     def compared(self) -> bool:
-        """Whether something is published as a number."""
+        """Whether any value is published as a number."""
         return any(value.published for value in self.values)
 
     @property
     def values(self) -> list[Value]:
-        """Of all series."""
+        """Values of all series."""
         return [value for _, values in self.series for value in values]
 
 
 def draw_entry(entry: FigureEntry, view: View) -> Drawing:
-    """The figure of `entry`; no picture where the store has nothing to put beside the published values."""
+    """Draw the figure of `entry`, without a picture if the store has no values to compare with the published ones."""
     panels = [_read_panel(panel, view) for panel in entry.panel]
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
@@ -213,7 +212,7 @@ def _read_series(entry: SeriesEntry, panel: PanelEntry, view: View) -> list[Valu
 
 
 def _make_axes(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes | None]]]:
-    """Panels in rows of at most `WIDEST` bars, each a pair of axes that share their places."""
+    """Return pairs of axes for panels in rows of at most `MAX_ROW_BARS` bars; each pair shares its places."""
     from matplotlib.figure import Figure
 
     from repro.report.figures.style import WIDTH_INCHES
@@ -262,7 +261,7 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
-    """Ours over published less one, with the tolerance of the judge; filled where it accepts."""
+    """Draw our value over the published one less 1, with the judge's tolerance; filled marks are accepted values."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
@@ -285,7 +284,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None:
-    """Names of the places, with the published words that belong to them."""
+    """Label the places, with their published words."""
     under: dict[str, str] = {}
     if panel.entry.under:
         pattern = panel.entry.under
@@ -299,7 +298,7 @@ def _set_places(axes: Axes, panel: Panel, view: View, *, labelled: bool) -> None
 
 
 def _in_two_lines(words: str) -> str:
-    """A configuration in two lines, its names set as the paper does: `P_os` with an index."""
+    """Return a configuration in two lines, with subscripts as in the paper: `P_os`."""
     first, _, rest = _INDEXED_NAME.sub(r"$\1_{\2}$", words).partition(", ")
     return f"{first}\n{rest}" if rest else first
 

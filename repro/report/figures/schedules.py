@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 PICTURE_WIDTH_INCHES = 13.0
-"""Inches of a picture of its own."""
+"""Width of a separate picture, in inches."""
 MIN_ACTION_POINTS = 2.5
-"""Points of the shortest action below which cells are merged."""
+"""Minimum width of the shortest action, in points; narrower cells are merged."""
 MIN_MERGED_POINTS = 1.2
-"""Least points of one part of a merged row."""
+"""Minimum width of a part of a merged row, in points."""
 MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
-"""Points of the numbers in cells; where only smaller ones fit there are none."""
+"""Font size of the numbers in cells, in points; smaller numbers are omitted."""
 TimedRows = Sequence[Sequence[TimedAction]]
-"""When each stage runs what, as `parallel.pipeline.schedule.timeline` returns it."""
+"""Timed actions of each stage, from `parallel.pipeline.schedule.timeline`."""
 
 ACTION_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00"}
 CHUNK_COLOURS = {FORWARD: ("#00568c", "#9bd0f0"), BACKWARD: ("#d07f00", "#fbe3a6")}
-"""From the first chunk to the last one: blue forward and orange backward (Okabe and Ito)."""
+"""Colours of the first and the last chunk: blue forward and orange backward (Okabe and Ito)."""
 
 
 def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """(colour of text, colour of the cell) of an action, as `#rrggbb`."""
+    """Return the colours (text, cell) of an action as `#rrggbb`."""
     fill = ACTION_COLOURS[kind]
     if chunks > 1:
         first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
@@ -65,7 +65,7 @@ def _channels(colour: str) -> tuple[int, ...]:
 
 
 def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[tuple[float, float]]:
-    """For each of `columns` equal parts of the step the shares in which a stage runs F and B."""
+    """Return the shares of forward and backward of a stage in each of `columns` equal parts of the step."""
     scale = columns / total
     forward, backward = [0.0] * columns, [0.0] * columns
     for action, start, stop in row:
@@ -77,7 +77,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """The whole schedule under its `title`; `facts`: a line about it."""
+    """Draw the full schedule under its `title`; `facts` is a line of properties."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     room = 72 * (PICTURE_WIDTH_INCHES - 1)
@@ -121,9 +121,10 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
 def draw_actions(
     axes: Axes, rows: TimedRows, window: tuple[float, float], points: tuple[float, float]
 ) -> None:
-    """Every action between two times, with its micro-batch where the number fits.
+    """Draw every action between two times, with the number of its micro-batch where the number fits.
 
-    `points`: about the width of the axes and the height of a row; one path a colour keeps large files small.
+    `points`: approximate width of the axes and height of a row, in points. One path per colour limits the size of
+    files.
     """
     import numpy as np
     from matplotlib.patches import PathPatch
@@ -156,7 +157,7 @@ def draw_actions(
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
         patch.set_in_layout(False)
-        axes.add_artist(patch)  # the limits are known, and finding them takes longer than all the rest
+        axes.add_artist(patch)  # computing limits takes longer than drawing
     axes.set_xlim(first, last)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -164,7 +165,7 @@ def draw_actions(
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
-    """Each stage's row in `columns` parts, each in the colours of what it does in that time, by share."""
+    """Draw each stage's row in `columns` parts, each in the stage's colours mixed by share of time."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
@@ -209,7 +210,7 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
 
 SCHEDULES_ID, SCHEDULES_TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8
-"""Of the paper's figures."""
+"""Size of the paper's figures."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
 TWIN_ROWS = {
     "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",
@@ -220,7 +221,7 @@ SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
 
 
 def draw_schedules(view: View) -> Drawing:
-    """One panel a schedule, one line a stage; beside it the bubble: counted, and measured on its twin."""
+    """Draw one panel per schedule and one row per stage, with the counted bubble and the bubble measured on a twin."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
     records: list[str] = []
     missing, longest = False, 0.0

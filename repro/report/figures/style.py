@@ -1,7 +1,8 @@
-"""Common style of all figures: seaborn's theme in the page's font and ink, with colours for colour-blind readers.
+"""Common style of all figures: seaborn's theme in the page's font and colours, suitable for colour-blind readers.
 
-Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds bars stacked from parts
-(`draw_stacked_bar`), published values with simulated and measured ones (`marks.py`), and schedules (`schedules.py`).
+Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds stacked bars
+(`draw_stacked_bar`), published values with simulated and measured ones (`evidence_marks.py`), and schedules
+(`schedules.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 Record: TypeAlias = ExperimentRecord
 
 WIDTH_INCHES = 9.5
-"""Inches; the page shows figures at most this wide."""
+"""Maximum width of a figure on the page, in inches."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
-"""The page's `--ink`, `--muted` and `--line` where it is light (`page/templates/style.css`)."""
+"""Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
@@ -42,39 +43,39 @@ CATEGORY_COLOURS = {
 }
 """Colours of the categories of memory, the same in every figure; `host` is not on the device."""
 STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
-"""The ZeRO paper's names of the stages, as the paper sets them."""
+"""Names of the stages in the ZeRO paper, in the paper's typography."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, the records it shows, and what to run where they are missing."""
+    """Figure, the records that it shows, and the commands for missing records."""
 
     id: str
-    """File name without its ending, and the anchor in the page."""
+    """File name without its suffix, and the anchor in the page."""
     title: str
     caption: str
     records: tuple[str, ...]
     """`suite/name` of every record that the figure shows."""
     missing: str = ""
-    """What would fill an empty figure, or complete one; empty where nothing is missing."""
+    """Command that creates the missing records of the figure; empty for a complete figure."""
     figure: Figure | None = None
-    """None where there is nothing to draw."""
+    """Picture; None without data to draw."""
     evidence: str = "measured"
-    """The kind of the records, which is where the page has them."""
+    """Kind of evidence of the records, which selects their place on the page."""
 
 
 def fix_layout(figure: Figure) -> None:
-    """Lay the figure out for good: every later drawing would do it again, which takes as long as the drawing."""
+    """Compute the layout once and fix it, since each further layout takes as long as the drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
-        # Axes of a fixed aspect give back room, which only a second turn sees.
+        # Axes of a fixed aspect free space that only a second pass uses.
         for _ in range(2 if any(axes.get_aspect() != "auto" for axes in figure.axes) else 1):
             engine.execute(figure)
-        figure.set_layout_engine(None)  # "none" leaves an engine for whose sake savefig draws twice
+        figure.set_layout_engine(None)  # with "none", an engine remains and savefig draws twice
 
 
 def to_svg(drawing: Drawing) -> str:
-    """The figure as an `<svg>` element with text as text, its ids made unique in the page."""
+    """Return the figure as an `<svg>` element with real text and with ids that are unique in the page."""
     assert drawing.figure is not None
     out = io.StringIO()
     with figure_style():
@@ -86,21 +87,21 @@ def to_svg(drawing: Drawing) -> str:
     text = re.sub(r"url\(#", f"url(#{drawing.id}-", text)
     text = re.sub(r'href="#', f'href="#{drawing.id}-', text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The page scales it: width and height become the view box alone.
+    # The page scales the figure, so only the view box remains of width and height.
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
 
 
 def adapt_to_page(svg: str) -> str:
-    """`svg` in ink and on paper of the page around it, light or dark; letters in coloured fields stay as they are."""
+    """Return `svg` in the page's text and background colours, light or dark; text on coloured fields is unchanged."""
     for colour, name in ((INK, "ink"), (MUTED, "muted"), (GRID, "line")):
         svg = svg.replace(colour, f"var(--{name})")
     return re.sub("(<text [^>]*>)|#ffffff", lambda found: found[1] or "var(--page)", svg)
 
 
 def to_png(drawing: Drawing) -> bytes:
-    """The figure as a PNG of 160 dots per inch on white."""
+    """Return the figure as a PNG of 160 dots per inch on white."""
     assert drawing.figure is not None
     out = io.BytesIO()
     with figure_style():
@@ -111,8 +112,8 @@ def to_png(drawing: Drawing) -> bytes:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Seaborn's theme `ticks` in our font and colours, for drawing and for saving alike."""
-    # Where the home folder cannot be written, matplotlib makes a temporary cache, which needs no attention.
+    """Apply seaborn's theme `ticks` in our font and colours, for drawing and for saving."""
+    # Without a writable home folder, matplotlib warns that its cache is temporary.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     import seaborn
@@ -122,7 +123,7 @@ def figure_style() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
-        # Where a layout is settled letters are as wide as in the SVG: rounded to dots, small ones pushed others out.
+        # The layout uses the letter widths of the SVG, because widths rounded to dots displace small letters.
         "text.hinting": "none",
         "font.size": 9,
         "mathtext.fontset": "dejavusans",
@@ -152,7 +153,7 @@ def figure_style() -> Iterator[None]:
 def make_axes(
     height: float, rows: int = 1, columns: int = 1, *, width: float = WIDTH_INCHES, **keywords: Any
 ) -> tuple[Figure, Any]:
-    """A figure of the page's width that no global state knows, and its axes."""
+    """Return a figure of the page's width, outside pyplot's global state, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -162,9 +163,9 @@ def make_axes(
 def draw_stacked_bar(
     axes: Axes, at: float, parts: Mapping[str, float], look: Mapping[str, Any], size: float, *, across: bool
 ) -> float:
-    """One bar of `parts` in the order of `look`, which says how each is filled; where it ends.
+    """Draw one bar of `parts` in the order and with the fills of `look`; return its end.
 
-    `size`: how thick it is; `across`: to the right, otherwise upwards.
+    `size`: thickness of the bar. `across`: horizontal, otherwise vertical.
     """
     end = 0.0
     for name, filled in look.items():
@@ -193,7 +194,7 @@ def scatter_by(
 
 
 def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
-    """What the colours and markers of `scatter_by` mean, above all axes."""
+    """Draw the legend of the colours and markers of `scatter_by` above all axes."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
@@ -201,32 +202,32 @@ def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **whe
 
 
 def set_grid(axes: Axes, axis: str) -> None:
-    """Grid lines across `axis` only."""
+    """Draw grid lines across `axis` only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 
 
 def zero_stage(record: Record) -> int:
-    """The record's ZeRO stage."""
+    """Return the record's ZeRO stage."""
     return int(record.experiment.layout.zero)
 
 
 def dp_degree(record: Record) -> int:
-    """The record's data-parallel degree Nd."""
+    """Return the record's data-parallel degree Nd."""
     return int(record.experiment.layout.dp)
 
 
 def successful_records(records: list[Record], prefix: str) -> list[Record]:
-    """Measured experiments that ended ok and whose names start with `prefix`."""
+    """Return the experiments with outcome `ok` whose names start with `prefix`."""
     return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]
 
 
 def has_memory_categories(record: Record) -> bool:
-    """Whether the record's memory is known by category: of a library the model states alone are."""
+    """Return whether the record has memory by category; a library as engine has only the model states."""
     return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
 def required_bytes(record: Record) -> float:
-    """Bytes of the device that a layout takes: reserved and context, or live and context where it does not fit."""
+    """Return the device bytes of a layout: reserved and context, or live and context where the layout does not fit."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

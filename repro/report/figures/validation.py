@@ -60,15 +60,15 @@ FAMILY_STYLES = {
     CLUSTER: (SKY, "X"),
     OTHER: (GREY, "v"),
 }
-"""Colour and marker of a family."""
+"""Colour and marker of each family."""
 MAX_NAMED_POINTS = 4
-"""Of the points furthest off, as many in each panel get their name."""
+"""Maximum number of named points per panel, by descending error."""
 MAX_LINE_CHARACTERS = 40
-"""Characters of a name that go on one line."""
+"""Maximum number of characters of a name on one line."""
 
 
 def draw_validation(found: Sequence[Point]) -> Drawing:
-    """Rates in TFLOP/s per GPU on the left, ratios on the right; only points that count."""
+    """Draw rates in TFLOP/s per GPU (left) and ratios (right) of the points that count."""
     judged = [point for point in found if not point.left_out]
     rates = [point for point in judged if point.kind == RATE and point.device_flops]
     ratios = [point for point in judged if point.kind == RATIO]
@@ -83,7 +83,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
         )
     import pandas as pd
 
-    # Some families have ratios only: the legend has those of both panels.
+    # Some families have only ratios, so the legend covers both panels.
     seen = {point.family for point in [*rates, *ratios]}
     look = {family: FAMILY_STYLES[family] for family in FAMILIES if family in seen}
     figure, (left, right) = make_axes(5.0, 1, 2)
@@ -116,7 +116,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
 
 def _position(point: Point) -> tuple[float, float]:
-    """Published and predicted, in TFLOP/s per GPU or as a plain ratio."""
+    """Return the published and the predicted value, in TFLOP/s per GPU or as a plain ratio."""
     if point.kind == RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
@@ -124,10 +124,10 @@ def _position(point: Point) -> tuple[float, float]:
 
 
 def _interval_of(point: Point) -> tuple[float, float]:
-    """The interval that inputs leave of what `_place` has as predicted."""
+    """Return the interval from unknown inputs, in the unit of `_position`."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
-    if point.unit in TIMES:  # the rate of the longest time is the least
+    if point.unit in TIMES:  # the longest time gives the smallest rate
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
@@ -159,7 +159,7 @@ def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) 
 
 
 def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
-    """The claim and row of the points that are furthest off, beside them."""
+    """Write claim and row next to the points with the largest errors."""
     named: list[float] = []
     for point in sorted(points, key=lambda point: -abs(point.error)):
         height = log10(_position(point)[1])
@@ -204,11 +204,11 @@ IMPLIED_ID, IMPLIED_TITLE = "implied", "What the sources imply: the value of an 
 IMPLIED_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated"
 MAX_IMPLIED_PANELS = 8
 MAX_LABELLED_ROWS = 24
-"""Rows of a panel that are named at its side; of more only those that contradict each other."""
+"""Maximum number of named rows of a panel; above it, only contradicting rows have names."""
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """A panel an unknown: a line a row, over the values within its tolerance, and a dot where it is exact."""
+    """Draw one panel per unknown, and per row a line over the values in tolerance with a dot at the exact value."""
     shown = select_implied(found)
     if not shown:
         return Drawing(
@@ -233,10 +233,10 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
-    """The unknowns that most rows contradict each other about, then those of most rows; one at least of each cluster.
+    """Return the unknowns with most contradicting rows, then those with most rows, and at least one of each cluster.
 
-    Not how fast a device, or the slowest, is of its kind, which scales everything: what rows need of it is the
-    model's error.
+    Pace and spread of the devices are excluded because they scale all times. The value that a row implies for them is
+    the error of the model.
     """
     telling = [one for one in found if one.key not in (PACE, SPREAD)]
     ordered = sorted(telling, key=lambda one: (-one.torn, -len(one.needs)))

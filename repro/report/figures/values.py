@@ -1,8 +1,8 @@
-"""Values of a figure: what a source published, and what each kind of evidence says, from the judged ledger.
+"""Values of a figure from the judged ledger: published values and the values of each kind of evidence.
 
-A figure names rows of the ledger as `claim/label`; a `*` in the label stands for the places on the axis.  What
-a source draws and does not print has no row: such a place names an expression over simulated records instead, in
-the ledger's own language.
+A figure names rows of the ledger as `claim/label`. A `*` in the label stands for the places on the axis. A value that a
+source draws but does not print has no row. Such a place names an expression over simulated records, in the ledger's own
+language.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHOOSE = {"largest", "smallest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """What one kind of evidence says, in the row's unit."""
+    """Value of one kind of evidence, in the row's unit."""
 
     kind: str
     """`analytic`, `simulated` or `measured`; measured at the published scale only."""
@@ -37,47 +37,46 @@ class Ours:
     low: float
     high: float
     agrees: bool | None
-    """Whether the judge accepts it; None where it calibrates the time model, unknown inputs decide or nothing is
-    published."""
+    """Whether the judge accepts the value; None if it calibrates the time model, is `possible` or is not judged."""
     runs: tuple[str, ...]
-    """`suite/name` of the records behind it."""
+    """`suite/name` of the records that give the value."""
     fits: bool
-    """Whether all of them fit their devices when simulated."""
+    """Whether all simulated runs of the value fit their devices."""
     possible: bool = False
-    """Whether it misses, and unknown inputs decide."""
+    """Whether the prediction misses and the published value lies inside the interval from unknown inputs."""
     rests_on: str = ""
-    """Of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; else empty."""
+    """Basis of a predicted time or rate, one of `repro.simulate.time.calibration.BASES`; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One place on the axis of one series."""
+    """Value of one series at one place on the axis."""
 
     at: str
     published: PrintedNumber | None
-    """None where the source prints no number."""
+    """Published number; None where the source prints no number."""
     error: float
-    """Of digitisation; 0 where nothing was digitised."""
+    """Digitisation error of the published value; 0 without digitisation."""
     metric: str
     """Class of tolerance."""
     unit: str
     ours: tuple[Ours, ...]
-    """Measured first, then simulated, then analytic."""
+    """Values of the kinds of evidence: measured, then simulated, then analytic."""
     remedy: tuple[str, ...]
-    """Commands that would bring simulated records which it lacks."""
+    """Commands that create the missing simulated records."""
 
     def of_kind(self, kind: str) -> Ours | None:
-        """What that kind of evidence says."""
+        """Return the value of this kind of evidence, or None."""
         return next((ours for ours in self.ours if ours.kind == kind), None)
 
     @property
     def predicted(self) -> Ours | None:
-        """Measured at the published scale, else simulated."""
+        """The measured value at the published scale, else the simulated value."""
         return self.of_kind("measured") or self.of_kind(SIMULATED)
 
 
 class View:
-    """The judged ledger and the simulated records, as figures ask for them."""
+    """View of the judged ledger and the simulated records for figures."""
 
     def __init__(self, judged: Iterable[ClaimResult], simulated: Sequence[Record]):
         self._rows = {f"{r.claim.id}/{row.row.label}": row for r in judged for row in r.rows}
@@ -86,13 +85,13 @@ class View:
         self._functions = {**FORMULAS, **Records(simulated).functions(SIMULATED)}
 
     def row(self, reference: str) -> RowResult:
-        """The row `claim/label`.  Raises `ConfigError`."""
+        """Return the row `claim/label`. Raises `ConfigError` if the ledger has no such row."""
         if reference not in self._rows:
             raise ConfigError("row", reference, "claim/label of a row of the ledger")
         return self._rows[reference]
 
     def matching(self, pattern: str) -> list[Value]:
-        """A value for each row that `pattern` matches, in the ledger's order; at what `*` stands for."""
+        """Return a value for each row that `pattern` matches, in the ledger's order; the match of `*` is its place."""
         before, _, after = pattern.partition("*")
         found = [
             (name[len(before) : len(name) - len(after)], row)
@@ -104,11 +103,11 @@ class View:
         return [self._value(at, row) for at, row in found]
 
     def value(self, at: str, reference: str) -> Value:
-        """The value of one row, placed `at`."""
+        """Return the value of one row, placed `at`."""
         return self._value(at, self.row(reference))
 
     def unpublished(self, at: str, expression: str, unit: str) -> Value:
-        """What simulated records say where the source prints nothing."""
+        """Return the value of an expression over simulated records, for a place without a published number."""
         parsed = parse(expression)
         ours: tuple[Ours, ...] = ()
         remedy: tuple[str, ...] = ()
@@ -152,7 +151,9 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """What is drawn of a finding: at the published scale, and no quotient of the source's own bars."""
+        """Return the value to draw for a finding; None if it is not at the published scale or tests the source against
+        itself.
+        """
         value = finding.value
         scale = PUBLISHED_SCALE if finding.kind == "measured" else finding.scale
         if not isinstance(value, int | float) or finding.expected is not None:
@@ -167,7 +168,7 @@ class View:
             agrees=finding.verdict in GOOD if finding.verdict in (*GOOD, *BAD) else None,
             runs=finding.experiments,
             possible=finding.verdict == POSSIBLE,
-            # Where what fits is the question, some runs must not.
+            # In a search for the largest or smallest fit, some runs do not fit.
             fits=finding.kind != SIMULATED
             or bool(parse(finding.expression).calls & _CHOOSE)
             or self._fit(finding.experiments),

@@ -1,4 +1,4 @@
-"""`repro report`: read the store, judge the ledger, draw the figures, write one self-contained page."""
+"""`repro report`: read the store, judge the ledger, draw the figures, and write one self-contained page."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
 MAX_LINKS = 100
-"""Records of a figure that the page lists and links to."""
+"""Maximum number of a figure's records that the page lists and links."""
 
 
 @dataclass
 class Report:
-    """What was written."""
+    """Paths and counts of a written report."""
 
     page: Path
     claims: int
     verdicts: dict[str, int]
     experiments: int
-    """Measured ones."""
+    """Number of measured experiments."""
     simulated: int
     comparisons: int
     figures: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """By figure, the command that would fill or complete it."""
+    """Command by figure that creates the figure's missing records."""
     notebooks: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """What a reader must know about the store: torn lines, other protocols."""
+    """Remarks on the store for the reader: incomplete lines, other protocols."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         paths = {name: [str(path) for path in getattr(self, name)] for name in ("figures", "notebooks")}
         return {**vars(self), "page": str(self.page), **paths}
 
@@ -54,9 +54,10 @@ class Report:
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
     """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
 
-    `own`: ledger files whose claims are among the others, on the page and not in the notebooks.
+    `own`: additional ledger files, which the page includes and the notebooks omit.
 
-    Raises `ConfigError` if `out` is no folder, `ModuleNotFoundError` before anything is written, `CellFailed`.
+    Raises `ConfigError` if `out` is not a writable folder, `ModuleNotFoundError` before any file is written if a
+    package is missing, and `CellFailed` if a cell of a notebook failed.
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
@@ -95,7 +96,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
 
 
 def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
-    """Write a figure's two files; what the template needs of it.  Old files of a now empty figure go."""
+    """Write a figure's two files and return its data for the template. Old files of an empty figure are removed."""
     from repro.report.figures import style
 
     text = ""
@@ -143,9 +144,9 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
 
 
 def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Sequence[Path] = ()) -> int:
-    """Write the report on the store `results` to `out` and print where; 0, or 1 if a notebook failed.
+    """Write the report on the store `results` to `out` and print its path; return 0, or 1 if a notebook failed.
 
-    `own`: ledger files whose claims are among the others.
+    `own`: additional ledger files.
     """
     from repro.report.page.notebooks import CellFailed
 

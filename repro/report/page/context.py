@@ -1,7 +1,7 @@
-"""The page: what it says of claims, figures, records and machines, and how much of a large store it lists.
+"""Data of the page for the templates: claims, figures, records, machines, and the limits for large stores.
 
-A page of ten thousand lines helps nobody: every record that a claim or a figure reads has its line, and beside
-them the newest `MAX_RECORDS` of each kind.  What is left out is counted on the page, and `repro export` has it.
+The page lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind. It
+gives the number of omitted records, which `repro export` contains.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
-"""Records of a kind that no claim and no figure reads, and comparisons, that the page lists."""
+"""Maximum number of listed comparisons, and of listed records per kind that no claim and no figure reads."""
 MAX_PROVENANCES = 20
-"""Machines whose full provenance is in the page."""
+"""Maximum number of machines with full provenance in the page."""
 
 
 def context(
@@ -45,7 +45,7 @@ def context(
     remarks: list[str],
     catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
-    """What the template is filled with.  `figures`: as `build` saved them, with `records` by anchor."""
+    """Return the template's values. `figures`: data from `build`, with `records` by anchor."""
     everything = [*chosen.measured, *chosen.simulated]
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
@@ -91,7 +91,7 @@ def context(
 
 
 def _unknowns(found: RankedInputs) -> dict[str, Any]:
-    """The shopping list as text."""
+    """Return the ranked unknowns as text."""
     lines = [
         {
             **one.as_dict(),
@@ -107,7 +107,7 @@ def _unknowns(found: RankedInputs) -> dict[str, Any]:
 
 
 def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
-    """The claims asked again as text: a line a question, with an answer of every system that is simulated."""
+    """Return the claims on other systems as text: one line per question, with an answer for every simulated system."""
     lines = [
         {
             "claim": answers[0].question.claim,
@@ -130,13 +130,13 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
 
 
 def render_page(values: dict[str, Any]) -> str:
-    """The page as text."""
+    """Return the page as HTML."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     return template("page.html").render(style=style, script=script, **values)
 
 
 def template(name: str) -> Template:
-    """One of the templates beside this file; a name that it misses is an error."""
+    """Return a template of the folder `templates`; an undefined name raises an error."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -153,14 +153,14 @@ def template(name: str) -> Template:
 
 
 def _breaking(key: str) -> Any:
-    """A key that may go on in another line behind its dots and underscores, as HTML."""
+    """Return a key as HTML that may wrap after its dots and underscores."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(key))))
 
 
 def _code(words: str) -> Any:
-    """Text whose commands are between backticks, as HTML."""
+    """Return text as HTML, with commands in backticks as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(words))))
@@ -176,7 +176,7 @@ def _listed(
     row: Callable[[ExperimentRecord], dict[str, Any]],
     machines: Machines,
 ) -> dict[str, Any]:
-    """Lines of the records that are read, then of the newest others, and how many are left to the export."""
+    """Return the rows of cited records, the rows of the newest other records, and the number of omitted records."""
     cited = [record for record in records if _anchor(record) in read]
     others = [record for record in records if _anchor(record) not in read]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
@@ -187,7 +187,7 @@ def _listed(
 
 
 def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: Machines) -> dict[str, Any]:
-    """What a claim says of one record that it reads."""
+    """Return the claim's line for one record that it reads."""
     record = known.get(entry["anchor"])
     if record is None:
         return {**entry, "outcome": "", "machine": 0}

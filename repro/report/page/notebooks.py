@@ -1,7 +1,7 @@
 """`repro report --notebooks`: execute the notebooks of reports/ on a store, and write each as one HTML file.
 
-A notebook is a Python file with cells (jupytext's percent format), so that it can be reviewed, merged and linted.
-Each runs in a kernel of its own, which reads the store that `REPRO_RESULTS` names.
+A notebook is a Python file with cells (jupytext's percent format), suitable for reviews, merges and linters. Each
+notebook runs in its own kernel, which reads the store in `REPRO_RESULTS`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from repro.report.page.context import TEMPLATES, template
 
 NOTEBOOKS_FOLDER = ROOT / "reports"
 CELL_TIMEOUT_S = 300
-"""A cell that takes longer is stopped, and so is a kernel that takes as long to start."""
+"""Timeout of a cell, and of the start of a kernel, in seconds."""
 MAX_PARALLEL_NOTEBOOKS = 2
-"""Kernels that run side by side."""
+"""Maximum number of kernels that run at once."""
 
 
 class CellFailed(Exception):
-    """A cell raised; `str` is one line with file, cell and error."""
+    """Failure of a cell; `str` is one line with file, cell and error."""
 
 
 @dataclass(frozen=True)
 class RenderedNotebook:
-    """One notebook as it was written."""
+    """Notebook that was written as HTML."""
 
     title: str
     page: Path
@@ -40,7 +40,7 @@ class RenderedNotebook:
 
 
 def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
-    """The notebooks, in the order of their numbers.  Raises `ConfigError` where there is no checkout."""
+    """Return the notebooks by number. Raises `ConfigError` if there is no checkout."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
     if not found:
         raise ConfigError("--notebooks", str(folder), "a checkout with reports/*.py")
@@ -48,7 +48,7 @@ def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
 
 
 def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[RenderedNotebook]:
-    """Execute every notebook on `results` and write `out`/NAME.html.  Raises `ConfigError`, `CellFailed`."""
+    """Execute every notebook on `results` and write `out`/NAME.html. Raises `CellFailed`, or as `find_notebooks`."""
     paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings:
         # IPython reads no settings of the user, and works where the home folder cannot be written.
@@ -59,7 +59,7 @@ def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -
 
 
 def read_notebook(path: Path) -> Any:
-    """The notebook in a percent file."""
+    """Return the notebook of a percent file."""
     import jupytext
 
     return jupytext.read(path)
@@ -107,7 +107,7 @@ async def execute(path: Path, results: Path) -> Any:
 
 
 def _place(notebook: Any) -> str:
-    """The cell that did not end, by its number and first line."""
+    """Return number and first line of the cell that did not finish."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     bad = [
         number
@@ -122,7 +122,7 @@ def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
-    # The template without styles and scripts of its own: Jupyter's would be fetched from the network.
+    # A template without Jupyter's styles and scripts, which a browser would fetch from the network.
     body, _ = HTMLExporter(
         template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
     ).from_notebook_node(notebook)
@@ -147,6 +147,6 @@ def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
 
 
 def title_of(notebook: Any, path: Path) -> str:
-    """Its first heading; its name without one."""
+    """Return the first heading of the notebook, or its file name without one."""
     found = re.search(r"^# (.+)$", "\n".join(cell.source for cell in notebook.cells), re.MULTILINE)
     return found[1].strip() if found else path.stem

@@ -53,9 +53,9 @@ VERDICT_STYLES = {
 
 
 def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
-    """Print all claims, those of the ledger files `own` among them, or one in full.
+    """Print all claims, including those of the ledger files `own`, or one claim in full.
 
-    Raises `ConfigError` for an unknown id or a bad ledger file.
+    Raises `ConfigError` if the id is unknown or a ledger file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
     if claim_id:
@@ -96,7 +96,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
 
 
 def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
-    """Print everything about one claim."""
+    """Print all data of one claim."""
     from rich.text import Text
 
     claim = result.claim
@@ -170,7 +170,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 
 def _unknowns_table(result: ClaimResult) -> Table:
-    """Which unknown numbers move each predicted value most, each of them alone."""
+    """Return a table of the unknowns with the largest effect on each predicted value, each varied alone."""
     headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
     grid = render.new_table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
     for row in result.rows:
@@ -254,9 +254,9 @@ def _possible_text(count: int) -> str:
 
 
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
-    """Print what the store `results` predicts of `system`; 0, or 1 where it has nothing of it, as JSON too.
+    """Print the predictions of the store `results` for `system`; return 0, or 1 without predictions, also with JSON.
 
-    Raises `ConfigError` for an unknown system, and for a claim that is unknown or not asked again.
+    Raises `ConfigError` if the system or the claim is unknown, or the claim has no question for other systems.
     """
     ledger = load_ledger()
     questions = other_system.load_questions(ledger)

@@ -55,7 +55,7 @@ _STATE_COLOURS = {
 
 
 def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
-    """Print where every case of the newest submission of each suite stands; `every`: of all submissions.
+    """Print the state of every case of each suite's newest submission, or of all submissions (`every`).
 
     Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
     """
@@ -76,7 +76,7 @@ def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
 
 
 def _print_cases(cases: list[CaseState], warnings: list[str], console: Console) -> None:
-    """Print a table of what is not done, and the totals."""
+    """Print the table of cases, and the totals; a long list without a terminal omits finished cases."""
     has_room = console.is_terminal or len(cases) <= 60
     console.print(_cases_table([case for case in cases if has_room or case.state != DONE]))
     console.print(_totals_text(cases), markup=False)
@@ -111,9 +111,9 @@ def _totals_text(cases: list[CaseState]) -> str:
 
 
 def _watch(registry: Registry, store: Store, every: bool) -> int:
-    """Show the table again every few seconds, until nothing waits or runs.  Raises `SchedulerError`.
+    """Refresh the table every few seconds while cases wait or run.
 
-    A cluster that does not answer for a while, after it has answered once, is no reason to stop.
+    Raises `SchedulerError` without a first answer of the cluster. Later failures to answer do not end the loop.
     """
     from rich.console import Group
     from rich.live import Live
@@ -144,14 +144,14 @@ EXIT_CODE_WITHOUT_LAB = 3
 
 
 def check_lab() -> int:
-    """Whether a network can be made here, which is tried."""
+    """Try to create a network here and print whether it is possible."""
     lacking = lab.missing_requirement()
     print(f"missing: {lacking}" if lacking else "emulated networks can be had here")
     return 1 if lacking else 0
 
 
 def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> int:
-    """Make the network of an experiment, or the one that is asked.  Raises `ConfigError`."""
+    """Create an experiment's network or the given one; return 1 on failure. Raises `ConfigError` if it is invalid."""
     network = (
         _network_of(suite, experiment) if suite is not None else build_dataclass(EmulatedNetwork, dict(asked))
     )
@@ -167,7 +167,7 @@ def start_lab(suite: Path | None, experiment: str, asked: Mapping[str, Any]) -> 
 
 
 def _network_of(suite: Path, name: str) -> EmulatedNetwork:
-    """The network of an experiment of `suite`."""
+    """Return the network of an experiment of `suite`."""
     known = {entry.experiment.name: entry.experiment for entry in suites.load_suite(suite).entries}
     having = [name for name, experiment in known.items() if experiment.network is not None]
     network = known[name].network if name in known else None
@@ -178,7 +178,7 @@ def _network_of(suite: Path, name: str) -> EmulatedNetwork:
 
 
 def print_lab_status(json: bool) -> int:
-    """Show the network that is up."""
+    """Print the current network."""
     there = lab.find_network()
     if json:
         print_json({"up": there is not None, **(asdict(there) if there else {})})
@@ -201,7 +201,7 @@ def _print_network(there: LabNetwork) -> None:
 
 
 def execute_on_rank(rank: int, command: list[str]) -> int:
-    """Run a command where `rank` is; its exit code.  Raises `ConfigError`."""
+    """Run a command in the network of `rank`; return its exit code. Raises `ConfigError` without rank or network."""
     there = lab.require_network()
     if not 0 <= rank < there.network.world:
         raise ConfigError("RANK", rank, f"0 to {there.network.world - 1}")
@@ -210,7 +210,7 @@ def execute_on_rank(rank: int, command: list[str]) -> int:
 
 
 def stop_lab() -> int:
-    """Take the network down."""
+    """Remove the network."""
     was = lab.stop_network()
     print("down" if was else "no network is up")
     return 0 if was else EXIT_CODE_WITHOUT_LAB

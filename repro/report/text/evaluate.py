@@ -1,4 +1,4 @@
-"""`repro evaluate` and `export-weights`: the scores with how they were obtained, and what was written."""
+"""Output of `repro evaluate` and `repro export-weights`: scores with their protocol, and written files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.util.console import print_json
 def print_scores(
     weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
 ) -> int:
-    """Score, and print metrics and protocol, or the record (`json`); 1 if the ranks failed.  Raises `ConfigError`."""
+    """Score and print the result, or the record (`json`); return 1 if the ranks failed. Raises `ConfigError`."""
     from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
 
     options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
@@ -44,7 +44,7 @@ def print_scores(
 
 
 def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
-    """Write the weights and name the files; 0.  Raises `ConfigError` before anything is written."""
+    """Write the weights and name the files; return 0. Raises `ConfigError` before any file is written."""
     from repro.quality.weights.formats import open_weights
     from repro.quality.weights.huggingface import export_huggingface
 

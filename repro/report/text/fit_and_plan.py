@@ -39,7 +39,7 @@ def bound_marks(console: Console, basis: str) -> tuple[str, str]:
 
 
 def print_fit_table(question: FitQuestion, document: dict[str, Any]) -> None:
-    """Print the largest that fits beside the first that does not."""
+    """Print the largest configuration that fits next to the first that does not fit."""
     console = stdout()
     sizes = document["sizes"]
     what = (
@@ -84,7 +84,7 @@ def _explain_binding_term(term: str, failing: dict[str, Any]) -> str:
 
 
 def _print_terms(console: Console, document: dict[str, Any]) -> None:
-    """What is live at both peaks, by term."""
+    """Print the live bytes at both peaks, by term."""
     largest, failing = document["largest"], document["first_failing"]
     whole = document["limit_bytes"]
     rows = new_table("live at the peak", "", "does not GB", "fits GB", left=2)
@@ -107,7 +107,7 @@ def _print_trials(console: Console, document: dict[str, Any]) -> None:
 
 
 def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
-    """Print the first `top` layouts, and what rules the others out."""
+    """Print the first `top` layouts, and the limiting terms of the others."""
     from repro.simulate.plan.plan import COMPARED_ROWS
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE, OK, TIME_ORDER_RULE, unknown_rates
 
@@ -147,7 +147,7 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
 
 
 def _print_basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
-    """What the times of every row rest on: their kernels and the system are the same."""
+    """Print the basis of all times; all rows have the same kernels and the same system."""
     rests = describe_basis(row.layout.kernels, request.system)
     style = "bold" if row.time["rests_on"] == UPPER_BOUND else ""
     console.print("\n" + textwrap.fill(f"Times rest on: {rests}.", console.width), style=style, markup=False)
@@ -238,7 +238,7 @@ def _interval_text(found: dict[str, Any] | None) -> str:
 
 
 def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> None:
-    """Say where the order of `rows`, `top` of them shown, is not decided, since numbers of the system are not known."""
+    """Print the pairs of `rows` whose order is undecided because of unknown numbers; `top` of the rows are shown."""
     from repro.simulate.plan.rows import MIN_TIE_SHARE
 
     if len(rows) < 2:
@@ -266,7 +266,7 @@ def _print_undecided(console: Console, rows: Sequence[PlanRow], top: int) -> Non
 
 
 def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
-    """For each tp, cp, pp and ZeRO stage: the least that its layouts would need, and the term that is too much."""
+    """Print the minimum memory and the limiting term of the layouts that do not fit, by tp, cp, pp and ZeRO stage."""
     if not rows:
         return
     least: dict[tuple[int, int, int, int], tuple[int, PlanRow]] = {}
@@ -295,7 +295,7 @@ FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "re
 
 
 def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
-    """Print the map of every (tp, pp) that any layout has, and what rules out those that do not fit."""
+    """Print the map of every (tp, pp) with a layout, and the limiting terms of those that do not fit."""
     console = stdout()
     limits = sorted(limits)
     there = [cell for cell in cells if cell.rows]
@@ -323,7 +323,7 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
-    """`21.20*` over `fits 40 GB`: what the cell needs, and the least memory that is enough."""
+    """Return `21.20*` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
     from rich.text import Text
 
     if cell is None:
@@ -348,7 +348,7 @@ def most_informative_row(cell: MapCell) -> PlanRow:
 
 
 def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:
-    """One line per term: the cells in which it is too much."""
+    """Print one line per term: the cells that this term limits."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:
         row = cell.rows[limit]

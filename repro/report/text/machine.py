@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
-    """Examine this machine; 1 if the harness cannot run anything here, else 0.
+    """Examine this machine; return 1 if the suite cannot run anything here, else 0.
 
-    `compile_for`: the architectures for which all CUDA kernels are compiled and listed.  Raises `ConfigError`.
+    `compile_for`: architectures for which all CUDA kernels are compiled and listed. Raises `ConfigError`.
     """
     from repro.launch.doctor import kernels
     from repro.launch.doctor.machine import examine_machine
@@ -38,7 +38,7 @@ def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
 
 
 def _print_kernels(rows: Sequence[KernelRow]) -> None:
-    """A line for each kernel of each size class, a column for each architecture; then what it amounts to."""
+    """Print a line for each kernel of each size class with a column for each architecture, and a summary."""
     architectures = list(dict.fromkeys(row.architecture for row in rows))
     by_kernel: dict[tuple[str, str], dict[str, KernelRow]] = {}
     for row in rows:
@@ -68,7 +68,7 @@ def _cell(row: KernelRow) -> str:
 
 
 def _specialised(program: str) -> str:
-    """The definitions that tell programs of a source apart, short."""
+    """Return the definitions that distinguish the programs of a source, in short form."""
     words = dict(word.split("=") for word in program.split()[1:])
     kinds = [words[key] for key in ("TYPE", "GRADIENT", "COPY") if key in words]
     width = [f"by {words['WIDTH']}"] if "WIDTH" in words else []
@@ -77,9 +77,9 @@ def _specialised(program: str) -> str:
 
 
 def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -> int:
-    """Examine what a profile promises; 1 if something keeps suites from running, else 0.
+    """Check a profile's cluster; return 1 if a check prevents suites from running, else 0.
 
-    `nodes`: also start a short job on that many nodes and look around there.  Raises `ConfigError` for a bad profile.
+    `nodes`: size of an additional job that checks from its nodes; 0: none. Raises `ConfigError` for a bad profile.
     """
     from repro.launch.slurm.profile import load_profile
     from repro.launch.slurm.submission.profile_check import examine_profile
@@ -92,10 +92,10 @@ def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -
 def _print_checks(
     checks: Sequence[Check], *, json: bool, undone: str, hint: str = "", more: dict[str, Any] | None = None
 ) -> int:
-    """Print the checks; 1 if one that fails is fatal, else 0.
+    """Print the checks; return 1 if a fatal check failed, else 0.
 
-    `undone`: what a fatal one keeps from being done.  `hint`: what else can be asked where none is.
-    `more`: keys of the JSON document.
+    `undone`: participle of the action that a fatal check prevents. `hint`: text without fatal failures. `more`: further
+    keys of the JSON document.
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
@@ -111,7 +111,7 @@ def _print_checks(
 
 
 def check_lines(checks: Sequence[Check], width: int) -> list[str]:
-    """Return the checks as lines of at most `width` characters, aligned where there is room for it."""
+    """Return the checks as lines of at most `width` characters, aligned if the width permits."""
     longest = max(len(check.name) for check in checks)
     found = []
     for check in checks:

@@ -24,7 +24,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 
 def print_models(name: str | None, json: bool) -> int:
-    """Print all models, or all about one.  Raises `ConfigError` for an unknown name or a wrong file."""
+    """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
     models = [load_model(name)] if name else [load_model(each) for each in model_names()]
     if json:
         described = [describe_model(model) for model in models]
@@ -130,7 +130,7 @@ SIGNIFICANT_DIGITS = 4
 
 
 def print_systems(name: str, json: bool) -> int:
-    """Print all systems, or all about one (a name or the path of a file).  Raises `ConfigError`."""
+    """Print all systems or one in full (name or path). Raises `ConfigError` for an unknown name or an invalid file."""
     systems = [load_system(name)] if name else [load_system(each) for each in system_names()]
     if json:
         described = [describe_system(system) for system in systems]
@@ -165,7 +165,7 @@ def _number(value: float | None, scale: float = 1.0) -> str:
 
 
 def _bandwidth(system: System, link: str) -> str:
-    """GB/s per device; `?` where it is unknown and `-` where there is no such link."""
+    """Return GB/s per device; `?` for an unknown value and `-` without such a link."""
     if link not in system.links:
         return "-"
     devices, value = system.devices_per_node.value, system.links[link].bandwidth.value
@@ -228,7 +228,7 @@ def _print_system(system: System) -> None:
 def _row(
     label: str, quantity: Quantity, words: Callable[[float], str], after: str = ""
 ) -> tuple[str, str, str]:
-    """Label, value and source; `unknown` where nobody knows."""
+    """Return label, value and source; the value of an unknown number is `unknown`."""
     value_text = "unknown" if quantity.value is None else words(quantity.value)
     if quantity.ranges:
         low, _, high = quantity.ends
@@ -273,14 +273,14 @@ FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
     "spread": units.percent,
     "jitter_s": _seconds,
 }
-"""How the numbers for time are shown; the others count something."""
+"""Formats of the numbers of the time model; other numbers are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
 NETWORK_KEYS = ("adapters", "rings")
-"""Numbers of a link that are shown though they are assumed: for every class, and beyond a node."""
+"""Numbers of links between nodes that are shown even if assumed, as `SHOWN_LINK_KEYS` of all links."""
 
 
 def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
-    """What the model of time uses."""
+    """Yield rows of the numbers that the time model uses."""
     time = system.device.time
     used = {field.name: time.used(field.name) for field in dataclasses.fields(time)}
     for name, link in system.links.items():
@@ -294,7 +294,7 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_measured(system: System) -> None:
-    """What a calibrated file holds beside quantities."""
+    """Print the measured operators and collectives of a calibrated file."""
     made = system.provenance
     if made is None:
         return
@@ -315,7 +315,7 @@ def _print_measured(system: System) -> None:
 
 
 def _wrapped(text: str, indent: str) -> str:
-    """Lines as wide as the terminal; addresses are not broken, so that they can be copied."""
+    """Wrap text to the terminal's width, without breaks in addresses, which remain copyable."""
     return textwrap.fill(
         text,
         stdout().width,

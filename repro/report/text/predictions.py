@@ -1,6 +1,6 @@
-"""`repro simulate`, `repro fit` and `repro plan`: check the question, find the answer, show it.
+"""`repro simulate`, `repro fit` and `repro plan`: check the input, compute the result, print it.
 
-All that a person can get wrong is found out before torch is imported.
+Invalid input is reported before the import of torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from repro.util.console import print_json, show_progress
 
 
 def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool) -> int:
-    """Trace one step of a model and print what it needs; 1 if it does not fit."""
+    """Trace one step of a model and print its requirements; return 1 if it does not fit."""
     on = _system(query)
     experiment = _experiment(model, on, query)
     limit = parse_memory_size(query.memory_limit)
@@ -65,7 +65,7 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
 
 
 def _system(query: LayoutQuery) -> System:
-    """The system that is asked for, with a word to who asks for more devices than anybody had of it."""
+    """Return the requested system; note on standard error if it has fewer devices than the query."""
     at_most("gpus", query.gpus, RANKS)
     on = load_system(query.system)
     nodes, devices = on.nodes.value, on.devices_per_node.value
@@ -94,7 +94,7 @@ def _training(seq: int) -> Training:
 
 
 def print_fit(query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
-    """Find the largest model that fits and the first that does not; 1 if nothing fits."""
+    """Find the largest model that fits and the first that does not; return 1 if nothing fits."""
     from repro.report.text.fit_and_plan import print_fit_table
     from repro.simulate.plan import fit as fits
 
@@ -119,7 +119,7 @@ def print_measured_fit(
     of: int,
     json: bool,
 ) -> int:
-    """Try sizes on real devices; 1 if nothing fits or a trial fails, 130 if interrupted."""
+    """Try sizes on real devices; return 1 if nothing fits or a trial fails, 130 if interrupted."""
     from repro.launch.fit import plan_trials
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
@@ -148,7 +148,7 @@ def print_plan(
     price_per_gpu_hour: float = 0.0,
     top: int | None = None,
 ) -> int:
-    """List every sensible layout (`top`: the best so many), best first, or draw tp against pp; 1 if none fits."""
+    """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
     from repro.simulate.plan import candidates
 
     on, gpus, seq = _system(query), query.gpus, query.seq
@@ -194,7 +194,7 @@ def print_plan(
 
 
 def _print_map(request: Any, limits: list[int], json: bool) -> int:
-    """Draw which tp and pp fit each of `limits` (bytes of a device's memory)."""
+    """Draw the fit of each tp and pp for each of `limits` (bytes of a device's memory)."""
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK

@@ -39,7 +39,7 @@ EVIDENCE_TITLES = {
     SIMULATED: "simulated: predicted, nothing ran",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
-"""What has a column where experiments differ in it."""
+"""Conditions with a column where experiments differ."""
 COLUMN_NOTES = {
     "loss": "loss: of the last step",
     "curve": "curve: loss over the steps",
@@ -51,11 +51,11 @@ COLUMN_NOTES = {
     "activ": "activ: at its peak",
     "sent": "sent: by rank 0 in a step",
 }
-"""What a column has, by a word of its heading."""
+"""Description of a column, by a word of its heading."""
 
 
 class Column(NamedTuple):
-    """A column of a table: its heading in two lines, and a text for every row."""
+    """Column of a table: a heading in two lines, and a text for every row."""
 
     heading: str
     cells: list[str]
@@ -63,17 +63,17 @@ class Column(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of the terminal."""
+        """Width in columns of the terminal."""
         return max(len(line) for line in [*self.heading.split("\n"), *self.cells])
 
     @property
     def empty(self) -> bool:
-        """Whether no row has anything here."""
+        """Whether no row has a value in this column."""
         return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
 def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
-    """Print what is known of the experiments that `what` means.  Raises `ConfigError` where that is nothing."""
+    """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
     found = comparable_results(selection, _suite_pattern(what))
     if not found:
@@ -94,7 +94,7 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
 
 
 def _suite_pattern(what: str) -> str:
-    """A suite's file stands for its name."""
+    """Return the name of the suite for a suite's file; other patterns are unchanged."""
     if not what.endswith(".toml"):
         return what
     from repro.config import suites
@@ -103,7 +103,7 @@ def _suite_pattern(what: str) -> str:
 
 
 def print_result_tables(found: Iterable[ComparableResults]) -> None:
-    """Print every group: its table, what failed, and its comparisons."""
+    """Print every group: its table, its failures, and its comparisons."""
     console = stdout(least=WIDE_PAGE_COLUMNS)
     for group in found:
         count = words.count_noun(len(group.records), "experiment")
@@ -119,7 +119,7 @@ def print_result_tables(found: Iterable[ComparableResults]) -> None:
 
 
 def _print_experiments(console: Console, group: ComparableResults) -> None:
-    """Print the columns that are not empty: several tables where one is too wide, blocks where any table is."""
+    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide."""
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE_PAGE_COLUMNS else 1
     tables: list[list[Column]] = [[]]
@@ -143,7 +143,7 @@ def _print_experiments(console: Console, group: ComparableResults) -> None:
 
 
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
-    """The experiment's name, and blocks of columns that stay together."""
+    """Return the column of names, and blocks of columns that share a table."""
     rows = [experiment_row(record) for record in group.records]
     bases = [basis_of_record(record) for record in group.records]
     least, most = (
@@ -207,17 +207,17 @@ def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] =
 
 
 def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
-    """How it ended in the place of its step's time, where there is no step."""
+    """Return the step times, with the outcome in place of a missing step time."""
     return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
 
 def _number(value: float) -> str:
-    """Three significant digits, but no more than three places: what is less is nothing beside the others."""
+    """Return three significant digits, but no more than three decimal places."""
     return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
 
 
 def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
-    """Ratios of experiments that took turns, with the bootstrap intervals of their records."""
+    """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
     if not compared:
         return
     grid = new_table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
@@ -232,7 +232,7 @@ def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -
 
 
 def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
-    """`--json`: experiments, each with its metrics and its curve of losses, and comparisons."""
+    """Return the document of `--json`: experiments with metrics and loss curves, and comparisons."""
     return {
         "experiments": [
             {
@@ -252,7 +252,7 @@ def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
 
 
 def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
-    """Write the curves of losses as a picture."""
+    """Write the loss curves as a picture."""
     from repro.report.figures import loss_curves, style
 
     if path.suffix not in (".svg", ".png"):
@@ -269,10 +269,10 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 def print_run(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
-    """Run what the store lacks of `suites`, one after the other, and print a summary of each (`json`: a list).
+    """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
-    Returns 0 if every experiment that can be had here has the outcome that its suite expects, 1 if not, and 128
-    plus the signal's number if it was interrupted.  Raises `ConfigError` before anything is started.
+    Returns 0 if every possible experiment has the outcome that its suite expects, 1 if not, and 128 plus the signal's
+    number if a signal interrupted the run. Raises `ConfigError` if the input is invalid; no experiment is started.
     """
     from repro.launch.run import run_suites
 
@@ -288,10 +288,10 @@ def print_run(
 
 
 def print_run_summary(summary: dict[str, Any]) -> None:
-    """Print results first, then surprises, the totals last."""
+    """Print the results, then unexpected outcomes, then the totals."""
     rows = summary["experiments"]
     names = [row["name"] for row in rows]
-    records, _ = Store(Path(summary["results"])).readable()  # the summary says what is not
+    records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
     print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
@@ -316,7 +316,7 @@ def print_run_summary(summary: dict[str, Any]) -> None:
 def print_dry_run(
     suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
 ) -> int:
-    """Print every selected experiment and what would become of it; always 0.  Raises `ConfigError`."""
+    """Print the planned action for every selected experiment; return 0. Raises `ConfigError` if a suite is invalid."""
     from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN, preview_run
 
     found = preview_run(suites, only, results, rerun, evidence, system)

@@ -40,7 +40,7 @@ def print_schedule(
     svg: bool,
     out: Path | None,
 ) -> int:
-    """Print, draw or dump one schedule.  Raises `ConfigError`, naming the option that is wrong."""
+    """Print, draw or dump one schedule. Raises `ConfigError` if an option is invalid; the message names it."""
     svg = svg or out is not None
     require(not (json and svg), "--json", True, "left out with --svg or --out: one document at a time")
     plan = make_schedule(name, stages, micro_batches, chunks, forward, backward)
@@ -59,7 +59,7 @@ def print_schedule(
 
 
 def _svg(plan: TimedSchedule) -> str:
-    """The picture as an SVG document."""
+    """Return the picture as an SVG document."""
     from repro.report.figures import schedules, style
 
     caption = "No bubble"
@@ -74,7 +74,7 @@ def _svg(plan: TimedSchedule) -> str:
 
 
 MAX_DRAWN_LINES = 60
-"""A drawing is broken into several lines of time only up to this many lines."""
+"""Maximum number of lines of a drawing that is broken into several lines of time."""
 IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
 """One character and its rich style."""
@@ -95,7 +95,7 @@ def print_drawing(plan: TimedSchedule) -> None:
 
 
 def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:
-    """The drawing as lines no wider than the console."""
+    """Return the drawing as lines no wider than the console."""
     from rich.text import Text
 
     colour = console.color_system is not None
@@ -146,12 +146,12 @@ def _widest(plan: TimedSchedule, colour: bool) -> int:
 
 
 def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
-    """Columns of the shortest action, or 0 where not every action gets one.
+    """Return the columns of the shortest action, or 0 where the width does not suffice for every action.
 
-    Labels come first: in one line of time, else in several, else only colours or letters in one line.
+    Drawings with labels are preferred: on one line of time, else on several, else colours or letters on one line.
     """
     label = _widest(plan, colour)
-    least = label if not colour or label == 1 else label + 1  # 10, 11 side by side would read 1011
+    least = label if not colour or label == 1 else label + 1  # adjacent 10, 11 would read 1011
 
     def blocks(columns: int) -> int:
         return ceil(plan.total * columns / _shortest(plan) / width)
@@ -168,7 +168,7 @@ def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
 def _actions(
     plan: TimedSchedule, stage: int, columns: int, scale: Fraction, colour: bool, gap: bool
 ) -> list[Cell]:
-    """A stage's row with every action: its label, then its length, then a gap if all have room for it."""
+    """Return a stage's row with every action: its label, its length, and a gap if every action has space for one."""
     row: list[Cell] = [(IDLE_CELL, "dim")] * columns
     for action, start, stop in plan.slots[stage]:
         first, last = (floor(time * scale + Fraction(1, 2)) for time in (start, stop))
@@ -182,7 +182,7 @@ def _actions(
 
 
 def _shares(plan: TimedSchedule, stage: int, columns: int, colour: bool) -> list[Cell]:
-    """A stage's row with a column for many actions: what it mostly does in that time."""
+    """Return a stage's row with a column for many actions: the predominant action in the column's time."""
     shares = busy_shares(plan.slots[stage], float(plan.total), columns)
     row: list[Cell] = []
     for forward, backward in shares:
@@ -207,7 +207,7 @@ def _mixed_style() -> str:
 
 
 def _runs(row: list[Cell]) -> Iterator[Cell]:
-    """The row with neighbours of one style joined."""
+    """Yield the row's cells with neighbours of one style joined."""
     characters, style = "", ""
     for character, own in row:
         if own != style:
@@ -219,7 +219,7 @@ def _runs(row: list[Cell]) -> Iterator[Cell]:
 
 
 def _axis(first: int, last: int, scale: Fraction) -> str:
-    """Times above the columns `first` to `last`, at round numbers far enough apart to read."""
+    """Return times above the columns `first` to `last`, at round numbers with sufficient distance."""
     step = Fraction(1)
     for step in (Fraction(factor) * 10**power for power in range(7) for factor in (1, 2, 5)):
         if step * scale >= 6:

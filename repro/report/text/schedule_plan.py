@@ -1,4 +1,4 @@
-"""A pipeline schedule with its times: what `repro schedule` says of it, in data and in words."""
+"""A pipeline schedule with its times: the data and the text of `repro schedule`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEDULE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A schedule and when it runs; `forward` and `backward` are relative times on one whole stage."""
+    """Schedule and its times; `forward` and `backward` are relative times on one full stage."""
 
     name: str
     stages: int
@@ -42,7 +42,7 @@ class TimedSchedule:
 
     @property
     def total(self) -> Fraction:
-        """Time of the whole step."""
+        """Time of the full step."""
         return max(row[-1].stop for row in self.slots)
 
     @property
@@ -52,7 +52,7 @@ class TimedSchedule:
 
     @property
     def in_flight(self) -> list[int]:
-        """Most (micro-batch, chunk) pairs at once whose activations each stage keeps."""
+        """Maximum number of (micro-batch, chunk) pairs with stored activations on each stage."""
         return [in_flight(actions) for actions in self.schedule]
 
     @property
@@ -67,7 +67,7 @@ class TimedSchedule:
 
     @property
     def title(self) -> str:
-        """Its name and sizes in words."""
+        """Name and sizes of the schedule in words."""
         parts = [words.count_noun(self.stages, "stage"), words.count_noun(self.micro_batches, "micro-batch")]
         if self.chunks > 1:
             parts.append(f"{self.chunks} chunks per stage")
@@ -90,7 +90,7 @@ def make_schedule(
 
 
 def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
-    """The schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
+    """Return the schedule as JSON data: times relative to `forward` and `backward`, counts of one step."""
     return {
         "schedule": plan.name,
         "stages": plan.stages,
@@ -125,7 +125,7 @@ def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
 
 
 def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
-    """(name, sentence) of everything that the command says about a schedule."""
+    """Return (name, sentence) of every property of the schedule that the command prints."""
     idle = plan.total - plan.ideal
     return [
         ("schedule", f"{plan.title}  (p = {plan.stages}, m = {plan.micro_batches}, v = {plan.chunks})"),
@@ -143,12 +143,12 @@ def schedule_facts(plan: TimedSchedule) -> list[tuple[str, str]]:
 
 
 def format_share(value: Fraction) -> str:
-    """`37/480 = 7.7 %`, or `none`."""
+    """Return `37/480 = 7.7 %`, or `none`."""
     return f"{value} = {units.percent(float(value))}" if value else "none"
 
 
 def format_number(value: Fraction | float) -> str:
-    """A time: `33`, `28.5`, `1,551`."""
+    """Return a time as text: `33`, `28.5`, `1,551`."""
     return units.number(float(value), digits=6)
 
 
@@ -162,7 +162,7 @@ def _in_flight(plan: TimedSchedule) -> str:
 
 
 def _activations(plan: TimedSchedule) -> str:
-    """In-flight activations in micro-batches through all layers, beside GPipe's."""
+    """Return the in-flight activations as micro-batches through all layers, with GPipe's number."""
     most = max(plan.in_flight)
     parts = plan.stages * plan.chunks
     whole = Fraction(most, parts)
@@ -185,7 +185,7 @@ def _messages(plan: TimedSchedule) -> str:
 
 
 def _parse_time(option: str, value: str) -> Fraction:
-    """An exact positive number; whatever is longer than a person would write is refused."""
+    """Return an exact positive number; reject numbers with too many digits."""
     expected = "a number greater than 0, such as 2, 1.5 or 3/2"
     require(re.fullmatch(r"\d{1,6}([./]\d{1,6})?", value) is not None, option, value, expected)
     numerator, _, denominator = value.partition("/")

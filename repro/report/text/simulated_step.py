@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def print_simulated_step(simulation: Simulation, system: System) -> None:
-    """Print the page."""
+    """Print memory, communication, FLOP and time of the step."""
     console = stdout()
     document = simulation.as_dict()
     verdict = {"ok": "[bold green]fits[/]", "oom": "[bold red]does not fit[/]"}[simulation.outcome]
@@ -124,7 +124,7 @@ def _work(console: Console, document: dict[str, Any]) -> None:
 
 
 MAX_SHOWN_UNKNOWNS = 3
-"""Unknown numbers that are shown."""
+"""Maximum number of shown unknowns."""
 TIME_PARTS = (
     ("compute_s", "computing"),
     ("optimizer_s", "optimizer"),
@@ -176,7 +176,7 @@ def print_step_time(
 
 
 def _slower(kernels: Kernels) -> str:
-    """By how much a generation's kernels miss the model of their device."""
+    """Return the factors by which a generation's kernels are slower than the model of their device."""
     products, others = units.number(kernels.products), units.number(kernels.others)
     them = (
         f"Kernels take {others}"
@@ -190,7 +190,7 @@ def _slower(kernels: Kernels) -> str:
 
 
 def _interval(console: Console, found: dict[str, Any], step: float, flops: float) -> None:
-    """The 90 % interval, and which unknown numbers make it so wide."""
+    """Print the 90 % interval, and the unknown numbers with the largest effect on it."""
     low, high = found["low_s"], found["high_s"]
     rates = (units.flop_rate(flops * step / end) for end in (high, low))
     console.print(

@@ -1,4 +1,4 @@
-"""`repro twin`: original and twin side by side, and what is not kept."""
+"""`repro twin`: original and twin in one table, and the differences between them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_twin(
     write: Path | None,
     json: bool,
 ) -> int:
-    """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite if asked to.
+    """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite on request.
 
     `within`, `between`: bytes/s, one or several with commas, or empty.
     """
@@ -85,7 +85,7 @@ def print_twin(
 
 
 def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]:
-    """The comparisons that are asked for, and the claims that they belong to."""
+    """Return the requested comparisons, and the claims to which they belong."""
     catalogue = SuiteCatalogue()
     if all("/" in name for name in names):
         return named_comparisons(names, catalogue.suites), []
@@ -99,7 +99,7 @@ def _originals(names: Sequence[str]) -> tuple[list[list[Experiment]], list[str]]
 
 
 def _parse_rates(option: str, given: str) -> list[float]:
-    """Bytes/s, each more than 0; `[0]` where nothing is asked for."""
+    """Return bytes/s, each more than 0; `[0]` for an empty option."""
     try:
         found = [float(part) for part in given.split(",")] if given else [0.0]
     except ValueError:
@@ -110,7 +110,7 @@ def _parse_rates(option: str, given: str) -> list[float]:
 
 
 def _variant_suffix(within: float, between: float) -> str:
-    """`-between2.5` for 2.5 GB/s."""
+    """Return a suffix such as `-between2.5` for 2.5 GB/s."""
     parts = (("within", within), ("between", between))
     return "".join(f"-{name}{rate / units.GB:g}" for name, rate in parts if rate)
 
@@ -178,7 +178,7 @@ def _comparison_table(member: Member) -> Any:
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:
-    """Plain data: the document of `--json`."""
+    """Return the document of `--json`."""
     return {
         "variant": ending.lstrip("-"),
         "take_turns": [member.original.name for member in twin.together],

@@ -50,9 +50,9 @@ SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 def print_validation(
     results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
 ) -> int:
-    """Compare what the store `results` predicts; 0.  `system`: also what was measured here, predicted on it.
+    """Compare predictions of the store `results`; return 0. `system`: also compare local measurements with it.
 
-    `own`: ledger files whose claims are among the others.
+    `own`: additional ledger files.
     """
     from repro.report import evidence
     from repro.results.store import print_remarks
@@ -79,7 +79,7 @@ def print_validation(
 
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
-    """Print how many published rates and ratios of the store their intervals hold; 0 if so many percent of either."""
+    """Print how many published rates and ratios lie in their intervals; return 0 if both shares lie in `between`."""
     from repro.report import evidence
     from repro.results.store import print_remarks
 
@@ -306,7 +306,7 @@ def print_machine_errors(machine: MachineErrors, console: Console) -> None:
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
-    """Write the scatter plot as a picture of its own."""
+    """Write the scatter plot as a separate picture."""
     from repro.report.figures import style, validation
 
     with style.figure_style():
@@ -319,7 +319,7 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
 
 
 def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
-    """List the unknowns of what the store `results` predicts; 0.  `own`: ledger files beside the packaged ones."""
+    """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
     from repro.report import evidence
     from repro.results.store import print_remarks
 

@@ -120,7 +120,7 @@ class Reader:
             into[row : row + block.rows, column : column + block.columns].copy_(rows)
 
     def _elements(self, path: Path, at: int, count: int) -> Tensor:
-        """`count` elements from byte `at` on, valid until the next call."""
+        """Read `count` elements from byte `at` on; the result is valid until the next call."""
         if path not in self._open:
             try:
                 self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -142,7 +142,7 @@ class Reader:
 
 
 def _blocks(holder: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
-    """`part` in pieces, each of which is read at once: whole rows together, or one row or less."""
+    """Yield pieces of `part` for one read each: several full rows, or one row or less."""
     columns = min(part.columns, SLICE)
     together = 1
     if columns == part.columns and holder.columns - columns <= GAP:

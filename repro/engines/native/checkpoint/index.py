@@ -82,7 +82,7 @@ def remove(folder: Path) -> None:
 
 
 def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
-    """Remove all but the newest `kept` complete checkpoints of `root`, and all incomplete ones."""
+    """Remove all but the newest `kept` complete checkpoints of `root`, and all incomplete checkpoints."""
     keep = {folder_of(root, step) for step in complete(root)[-kept:]}
     for folder in root.glob("step-*"):
         if folder not in keep:
