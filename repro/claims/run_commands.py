@@ -30,7 +30,7 @@ class EvidenceCommand:
     """`simulated`, `emulated` or `measured`."""
     text: str
     needs: str
-    """Devices and system, empty where any machine does: `400 GPUs of dgx2`."""
+    """Devices and system, empty if any machine suffices: `400 GPUs of dgx2`."""
     suite: str
     names: tuple[str, ...]
 
