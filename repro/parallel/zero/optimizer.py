@@ -57,7 +57,7 @@ class GradientShards:
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
-        # Under stage 0 all replicas hold the same gradients; one of them speaks for all.
+        # Under stage 0 all replicas hold the same gradients; only one of them counts.
         replicated = all(bucket.stage == 0 for bucket in self.buckets)
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
@@ -253,7 +253,7 @@ class LossScaler:
 
 
 class UpdatedParameterGather:
-    """All-gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
+    """Gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
 
     After the optimizer step all buckets are gathered, the first layers first. A use of a unit waits for the buckets of
     the used module's parameters only, children included, since some modules read a child's parameters without calling

@@ -162,7 +162,7 @@ class ActivationCheckpoints:
                 saved.fetched.copy_(saved.kept, non_blocking=True)
                 saved.ready = stream.record_event()
             saved.fetched.record_stream(stream)
-        # Whatever is copied there next comes later on the same stream.
+        # Later copies to this memory follow on the same stream.
         saved.drop()
 
     def _copy_stream(self, x: Tensor) -> torch.cuda.Stream | None:
