@@ -41,7 +41,7 @@ class Mesh:
     pp: Group
     """The stages of one pipeline; `pp.rank` is the stage."""
     embedding: Group
-    """First and last stage of the pipeline, which both hold the tied embedding; any other stage is a group by itself."""
+    """First and last stage of the pipeline, which both hold the tied embedding; other stages have a group each."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
     """Result of `connect_communicators`, in bytes."""

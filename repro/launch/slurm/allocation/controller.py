@@ -202,8 +202,8 @@ class RunBundle:
     def __call__(self) -> dict[str, Any]:
         """Run the bundle and return the number of experiments by outcome.
 
-        The handlers of SIGTERM and of submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the
-        case that is running, and then submitit's own handler is called from here, the main thread.
+        During the run, the handlers of SIGTERM and of submitit's SIGUSR2 only set a flag. The watching loop ends the
+        running case. This method then calls submitit's own handler from the main thread.
         """
         environment = dict(os.environ)
         stop = AllocationStop(slurm_job_id(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
