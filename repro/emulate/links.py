@@ -29,8 +29,8 @@ from repro.emulate.network import ETHERNET_BYTES, MIN_MTU, mtu_bytes, segment_by
 from repro.util.processes import die_with_parent
 
 WAKE_S = 300e-6
-"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time keeps
-its rate."""
+"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time has
+its full rate."""
 QUEUE_BYTES = 1 << 28
 """Bytes of a queue, more than all sockets have in flight: no packet is dropped, as on networks with flow control."""
 SUBNET = "10.77"
@@ -147,7 +147,7 @@ def _configure_tcp(window: int) -> None:
 
 
 def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
-    """Have streams start with a full window, since no packet is lost and no rate has to be probed."""
+    """Let streams start with a full window, because no packet is lost and no rate has to be probed."""
     metrics = {"attrs": [("RTAX_INITCWND", packets), ("RTAX_INITRWND", packets)]}
     rank.netlink.route(
         "replace", dst=f"{SUBNET}.0.0/16", oif=device, scope=253, proto="kernel", metrics=metrics
@@ -201,7 +201,7 @@ def address(network: EmulatedNetwork, rank: int) -> str:
 
 
 class Links:
-    """All hosts of a network and the links between them, at first without a limit."""
+    """Hosts of a network and the links between them, which start without a limit."""
 
     def __init__(self, network: EmulatedNetwork):
         self.network = network
