@@ -41,7 +41,7 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
-    Missing records give the verdict `not run`. A predicted value that misses gives `possible` where unknown inputs
+    Missing records give the verdict `not run`. A predicted value that misses gives `possible` if unknown inputs
     explain the miss.
     """
     common: dict[str, Any] = {

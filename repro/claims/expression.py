@@ -39,7 +39,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Uncertain:
-    """A number known to lie in `[low, high]`, best guess `value`."""
+    """A number in the interval `[low, high]`, with the best estimate `value`."""
 
     value: float
     low: float
@@ -129,7 +129,7 @@ def evaluate_expression(
 ) -> Result:
     """Return the value of an expression, and its interval if inputs are uncertain.
 
-    Raises `ExpressionError` where the arithmetic fails (division by zero, overflow).  Errors of the called functions,
+    Raises `ExpressionError` if the arithmetic fails (division by zero, overflow).  Errors of the called functions,
     such as a missing record, propagate.
     """
     uncertain: dict[str, Uncertain] = {}

@@ -2,7 +2,7 @@
 
 Expressions of the ledger call these functions by name.
 
-Sizes are bytes unless the name says `elements`; times are seconds; work is FLOP.  Psi is the number of
+Sizes are bytes unless the name has `elements`; times are seconds; work is FLOP.  Psi is the number of
 parameters, Nd the data-parallel degree, Nm (`mp`) the model-parallel degree, K the optimizer bytes per
 parameter.  ZERO3 is arXiv 1910.02054v3, MEG1 1909.08053v4, MEG2 2104.04473v5.
 """

@@ -153,7 +153,7 @@ class QuantityCounts:
     hold: int
     """Quantities whose cells all agree."""
     possible: int = 0
-    """Quantities whose cells all agree or lie in the interval from unknown inputs."""
+    """Quantities whose cells all agree or are in the interval from unknown inputs."""
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:

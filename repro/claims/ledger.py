@@ -73,8 +73,8 @@ class Evidence:
     kind: str
     """One of `KINDS`."""
     scale: str
-    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic: the same as
-    `origin`."""
+    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic:
+    equal to `origin`."""
     origin: str
     """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
@@ -93,7 +93,7 @@ class Row:
     published: str
     """Published value as printed, without the unit."""
     printed: PrintedNumber | None
-    """`published` as a number; None where it is a formula or words."""
+    """`published` as a number; None for a formula or words."""
     unit: str
     """A key of `published.UNITS`."""
     metric: str

@@ -282,7 +282,7 @@ global batch.
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` if experiments differ in more than `name`, because another condition may decide what fits."""
+    """Raise `Missing` if experiments differ in more than `name`, because another condition may decide the fit."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0], free)
     for record in records[1:]:

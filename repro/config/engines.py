@@ -14,7 +14,7 @@ from repro.config.training import Training
 
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
-"""Required divisor of a head's 16-bit elements before compute capability 8.0, where xFormers' kernel is the only one.
+"""Required divisor of a head's 16-bit elements before compute capability 8.0, with xFormers' kernel only.
 FlashAttention pads heads (`sdp_utils.cpp` of PyTorch, `minimum_gemm_alignment`)."""
 
 
@@ -234,7 +234,7 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
 
 
 def has_fused_softmax(samples: int, heads: int, s: int) -> bool:
-    """Return whether Megatron-LM's operator for scale, mask and softmax takes these sizes of a rank.
+    """Return whether Megatron-LM's operator for scale, mask and softmax supports these sizes of a rank.
 
     Four squares of scores share a thread block (`megatron/model/fused_softmax.py` at 44bfcb32).
     """

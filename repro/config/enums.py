@@ -72,7 +72,7 @@ class OperatorSet(StrEnum):
     """Operators of `fused`, as compiled code and the libraries of 2024 run them.  They are identical here, but
     predictions use a separate published point for them."""
     REFERENCE = "reference"
-    """Operators of `fused`, each by torch's own, on every device; on a CPU `fused` runs the same."""
+    """Operators of `fused`, each by torch's own, on every device; on a CPU `fused` runs these too."""
     SOFTMAX = "softmax"
     """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
     softmax in one operator; operations on gradients are separate passes (`in_passes`)."""

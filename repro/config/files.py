@@ -100,7 +100,7 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
         value = data.get(field.name)
         if field.type in _NUMBERS and isinstance(
             value, (bool, str)
-        ):  # pydantic takes true for 1 and "4" for 4
+        ):  # pydantic accepts true as 1 and "4" as 4
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
         if (
             field.type == "bool" and field.name in data and not isinstance(value, bool)

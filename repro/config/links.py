@@ -176,6 +176,6 @@ class Link:
             require(operation in OPERATIONS, "collectives", operation, f"one of {known}")
 
     def used(self, name: str, key: str) -> Quantity:
-        """Return `key` of this link of class `name`; if it is unknown, the assumed value with a source that says so."""
+        """Return `key` of this link of class `name`; if it is unknown, the assumed value, marked as assumed."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

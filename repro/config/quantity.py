@@ -62,7 +62,7 @@ class Quantity:
         return self.value
 
     def or_assumed(self, assumed: Quantity | None) -> Quantity:
-        """Return the quantity if it is known, otherwise the `assumed` one with a source that says so.
+        """Return the quantity if it is known, otherwise the `assumed` one, whose source is marked as assumed.
 
         Without an assumed quantity, the result is unknown.
         """

@@ -90,7 +90,7 @@ class System:
 
     @property
     def context_used(self) -> Quantity:
-        """Return `context_bytes`, or if it is unknown `ASSUMED_CONTEXT_BYTES` with a source that says so."""
+        """Return `context_bytes`, or if it is unknown `ASSUMED_CONTEXT_BYTES`, whose source is marked as assumed."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"

@@ -108,7 +108,7 @@ class DeviceTime:
             require(ratio < 1, "spread", ratio, "less than 1: a standard deviation over the mean")
 
     def used(self, key: str) -> Quantity:
-        """Return the number of `key`, or if it is unknown that of `ASSUMED` with a source that says so."""
+        """Return the number of `key`, or if it is unknown that of `ASSUMED`, whose source is marked as assumed."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED.get(key))
 

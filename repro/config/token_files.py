@@ -31,10 +31,10 @@ def open_tokens(data: str, vocab: int) -> Corpus:
     """Return the token ids of a `.txt` (bytes) or `.bin` file at the path `data`.
 
     A `.bin` file is flat, without a header, little-endian: ids of 4 bytes if its name ends in `.u32.bin`,
-    else of 2 bytes, as nanoGPT writes them.  Text is taken byte by byte, so its encoding does not matter.
+    else of 2 bytes, as nanoGPT writes them.  Text is read byte by byte, so its encoding does not matter.
 
     Raises:
-        ConfigError: The file is missing, is not of whole ids, or holds ids that `vocab` has not.
+        ConfigError: The file is missing, has a partial id, or has ids outside `vocab`.
     """
     path = Path(data).expanduser()
     if path.suffix not in (".txt", ".bin"):

@@ -1,6 +1,6 @@
 """Network namespaces of an emulated network, and the interfaces, switches and token buckets in them.
 
-A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are made over netlink.
+A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are created over netlink.
 Every rank has a link to its node's switch, and every node has a link to the switch between the nodes::
 
     rank 0 eth0 -- port0 [node 0] uplink -- port0 [core] port1 -- uplink [node 1] port0 -- eth0 rank 2
@@ -213,9 +213,9 @@ class Links:
         self.nodes: list[Host] = []
         self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit what each rank, or node, sends."""
+        """Ends that limit the sent bytes of each rank or node."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit what each rank, or node, receives."""
+        """Ends that limit the received bytes of each rank or node."""
         for number in range(network.nodes):
             node = Host(window)
             node.become_switch()

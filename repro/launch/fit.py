@@ -1,6 +1,6 @@
 """`repro fit --measure`: search by trials for the largest model that fits the devices of this machine.
 
-Every trial is a separate launch, so that a trial's allocator or driver state cannot affect the next trial, and a rank
+Every trial is a separate launch, so that a trial's allocator or driver state cannot affect the next trial.  A rank
 that the kernel kills is an ordinary outcome.  The search starts at the result of the simulation.
 """
 

@@ -193,7 +193,7 @@ class StepCounter:
     """Steps of one experiment and their rate. The first observed step is a warm-up and is not timed."""
 
     total: int
-    """Number of steps; untimed steps count once per turn that is built anew."""
+    """Number of steps; untimed steps count once per turn that builds its experiment."""
     done: int = 0
     _at: int | None = None
     _from: int | None = None

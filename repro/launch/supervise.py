@@ -249,7 +249,7 @@ class _Watcher:
 
 
 def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
-    """Return the ranks that the other ranks wait for; all ranks if none stands out.
+    """Return the ranks that the other ranks wait for; all ranks if none differs.
 
     They are the ranks in the earliest step, and of these the ranks that have issued fewer collectives than others of
     their pipeline stage. Ranks of one stage issue the same collectives; ranks of different stages do not.

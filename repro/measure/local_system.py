@@ -24,7 +24,7 @@ def load_system(name: str | Path) -> System:
 def discover() -> System:
     """Return `local`: the machine's GPUs, or without GPUs one "device" that is the processor with the machine's memory.
 
-    With different GPUs, the first one is described and the note says so.
+    With different GPUs, the first one is described, with a note.
     """
     state = host_memory()
     host = Quantity(

@@ -239,7 +239,7 @@ def initial_values(
 
     A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
     The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
-    `rank` of `ranks`: position in the tp group.  Parameters carry `init` and `split`.
+    `rank` of `ranks`: position in the tp group.  Parameters have `init` and `split`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ MASK_PENALTY = 10000.0
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
-    """Return 1 where key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
+    """Return the causal mask, 1 if key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
@@ -138,7 +138,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y on [b, a, ...] and [b, a/g, ...], where g consecutive heads share one y and one product."""
+    """Return x @ y on [b, a, ...] and [b, a/g, ...]; g consecutive heads share one y and one product."""
     b, a, s, _ = x.shape
     if y.shape[1] == a:
         return x @ y

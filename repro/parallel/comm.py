@@ -29,7 +29,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """`blocking`: wait for every collective where it is issued, as in software without overlap."""
+        """`blocking`: wait for every collective at its issue, as in software without overlap."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this rank within the group."""

@@ -66,7 +66,7 @@ def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
 class _Linear(torch.autograd.Function):
     """Return y = x w^T + b for each weight w.
 
-    With a tp group, w is split by rows (columns of w^T) and x is the input of Megatron's f: backward starts the sum of
+    With a tp group, w is split by rows (columns of w^T) and x is the input of Megatron's f.  Backward starts the sum of
     the input's gradient over tp and computes the gradients of the weights meanwhile.
     """
 

@@ -25,7 +25,7 @@ MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of device queues that the streams of a process share; the default is 8.
 
 A pipeline rank has a stream for each of up to ten communicators, and further streams. A waiting stream delays the other
-streams of its queue. Megatron-LM asks for 1 queue with several tp ranks, so that products begin after the messages that
+streams of its queue. Megatron-LM requires 1 queue with several tp ranks, so that products begin after the messages that
 they overlap with. The schedules of this suite hang under neither setting (`tests/parallel/test_streams.py`).
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"

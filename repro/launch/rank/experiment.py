@@ -90,7 +90,7 @@ class ExperimentRun:
 
     @property
     def left(self) -> int:
-        """Number of remaining steps."""
+        """Return the number of remaining steps."""
         return self.experiment.training.steps - self.index
 
     def _resume(self, checkpoints: CheckpointManager) -> None:

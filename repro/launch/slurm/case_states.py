@@ -144,7 +144,9 @@ def _case(
     if job is not None and job.live:
         return _live(base, job, said)
     outcome, reason = outcome_without_record(job)
-    if own is not None and stopped and own.reason != reason:  # it said so itself, and did not start again
+    if (
+        own is not None and stopped and own.reason != reason
+    ):  # the allocation recorded the end, and did not start again
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
     lost = replace(base, state=LOST, detail=reason, outcome=outcome)

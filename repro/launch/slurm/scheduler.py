@@ -1,7 +1,7 @@
 """Queries of SLURM: jobs, partitions, nodes and time limits, in a few calls for any number of jobs.
 
 `squeue` reports waiting and running jobs, and `sacct` ended jobs. On a site without accounting, `scontrol` reports jobs
-for a few minutes after their end (MinJobAge). The end of an older job is unknown, and a warning says so.
+for a few minutes after their end (MinJobAge). The end of an older job is unknown, which a warning reports.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Bucket(FlatParameters):
             self._piece = None
 
     def sum_partial_gradients(self, tp: Group) -> None:
-        """Sum over `tp` the gradients of which each rank has only the part of its sequence."""
+        """Sum over `tp` the gradients that each rank has only for its part of the sequence."""
         self._sum_over(tp, lambda tag: tag.partial, "sequence-parallel gradients")
 
     def sum_tied_gradients(self, ends: Group) -> None:

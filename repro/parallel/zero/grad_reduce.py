@@ -41,8 +41,9 @@ class GradientReducer:
         overlap: bool = True,
         in_products: bool = True,
     ):
-        """`contiguous`: allocate the memory of full gradients of stages 2 and 3 now (M_D). `in_products`: matrix
-        products add weight gradients to the bucket; otherwise each is computed separately first.
+        """`contiguous`: allocate the memory of full gradients of stages 2 and 3 now (M_D).
+
+        `in_products`: matrix products add weight gradients to the bucket; otherwise each is computed separately first.
 
         Without `overlap` stages 0 and 1 start to reduce in the `wait` that ends the step, and stage 2 waits for each
         bucket before the backward pass continues.
@@ -176,7 +177,7 @@ class GradientReducer:
                     f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
                 )
             self.on_gradient()
-            # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
+            # The division for the mean over n replicas costs nothing in this copy.
             bucket = self.buckets[b]
             add = self._adds(b, s)
             view = self._view(bucket, s)

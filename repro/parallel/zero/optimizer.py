@@ -1,12 +1,12 @@
 """ZeRO stages 1 and 2, P_os and P_os+g: optimizer step over sharded states, and gather of the updated parameters.
 
-Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the whole bucket. All
+Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the full bucket. All
 ranks agree on norm and overflow in one all-reduce before any state changes, and no operation waits for the host.
 
-Software until 2021 updates in separate passes over memory: gradients are widened to fp32, unscaled and clipped,
+Software until 2021 updates in separate passes over memory.  Gradients are widened to fp32, unscaled and clipped,
 masters and moments are updated, and masters are copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
-megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter
-where one kernel moves 30, and need 4 more bytes of memory per parameter.
+megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter,
+one kernel 30, and need 4 more bytes of memory per parameter.
 """
 
 from __future__ import annotations

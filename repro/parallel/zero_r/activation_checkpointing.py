@@ -73,7 +73,7 @@ class ActivationCheckpoints:
 
     @property
     def _plain(self) -> bool:
-        """Whether the checkpoint is x itself."""
+        """Return whether the checkpoint is x itself."""
         return self.parts == 1 and not self.offload and not self.contiguous
 
     def save(self, x: Tensor, before: ActivationCheckpoint | None = None) -> ActivationCheckpoint:

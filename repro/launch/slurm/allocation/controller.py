@@ -157,7 +157,7 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     }
     if interface:
         first = interface.removeprefix("=").split(",")[0]
-        # NCCL takes a name for a prefix; the interface of just that name comes first.
+        # NCCL uses a name as a prefix; the interface with exactly that name has precedence.
         names = sorted((name for name in ours if name.startswith(first)), key=lambda name: name != first)
         found = [address for name in names for address in ours[name]]
         if not found:

@@ -114,7 +114,7 @@ class ClusterLaunch:
         ).save(self.logs)
         self._step = self._allocation.step(self.world, task.__name__, self.logs)
 
-    # -- what supervise asks -----------------------------------------------------------------------
+    # -- interface of supervise --------------------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
         """Return the exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""

@@ -28,7 +28,7 @@ class ArrayShape:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.tasks_per_node
 
 

@@ -58,7 +58,7 @@ class SubmissionPlan:
 
     @property
     def cases(self) -> list[Experiment]:
-        """Experiments of all arrays."""
+        """Return the experiments of all arrays."""
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
     def work(self) -> SubmissionWork:
