@@ -4,9 +4,8 @@ Python's own parser reads an expression: numbers, strings, names of constants an
 parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
 ledger file from an unknown author can only compute.
 
-A rounded or digitised input is an `Uncertain`.  The result is then an interval over every corner of the inputs.  The
-interval is correct for expressions that are monotone in each input: sums, products, quotients and powers of positive
-numbers.
+A rounded or digitised input is an `Uncertain`.  The result is then an interval over every corner of the inputs.  It is
+correct if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
 """
 
 from __future__ import annotations

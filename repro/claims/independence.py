@@ -102,8 +102,7 @@ def shared_input(row: Row) -> str:
 def _typed(expression: Expression, variables: Mapping[str, Any], published: float | None, unit: str) -> bool:
     """Return whether the published value is among the inputs.
 
-    Inside a formula, whose arguments are sizes, only a count or a size counts as the published value: 7.5e9 parameters
-    are not 7.5 GB.
+    Inside a formula, whose arguments are sizes, only a count or a size can be it: 7.5e9 parameters are not 7.5 GB.
     """
     outside = unit not in (*COUNT_UNITS, "parameters")
     typed = literals(expression, PAPER_FUNCTIONS if outside else frozenset())

@@ -132,8 +132,7 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
     """Yield measured evidence for each simulated evidence whose experiments were run at the published scale.
 
     Simulated experiments are the published ones and use the same names of metrics, so that their measured records
-    answer the same expression.  A ratio of two interleaved experiments is taken from their comparison, with its
-    interval.
+    answer the same expression.  A ratio of two interleaved experiments is that of their comparison, with its interval.
     """
     said = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
     for one in row.evidence:

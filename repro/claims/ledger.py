@@ -74,7 +74,7 @@ class Evidence:
     """One of `KINDS`."""
     scale: str
     """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic:
-    equal to `origin`."""
+    `origin`."""
     origin: str
     """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression

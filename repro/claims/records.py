@@ -276,8 +276,7 @@ _FOLLOWS = {
 """Conditions that differ together with a setting.
 
 Models differ in every size. Tensor parallelism changes the remaining GPUs, and sequence parallelism, which a degree of
-1 does not have. The micro-batch changes the global batch. The number of GPUs changes the distribution of the same
-global batch.
+1 does not have. The micro-batch changes the global batch. The number of GPUs changes the spread of one global batch.
 """
 
 

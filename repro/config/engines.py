@@ -83,8 +83,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("attention_dropout", (0,)),
     ),
 }
-"""Limits by engine: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`;
-`megatron`."""
+"""Limits: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
 
 
 def _has_model_parallelism(layout: Layout) -> bool:

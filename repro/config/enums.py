@@ -66,8 +66,7 @@ class OperatorSet(StrEnum):
     """
 
     FUSED = "fused"
-    """Operators of `kernels/`, each one pass over memory, on CUDA a kernel of its own; attention never writes its
-    scores."""
+    """Operators of `kernels/`, each one pass over memory, on CUDA one kernel; attention never writes its scores."""
     FUSED_2024 = "fused-2024"
     """Operators of `fused`, as compiled code and the libraries of 2024 run them.  They are identical here, but
     predictions use a separate published point for them."""

@@ -218,8 +218,7 @@ def _default_tp_overlap(operators: OperatorSet) -> bool:
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
     """Return the fields of a layout in an experiment's key.
 
-    `tp_overlap` is included only if it differs from the value in records without that option, whose keys do not
-    change.
+    `tp_overlap` is included only if it differs from the value in records without that option: their keys are fixed.
     """
     chosen = _chosen(layout, without=("tp_overlap",))
     if layout.tp > 1 and layout.tp_overlap != _default_tp_overlap(layout.kernels):

@@ -133,11 +133,9 @@ class Link:
     half_bytes: Quantity = UNSAID
     """Payload of a step that reaches half of this fraction, in addition to the effect of latency_s."""
     chunk_s: Quantity = UNSAID
-    """Seconds of a chunk, which a node of a tree receives completely before it forwards it; a small message is one
-    chunk."""
+    """Seconds of a chunk, which a node of a tree receives fully before it forwards it; a small message is one."""
     pair: Quantity = UNSAID
-    """Fraction of a device's bandwidth to one other device: a ring of n devices of a node has n - 1 times this
-    fraction, at most 1."""
+    """Fraction of a device's bandwidth to one other: a ring of n devices of a node has n - 1 times it, at most 1."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID

@@ -98,8 +98,7 @@ class System:
 
     @property
     def best_precision(self) -> str:
-        """Return the fastest training precision: fp16 before compute capability 8.0 (no bf16), fp32 on processors, else
-        bf16."""
+        """Return the fastest precision: bf16; fp16 before compute capability 8.0 (no bf16); fp32 on processors."""
         if "memory" in self.links:  # its devices are processor cores
             return "fp32"
         capability = self.device.compute_capability

@@ -29,8 +29,8 @@ from repro.emulate.network import ETHERNET_BYTES, MIN_MTU, mtu_bytes, segment_by
 from repro.util.processes import die_with_parent
 
 WAKE_S = 300e-6
-"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time has
-its full rate."""
+"""Maximum delay of the kernel's wake-up of a bucket, in seconds.  A bucket of a frame and the bytes of this time keeps
+its rate."""
 QUEUE_BYTES = 1 << 28
 """Bytes of a queue, more than all sockets have in flight: no packet is dropped, as on networks with flow control."""
 SUBNET = "10.77"

@@ -87,8 +87,7 @@ def watch(
     `interrupted()` returns the reason of an interruption, or an empty string.  An interrupted experiment with
     checkpoints first gets a request to write one and to end, and `stop_s()` seconds for it.
 
-    `tick` is called about twenty times a second with the position of rank 0 and the seconds of each experiment so
-    far.
+    `tick` is called about twenty times a second with the position of rank 0 and the seconds of each experiment.
     """
     watcher = _Watcher(launch, stop_s)
     try:

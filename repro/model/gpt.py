@@ -36,8 +36,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class Embedding(nn.Module):
-    """Token embedding (split by vocabulary) plus learned positions if any, a norm if any, then dropout: [b, s] to [b,
-    s, h]."""
+    """Token embedding (split by vocabulary), learned positions and a norm if any, then dropout: [b, s] to [b, s, h]."""
 
     def __init__(self, setting: Setting):
         super().__init__()
@@ -63,8 +62,7 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Final norm, logits with the tied embedding or a separate matrix, loss per token: [b, s, h] and [b, s] to fp32 [b
-    * s]."""
+    """Final norm, logits with the tied embedding or a matrix, loss per token: [b, s, h], [b, s] to fp32 [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
         """`tokens`: embedding of the same rank; without it, a tied head has its own copy (`tied`)."""

@@ -27,11 +27,8 @@ KEYS_AND_VALUES = (".kv", ".kv_bias")
 
 
 Masks = tuple[Tensor, ...]
-"""Tensors that attention applies to its scores (causal mask of the operator set `unfused`, or ALiBi's bias).
-
-There is one for each chunk of a sample on a rank: one, or two under context parallelism.  Without such tensors, the
-tuple is empty.
-"""
+"""Tensors that attention applies to its scores (causal mask of the operator set `unfused`, or ALiBi's bias), or none:
+one per chunk of a sample on a rank, two under context parallelism."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,7 @@ def flat(bias: Tensor | None) -> Tensor | None:
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """Return a vector [size] that every tp rank holds; under `sp` a rank's gradient covers its part of the sequence
-    only."""
+    """Return a vector [size] that every tp rank holds; under `sp` a rank's gradient is for its sequence part."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter

@@ -1,7 +1,6 @@
 """Groups of ranks: every collective and message of the suite passes through a group, which counts it.
 
-A `Group` counts and its `repro.parallel.transports.Transport` transmits.  No other module calls `torch.distributed` to
-communicate.
+A `Group` counts and its `repro.parallel.transports.Transport` transmits.  Other modules do not communicate.
 """
 
 from __future__ import annotations

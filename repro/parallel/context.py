@@ -20,8 +20,8 @@ Backward gathers again, because retaining gathered keys and values would need cp
 A recomputed layer has gathered them in its second forward pass, directly before backward; its two all-gathers are those
 of forward and recomputation.
 
-Gradients of parameters are sums over tokens.  They are averaged over dp x cp as one group, and ZeRO splits model states
-over this group.
+Gradients of parameters are sums over tokens.  They are averaged over dp x cp as one group, which also shards
+the model states of ZeRO.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ class _Kept:
     """Tensors that autograd saves for the attention of two chunks, in less memory than by default.
 
     A view of the gathered keys and values is saved as its offset in them.  They are gathered again when autograd
-    reads the first such view.  A chunk's result is saved as a view of the joined result, which the next layer
-    retains anyway.
+    reads the first such view.  A chunk's result is saved as a view of the joined one, which the next layer retains.
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):

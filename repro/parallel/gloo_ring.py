@@ -25,8 +25,7 @@ RingOperation = Callable[[], None]
 
 
 def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
-    """Return whether `ranks` span several nodes and one node has several of them; `per_node`: ranks of the world per
-    node."""
+    """Return whether `ranks` are on several nodes and several are on one node; `per_node`: world ranks per node."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
 

@@ -51,8 +51,7 @@ class CommLedger:
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sequence: int = 0
-    """Number of issued collectives and sends. Without a pipeline, it is equal on all ranks of a group whose calls
-    agree."""
+    """Number of issued collectives and sends; without a pipeline equal on all ranks of a group whose calls agree."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 

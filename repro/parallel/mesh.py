@@ -57,8 +57,7 @@ def build_mesh(
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: CommLedger | None = None,
 ) -> Mesh:
-    """Return the mesh of `rank` in the layout's grid; `transport_of` creates the transport of each group of several
-    ranks."""
+    """Return the mesh of `rank` in the grid; `transport_of` creates the transport of a group of several ranks."""
     ledger = ledger or CommLedger()
 
     def group(name: str, ranks: tuple[int, ...], *, blocking: bool = False) -> Group:

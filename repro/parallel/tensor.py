@@ -6,8 +6,7 @@ all-reduce per pair and direction.  With `sp` that all-reduce becomes a reduce-s
 all-gather, and the activations between the pairs are split along the sequence.
 
 A parameter has the dimension along which it is split (`parameter.split`), or is a duplicate, equal on all ranks.  If
-the uses of a duplicate differ by rank, each rank has a part of its gradient (`parameter.partial`), to be summed over
-tp.
+the uses of a duplicate differ by rank, each rank has a part of its gradient (`parameter.partial`), which tp sums.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def column_linear(
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t]: [b, s, o], for `reduce_output`."""
+    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
     found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", weight, None)
     return found[0]
 
@@ -234,7 +233,6 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators instead of
-    CUDA kernels.
+    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
     """
     return _CrossEntropy.apply(logits, targets, tp, plain)

@@ -225,8 +225,7 @@ class GlooTransport:
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
     def _message_tag(self, direction: str, peer: int, channel: int) -> int:
-        """Return the tag of a channel's next message, equal at sender and receiver; collectives have the tags below
-        2^16."""
+        """Return the tag of a channel's next message, equal at both ends; collectives have the tags below 2^16."""
         key = (direction, peer, channel)
         self._messages[key] += 1
         return (1 + channel << 16) + self._messages[key] % (1 << 16)

@@ -156,8 +156,7 @@ class ExperimentRun:
 
     @property
     def _has_known_waits(self) -> bool:
-        """Return whether waits for other stages are known: with our engine, and with others if pp is the only
-        parallelism."""
+        """Return whether waits for other stages are known: with our engine, or if pp is the only parallelism."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 

@@ -28,8 +28,7 @@ _MEANING = {
     "PREEMPTED": ("interrupted", "preempted and not requeued"),
     "REVOKED": ("interrupted", "cancelled by the scheduler"),
 }
-"""Outcome and reason of a case without a record, by the last state of its job.  Outside causes are no result of the
-case."""
+"""Outcome and reason of a case without a record, by its job's last state.  Outside causes are no results."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,8 +170,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """Return the record of a case whose job ended without one.  Its outcome is never conclusive, so the case runs
-    again."""
+    """Return the record of a case whose job ended without one; it is never conclusive, so the case runs again."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)

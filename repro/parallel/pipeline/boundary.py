@@ -43,8 +43,7 @@ class DeferredReceives:
     """Receives on a GPU that are posted after concurrent computation was issued, and do not wait for this computation.
 
     A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
-    kernel's code or to free memory.  This is a deadlock if the message depends on the computation that is being
-    issued.
+    kernel's code or to free memory.  This is a deadlock if the message depends on that computation.
 
     One case can still deadlock: interleaved stages with overlap and m > p in which all computation waits and not
     only a first use, as under `CUDA_LAUNCH_BLOCKING=1`, or in which every action frees memory.  A message to another

@@ -30,8 +30,7 @@ class Chunk(Protocol):
     """Interface of a part of the model for the runner."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return the boundary tensor, or the mean loss (0-dim) on the last part; `x` is a boundary tensor, None for
-        tokens."""
+        """Return a boundary tensor, or the mean loss (0-dim) on the last part; `x`: such a tensor, None for tokens."""
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
         """Prepare for the `micro_batch`-th backward pass of the step."""

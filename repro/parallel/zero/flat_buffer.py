@@ -107,8 +107,7 @@ class Bucket(FlatParameters):
         return BucketPlan(self.plan.slots, 1).ranges(0)
 
     def adopt_writes(self) -> None:
-        """Copy to the master weights every value that was written to the parameters since the last step (stages 0 to
-        2)."""
+        """Copy to the master weights all values written to the parameters since the last step (stages 0 to 2)."""
         if self.master is not self.shard and self.stage < 3:
             written = self.shard != self.master.to(self.shard.dtype)
             torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)

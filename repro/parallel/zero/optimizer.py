@@ -5,8 +5,8 @@ ranks agree on norm and overflow in one all-reduce before any state changes, and
 
 Software until 2021 updates in separate passes over memory.  Gradients are widened to fp32, unscaled and clipped,
 masters and moments are updated, and masters are copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
-megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter,
-one kernel 30, and need 4 more bytes of memory per parameter.
+megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter
+and need 4 more bytes of memory per parameter.  One kernel moves 30 bytes.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ class ActivationCheckpoints:
     def load(self, saved: ActivationCheckpoint) -> Tensor:
         """Return the block's full input on the device, and start to fetch the next checkpoint.
 
-        If the result is a copy, the saved tensor is freed. Otherwise `free` frees the saved tensor after the use of the
-        result.
+        If the result is a copy, the saved tensor is freed. Otherwise `free` frees it after the use of the result.
 
         Raises: `RuntimeError` at the second call for one checkpoint.
         """

@@ -42,8 +42,7 @@ class Allocation:
         return self.nodes * self.per_node
 
     def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
-        """Start `python -m MODULE FOLDER` in `tasks` tasks, neighbours on one node; srun's errors go to a file in
-        `folder`."""
+        """Start `python -m MODULE FOLDER` in `tasks` tasks, neighbours on one node; srun's errors go to `folder`."""
         return SrunStep(
             srun_command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err"
         )
