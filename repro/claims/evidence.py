@@ -41,8 +41,7 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
-    Missing records give the verdict `not run`. A predicted value that misses gives `possible` where unknown inputs
-    explain the miss.
+    Missing records give the verdict `not run`. A predicted miss that unknown inputs explain gives `possible`.
     """
     common: dict[str, Any] = {
         "kind": evidence.kind,

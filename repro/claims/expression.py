@@ -1,13 +1,11 @@
-"""Expressions of the ledger: arithmetic and calls of named functions, and nothing else.
+"""Expressions of the ledger: arithmetic and calls of named functions.
 
-An expression is read with Python's own parser and walked node by node: numbers, strings, names of
-constants and table columns, `+ - * / **`, parentheses and calls of known functions.  There are no
-attributes, subscripts, comprehensions or lambdas, so that a ledger file from a stranger can compute and
-cannot do anything else.
+Python's own parser reads an expression: numbers, strings, names of constants and table columns, `+ - * / **`,
+parentheses and calls of known functions.  Attributes, subscripts, comprehensions and lambdas are errors, so that a
+ledger file from an unknown author can only compute.
 
-An input that is itself a rounded or digitised number is an `Uncertain`; the result is then an
-interval, evaluated at every corner of the inputs (right for expressions monotone in each input, which
-sums, products, quotients and powers of positive numbers are).
+A rounded or digitised input is an `Uncertain`.  The result is then an interval over every corner of the inputs.  It is
+correct if the expression is monotone in each input, as sums, products, quotients and powers of positive numbers are.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any
 
 Value = int | float | str
 LONGEST = 2000
-"""Characters; a longer expression is a mistake."""
+"""Maximum length of an expression, in characters."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
@@ -35,12 +33,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class ExpressionError(ValueError):
-    """The expression cannot be read, or names something that does not exist."""
+    """The expression is invalid, or names an unknown function or variable."""
 
 
 @dataclass(frozen=True)
 class Uncertain:
-    """A number known to lie in `[low, high]`, best guess `value`."""
+    """A number in the interval `[low, high]`, with the best estimate `value`."""
 
     value: float
     low: float
@@ -49,7 +47,7 @@ class Uncertain:
 
 @dataclass(frozen=True)
 class Result:
-    """What an expression came to; `low == high == value` for exact inputs, and for text."""
+    """Value of an expression; `low == high == value` for exact inputs, and for text."""
 
     value: Value
     low: Value
@@ -68,7 +66,7 @@ class Expression:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expression:
-    """Read `text`.  Raises `ExpressionError` with one line if it is more than arithmetic."""
+    """Parse `text`.  Raises `ExpressionError` with one line if `text` is not plain arithmetic."""
     if len(text) > LONGEST:
         raise ExpressionError(f"longer than {LONGEST} characters")
     try:
@@ -128,10 +126,10 @@ def evaluate_expression(
     functions: Mapping[str, Callable[..., Any]],
     variables: Mapping[str, Value | Uncertain],
 ) -> Result:
-    """The value, and its interval where inputs are uncertain.
+    """Return the value of an expression, and its interval if inputs are uncertain.
 
-    Raises `ExpressionError` where the arithmetic fails (division by zero, overflow).  What a
-    function raises by itself, such as a missing record, passes through.
+    Raises `ExpressionError` if the arithmetic fails (division by zero, overflow).  Errors of the called functions,
+    such as a missing record, propagate.
     """
     uncertain: dict[str, Uncertain] = {}
     value = _walk(expression.tree, functions, variables, uncertain, {})
@@ -149,7 +147,7 @@ def evaluate_expression(
 
 
 def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
-    """The strings that `expression` uses, those put together with `+` as one."""
+    """Return the strings in `expression`; strings joined with `+` count as one."""
     found: list[str] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:
@@ -163,7 +161,7 @@ def texts(expression: Expression, variables: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-    """Every call in `expression`: the function, and those of its arguments that are strings."""
+    """Return every call in `expression`: the function and its string arguments."""
     found = []
     for node in ast.walk(expression.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -173,7 +171,7 @@ def arguments(expression: Expression, variables: Mapping[str, Any]) -> list[tupl
 
 
 def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """`(a, b, name)` where the whole expression is `metric(a, name) / metric(b, name)`."""
+    """Return `(a, b, name)` if the expression is `metric(a, name) / metric(b, name)`, otherwise None."""
     tree = expression.tree
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)):
         return None
@@ -189,7 +187,7 @@ def quotient(expression: Expression, variables: Mapping[str, Any]) -> tuple[str,
 
 
 def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> list[float]:
-    """The numbers that are typed in `expression`, but for those inside calls of the functions `skip`."""
+    """Return the number literals in `expression`, except those inside calls of the functions `skip`."""
     found: list[float] = []
     todo: list[ast.AST] = [expression.tree]
     while todo:
@@ -203,7 +201,7 @@ def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> li
 
 
 def _text(node: ast.AST, variables: Mapping[str, Any]) -> str | None:
-    """The string that `node` is; None if it is none."""
+    """Return the string value of `node`; None if `node` is not a string."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _text(node.left, variables), _text(node.right, variables)
         return None if left is None or right is None else left + right
@@ -218,7 +216,7 @@ def _walk(
     seen: dict[str, Uncertain],
     chosen: Mapping[str, float],
 ) -> Any:
-    """Value of `node`.  Uncertain inputs are noted in `seen` and take their value from `chosen`."""
+    """Return the value of `node`.  Uncertain inputs are recorded in `seen` and take their value from `chosen`."""
 
     def settle(key: str, value: Any) -> Any:
         if isinstance(value, Uncertain):
@@ -245,7 +243,7 @@ def _walk(
     positional = [walk(argument) for argument in node.args]
     keyword = {str(argument.arg): walk(argument.value) for argument in node.keywords}
     try:
-        # One place in the text is one input: the same digitised number written twice may vary twice.
+        # A call is identified by its position: the same digitised number written twice is two independent inputs.
         key = f"{node.func.id}@{node.lineno}:{node.col_offset}"
         return settle(key, functions[node.func.id](*positional, **keyword))
     except (ArithmeticError, TypeError) as error:

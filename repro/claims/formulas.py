@@ -2,7 +2,7 @@
 
 Expressions of the ledger call these functions by name.
 
-Sizes are bytes unless the name says `elements`; times are seconds; work is FLOP.  Psi is the number of
+Sizes are bytes unless the name has `elements`; times are seconds; work is FLOP.  Psi is the number of
 parameters, Nd the data-parallel degree, Nm (`mp`) the model-parallel degree, K the optimizer bytes per
 parameter.  ZERO3 is arXiv 1910.02054v3, MEG1 1909.08053v4, MEG2 2104.04473v5.
 """
@@ -25,7 +25,7 @@ K_ADAM = 12
 
 
 def model_state_bytes(psi: float, nd: float = 1, stage: int = 0, k: float = K_ADAM, mp: float = 1) -> float:
-    """Bytes of parameters, gradients and optimizer states per device in mixed precision.
+    """Return bytes of parameters, gradients and optimizer states per device in mixed precision.
 
     `(2 + 2 + K) Psi`, `4 Psi + K Psi/Nd`, `2 Psi + (2 + K) Psi/Nd`, `(4 + K) Psi/Nd` for stages
     0 to 3 (ZERO3 sec. 5.1-5.3, Fig. 1), with Psi/mp parameters per model-parallel rank.
@@ -44,42 +44,42 @@ def _bytes_per_parameter(nd: float, stage: int, k: float) -> float:
 
 
 def memory_reduction(nd: float, stage: int, k: float = K_ADAM) -> float:
-    """Plain DP's model states over this stage's (ZERO3 sec. 1); `nd = inf`: the limit of large Nd."""
+    """Return model states of plain DP divided by those of this stage (ZERO3 sec. 1); `nd = inf`: limit of large Nd."""
     return (4 + k) / _bytes_per_parameter(nd, stage, k)
 
 
 def max_params(memory: float, nd: float = 1, stage: int = 0, mp: float = 1, k: float = K_ADAM) -> float:
-    """Largest Psi whose model states fill `memory` bytes (ZERO3 Table 2, theoretical columns)."""
+    """Return the largest Psi whose model states fill `memory` bytes (ZERO3 Table 2, theoretical columns)."""
     return memory * mp / _bytes_per_parameter(nd, stage, k)
 
 
 def adam_state_bytes(psi: float, nd: float = 1) -> float:
-    """K Psi/Nd: fp32 master weights, momentum and variance of one device (ZERO3 sec. 3.1, 5.1)."""
+    """Return K Psi/Nd: fp32 master weights, momentum and variance of one device (ZERO3 sec. 3.1, 5.1)."""
     return K_ADAM * psi / nd
 
 
 def deepspeed_zero2_estimate(psi: float, nd: float) -> float:
-    """`2 Psi + 18 Psi/Nd`: DeepSpeed's own `estimate_zero2_model_states_mem_needs` without offload."""
+    """Return `2 Psi + 18 Psi/Nd`, DeepSpeed's own `estimate_zero2_model_states_mem_needs` without offload."""
     return 2 * psi + 18 * psi / nd
 
 
 def activation_elements(hidden: float, batch: float, seq: float, layers: float) -> float:
-    """`12 h b s l`, activations of a GPT-2-like model in elements (ZERO3 sec. 3.2, footnote)."""
+    """Return `12 h b s l`, activations of a GPT-2-like model in elements (ZERO3 sec. 3.2, footnote)."""
     return 12 * hidden * batch * seq * layers
 
 
 def checkpoint_elements(hidden: float, batch: float, seq: float, layers: float, mp: float = 1) -> float:
-    """`h b s l / mp`: one activation checkpoint per layer, partitioned mp ways by P_a (ZERO3 sec. 6.1)."""
+    """Return `h b s l / mp`: one activation checkpoint per layer, partitioned mp ways by P_a (ZERO3 sec. 6.1)."""
     return hidden * batch * seq * layers / mp
 
 
 def flat_buffer_bytes(psi: float) -> float:
-    """`4 Psi`: all gradients flattened into one fp32 buffer (ZERO3 sec. 3.2)."""
+    """Return `4 Psi`: bytes of one fp32 buffer with all gradients (ZERO3 sec. 3.2)."""
     return 4 * psi
 
 
 def arithmetic_intensity(hidden: float) -> float:
-    """FLOP per byte of fp16 activation checkpoint: a block's forward 24 b s h^2 over 2 b s h bytes = 12 h."""
+    """Return FLOP per byte of fp16 activation checkpoint: a block's forward 24 b s h^2 over 2 b s h bytes = 12 h."""
     return 12 * hidden
 
 
@@ -87,7 +87,7 @@ def arithmetic_intensity(hidden: float) -> float:
 
 
 def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> float:
-    """Elements that one process moves per step: 2 Psi, 2 Psi, 2 Psi, 3 Psi (ZERO3 sec. 7.1-7.2).
+    """Return the elements that one process moves per step: 2 Psi, 2 Psi, 2 Psi, 3 Psi (ZERO3 sec. 7.1-7.2).
 
     `variant="all-reduce"` is stage 1 of the February 2020 release: all-reduce 2 Psi + all-gather Psi.
     """
@@ -99,37 +99,37 @@ def dp_elements(psi: float, stage: int = 0, variant: str = "reduce-scatter") -> 
 
 
 def megatron_all_reduces(recompute: int = 0) -> int:
-    """All-reduces per transformer layer: 2 forward, 2 backward, 2 more if recomputed (MEG1 sec. 3)."""
+    """Return all-reduces per transformer layer: 2 forward, 2 backward, 2 more if recomputed (MEG1 sec. 3)."""
     return 4 + 2 * recompute
 
 
 def megatron_block_elements(seq: float, hidden: float, recompute: int = 1) -> float:
-    """Elements per sample and block: each all-reduce of s h elements moves 2 s h (ZERO3 sec. 8)."""
+    """Return elements per sample and block: each all-reduce of s h elements moves 2 s h (ZERO3 sec. 8)."""
     return megatron_all_reduces(recompute) * 2 * seq * hidden
 
 
 def partitioned_activation_elements(seq: float, hidden: float) -> float:
-    """`s h`: the one all-gather per block that P_a adds (ZERO3 sec. 8)."""
+    """Return `s h`: the one all-gather per block that P_a adds (ZERO3 sec. 8)."""
     return seq * hidden
 
 
 def tensor_parallel_elements(batch: float, seq: float, hidden: float, t: float) -> float:
-    """`8 b s h (t-1)/t` per layer, device and micro-batch (MEG2 sec. 3.2): 4 ring all-reduces of b s h."""
+    """Return `8 b s h (t-1)/t` per layer, device and micro-batch (MEG2 sec. 3.2): 4 ring all-reduces of b s h."""
     return megatron_all_reduces() * batch * seq * hidden * ring_all_reduce_factor(t)
 
 
 def pipeline_elements(batch: float, seq: float, hidden: float, scatter: float = 1) -> float:
-    """`b s h` between stages per micro-batch; `scatter=t`: over t with scatter/gather (MEG2 sec. 4.1)."""
+    """Return `b s h` between stages per micro-batch; `scatter=t`: over t with scatter/gather (MEG2 sec. 4.1)."""
     return batch * seq * hidden / scatter
 
 
 def pipeline_messages(p: float, m: float, v: float = 1) -> float:
-    """`2 m (p v - 1)`: boundary tensors that one pipeline sends per step, both directions (MEG2 sec. 2.2)."""
+    """Return `2 m (p v - 1)`: boundary tensors that one pipeline sends per step, both directions (MEG2 sec. 2.2)."""
     return 2 * m * (p * v - 1)
 
 
 def ring_all_reduce_factor(n: float) -> float:
-    """`2 (n-1)/n`: what each of n ranks sends in a ring all-reduce, per element of the message."""
+    """Return `2 (n-1)/n`: elements that each of n ranks sends in a ring all-reduce, per element of the message."""
     return 2 * (n - 1) / n
 
 
@@ -137,7 +137,7 @@ def ring_all_reduce_factor(n: float) -> float:
 
 
 def gpt_params(layers: float, hidden: float, vocab: float = 51200, seq: float = 1024) -> float:
-    """`12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h))` (MEG2 eq. 2)."""
+    """Return `12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h))` (MEG2 eq. 2)."""
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
 
 
@@ -150,23 +150,23 @@ def gpt_flops(
     attention: int = 1,
     recompute: int = 1,
 ) -> float:
-    """`96 B s l h^2 (1 + s/(6 h) + V/(16 l h))` of one step, recomputation included (MEG2 eq. 3).
+    """Return `96 B s l h^2 (1 + s/(6 h) + V/(16 l h))` of one step, recomputation included (MEG2 eq. 3).
 
-    `vocab=0` leaves the logits out and `attention=0` the term s/6h, as some sources do;
-    `recompute=0` is 72 B s l h^2 (...), forward and backward once (the logits are never recomputed).
+    `vocab=0` omits the logits and `attention=0` the term s/6h, as some sources do.  `recompute=0` gives
+    72 B s l h^2 (...), forward and backward once (the logits are never recomputed).
     """
     layer_term = 24 * (3 + recompute) * (1 + attention * seq / (6 * hidden))
     return batch * seq * layers * hidden**2 * (layer_term + 6 * vocab / (layers * hidden))
 
 
 def bubble_fraction(p: float, m: float, v: float = 1) -> float:
-    """`(p-1) / (v m)`: idle over compute time of a pipeline with m micro-batches (MEG2 sec. 2.2)."""
+    """Return `(p-1) / (v m)`: idle over compute time of a pipeline with m micro-batches (MEG2 sec. 2.2)."""
     return (p - 1) / (v * m)
 
 
 @cache
 def schedule_bubble(p: float, m: float, v: float = 1) -> float:
-    """The same counted on the schedule that the pipeline runs, 1F1B or interleaved, action by action."""
+    """Return the `bubble_fraction` of the pipeline's own schedule, 1F1B or interleaved, counted action by action."""
     from repro.config.errors import ConfigError
     from repro.parallel.pipeline import schedule
 
@@ -182,22 +182,22 @@ def schedule_bubble(p: float, m: float, v: float = 1) -> float:
 
 
 def train_seconds(tokens: float, params: float, gpus: float, flops_per_gpu: float) -> float:
-    """`8 T P / (n X)`: end-to-end training time, recomputation counted (MEG2 eq. 4)."""
+    """Return `8 T P / (n X)`: end-to-end training time, recomputation counted (MEG2 eq. 4)."""
     return 8 * tokens * params / (gpus * flops_per_gpu)
 
 
 def training_steps(tokens: float, global_batch: float, seq: float) -> float:
-    """Optimizer steps that see `tokens` tokens once."""
+    """Return the optimizer steps that process `tokens` tokens once."""
     return tokens / (global_batch * seq)
 
 
 def rounded(value: float, step: float) -> float:
-    """`value` rounded to a multiple of `step`, for a source that rounds before it goes on computing."""
+    """Return `value` rounded to a multiple of `step`, for a source that computes with rounded numbers."""
     return round(value / step) * step
 
 
 def mean(*values: float) -> float:
-    """Arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 

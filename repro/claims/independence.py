@@ -44,7 +44,7 @@ LARGE_RESULT_UNITS = frozenset({"TFLOP/s", "PFLOP/s", "EFLOP", "PFLOP/s-days"})
 """Units of large results: an equal literal is the result and not a size."""
 
 PUBLISHED_VOCABULARIES = frozenset({0.0, 50257.0, 50304.0, 51200.0, 53248.0})
-"""Vocabularies that a source has: GPT-2's, with its two paddings, and Yuan's file, padded.  0: none is counted."""
+"""Vocabulary sizes in sources: GPT-2's, with its two paddings, and Yuan's file, padded.  0 omits the vocabulary."""
 
 
 def analytic_origin(
@@ -100,9 +100,9 @@ def shared_input(row: Row) -> str:
 
 
 def _typed(expression: Expression, variables: Mapping[str, Any], published: float | None, unit: str) -> bool:
-    """Whether the published value is among the inputs.
+    """Return whether the published value is among the inputs.
 
-    Inside a formula, where sizes go, only a count or a size can be it: 7.5e9 parameters are not 7.5 GB.
+    Inside a formula, whose arguments are sizes, only a count or a size can be it: 7.5e9 parameters are not 7.5 GB.
     """
     outside = unit not in (*COUNT_UNITS, "parameters")
     typed = literals(expression, PAPER_FUNCTIONS if outside else frozenset())
@@ -131,7 +131,7 @@ _VOCABULARY = {
 
 Quantity = tuple[str, ...]
 FORMULA_OF_FUNCTION = {"max_params": "model_state_bytes", "memory_reduction": "model_state_bytes"}
-"""By function, the function whose formula it evaluates."""
+"""Map from a function to the function whose formula it evaluates."""
 STATE_METRICS = ("states", "parameters", "gradients", "optimizer")
 LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cached")
 """X of the metrics `memory.X_bytes` that depend on the layout and have no closed form."""
@@ -141,7 +141,7 @@ LOSS_CURVE_FUNCTIONS = ("strayed", "apart")
 
 
 FAILS, OPEN, HOLDS = range(3)
-"""The worst outcome of all cells that read the same quantities."""
+"""Worst outcome of all cells that read the same quantities."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ class QuantityCounts:
     hold: int
     """Quantities whose cells all agree."""
     possible: int = 0
-    """Quantities whose cells all agree or lie in the interval from unknown inputs."""
+    """Quantities whose cells all agree or are in the interval from unknown inputs."""
 
 
 def count_independent(results: Sequence[ClaimResult], possible: bool = False) -> dict[str, QuantityCounts]:
     """Return the counts by kind of evidence, and under `ledger.ITSELF` those of sources against themselves.
 
-    `possible`: count also quantities whose tests have not run; these do not hold.
+    `possible`: include quantities whose tests have not run; these do not hold.
     """
     groups: dict[str, dict[frozenset[Quantity], int]] = {name: {} for name in (*KINDS, ITSELF)}
     for result in results:

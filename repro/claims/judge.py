@@ -1,16 +1,15 @@
-"""The judge: ledger and records in, verdicts out.  It reads and never runs anything.
+"""The judge: computes verdicts from the ledger and the records, and runs no experiment.
 
-Every way of testing a row (analytic, simulated, measured at some scale) gets its own verdict.  A row speaks
-with its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin, a
-scaled twin on an emulated network, simulated, analytic; and last the source against itself, which makes a
-row `consistent` or `inconsistent` and never `reproduced`; while a row's own test has not run, only a
-contradiction is said.  A simulation of a value that the time model is calibrated on is shown and decides
-nothing.
+Every kind of evidence for a row (analytic, simulated, measured at some scale) gets its own verdict.  The verdict of
+a row is that of its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin, a
+scaled twin on an emulated network, simulated, analytic, and last the source against itself.  The source against
+itself makes a row `consistent` or `inconsistent`, never `reproduced`.  While another test of the row has not run, the
+source against itself decides only by a contradiction.  A simulation of a value that calibrates the time model is
+shown and decides nothing.
 
-A claim's verdict comes from the rows that are the claim (`main`), and all of them count: `not reproduced` or
-`inconsistent` when one is, `not run` while one has no evidence yet, `possible` or `not comparable` when one is,
-`consistent` when one is no more than that, and `reproduced` when every one is.  Weaker evidence that disagrees with the
-strongest is listed, never dropped.
+A claim's verdict comes from its main rows (`main`).  The first rule that applies counts: `not reproduced` or
+`inconsistent` if one row is, `not run` if one has no evidence, `possible` or `not comparable` if one is, `consistent`
+if one is, `reproduced` if all are.  Weaker evidence that disagrees with the strongest is listed.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ from repro.results.schema import MEASURED, SIMULATED, Record
 
 
 def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
-    """A result for every claim of `ledger`, in its order."""
+    """Return a result for every claim of `ledger`, in its order."""
     seen = Records(records)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
 
 def judge_claim(claim: Claim, records: Records) -> ClaimResult:
-    """One claim against the store's records."""
+    """Return the verdict of one claim on the store's records."""
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
     main = [row for row in rows if row.row.main]
     kinds = tuple(kind for kind in (_kind(name, main) for name in (*KINDS, ITSELF)) if kind)
@@ -89,13 +88,13 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
 
 
 _WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, POSSIBLE, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
-"""A claim says the first of these that one of its rows says."""
+"""Verdicts by priority: a claim has the first verdict that one of its main rows has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
     ITSELF,
 )
-"""What a row can rest on, strongest first."""
+"""Bases of a row's verdict, strongest first."""
 
 
 def strength_rank(basis: str) -> int:
@@ -115,7 +114,9 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         if equals[0].itself:
             equals = [f for f in equals if f.decided] or equals
             if not all(f.itself for f in speaking):
-                equals = [f for f in equals if f.verdict in BAD]  # what could be tested waits for its test
+                equals = [
+                    f for f in equals if f.verdict in BAD
+                ]  # this row waits for a test by other evidence
         # One failure is enough; success needs all expressions of this strength.
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
@@ -128,11 +129,10 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
 
 
 def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
-    """What is measured beside each simulated evidence whose experiments somebody with the hardware has run.
+    """Yield measured evidence for each simulated evidence whose experiments were run at the published scale.
 
-    Simulated experiments are the published ones, under the same names of metrics, so that the same
-    expression answers from their measured records.  A ratio of two that took turns is the one of those turns,
-    with its interval.
+    Simulated experiments are the published ones and use the same names of metrics, so that their measured records
+    answer the same expression.  A ratio of two interleaved experiments is that of their comparison, with its interval.
     """
     said = {experiment for one in row.evidence if one.kind == MEASURED for experiment in _read(one, row)}
     for one in row.evidence:
@@ -150,12 +150,12 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
-    """The experiments that a value comes from."""
+    """Return the experiments that a value reads."""
     return [] if evidence.kind == "analytic" else experiments_read(evidence.value, row.variables)
 
 
 def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
-    """What one kind of evidence, or the source about itself, says of rows; None if it can test none of them."""
+    """Return the result of one kind of evidence or of the source against itself; None if no row can be tested by it."""
     tested = [found for row in rows if (found := row.under(name))]
     if not tested:
         return None
@@ -176,7 +176,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
 
 
 def _basis(rows: list[RowResult]) -> str:
-    """`measured, scaled twin 9/9; analytic 6/7; 2 not run`: each row under what it rests on, or why on nothing."""
+    """Return the count of rows by basis: `measured, scaled twin 9/9; analytic 6/7; 2 not run`."""
     rest = Counter(row.basis for row in rows if row.basis)
     good = Counter(row.basis for row in rows if row.basis and row.verdict in GOOD)
     open_ = Counter(row.verdict for row in rows if rest and not row.basis)

@@ -1,4 +1,4 @@
-"""The ledger: every published claim, and the schema of the TOML files beside this module that hold the claims.
+"""The ledger: every published claim, and the schema of the TOML files in this package that define the claims.
 
 A claim has rows. A row is one published value with the expressions that test it. A file lists rows one by one
 (`rows`) or as a table of the source (`[[claim.table]]`), whose `cells` name the columns with published values.
@@ -23,8 +23,11 @@ from repro.results.schema import EMULATED
 
 T = TypeVar("T")
 KINDS = ("analytic", "simulated", EMULATED, "measured")
-"""Of evidence, the weakest first.  `emulated`: real processes that train a small twin on this machine, behind links
-that are as slow as its compute, so that the ratio of two runs can be held against the published one."""
+"""Kinds of evidence, weakest first.
+
+`emulated`: real processes train a small twin on this machine. Their emulated links are as slow as the compute, so
+that the ratio of two runs compares with the published ratio.
+"""
 CERTAINTIES = {
     "confirmed": "read in the primary text",
     "second-hand": "read in a source that quotes the primary one",
@@ -48,16 +51,16 @@ PUBLISHED_SCALE, SCALED_TWIN, ONE_RANK = "published scale", "scaled twin", "one 
 EMULATED_NETWORK = "scaled twin, emulated network"
 CLOSED_FORM, COUNT = "closed form", "count of what is committed"
 ITSELF, TRACE, RUN = "the source against itself", "trace", "run"
-"""Where evidence gets its inputs (`repro.claims.independence`): a formula of a paper and sizes; scripts of this
-repository; other numbers of the same source, or an answer that was put in; a simulated step; real processes."""
+"""Origins of evidence (`repro.claims.independence`): a formula of a paper and sizes; scripts of this repository; other
+numbers of the same source, or a given answer; a simulated step; real processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where claims were published; `[[source]]` in sources.toml."""
+    """Publication of claims; `[[source]]` in sources.toml."""
 
     key: str
-    """What claims cite, for example `ZERO3`."""
+    """Citation key in claims, for example `ZERO3`."""
     title: str
     where: str
     """arXiv number, repository and commit, or publisher."""
@@ -65,19 +68,19 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One way to test a row."""
+    """One test of a row."""
 
     kind: str
     """One of `KINDS`."""
     scale: str
-    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic: the same as
+    """`published scale`, `one rank of N`, `scaled twin`, `scaled twin, emulated network`; analytic:
     `origin`."""
     origin: str
     """`CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     value: Expression
-    """In bytes, seconds, FLOP or plain numbers."""
+    """Value in bytes, seconds, FLOP or plain numbers."""
     expect: Expression | None
-    """What the same formula says at the twin's own scale; None: compare with the published value."""
+    """Expected value: the formula at the twin's own scale; None: compare with the published value."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
 
@@ -88,35 +91,35 @@ class Row:
 
     label: str
     published: str
-    """As printed, without the unit."""
+    """Published value as printed, without the unit."""
     printed: PrintedNumber | None
-    """`published` as a number; None where it is a formula or words."""
+    """`published` as a number; None for a formula or words."""
     unit: str
     """A key of `published.UNITS`."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
     bound: str
-    """How the source states it: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
+    """Bound in the source: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
     error: float
-    """Of digitisation, in `unit`; 0 where nothing was digitised."""
+    """Error of digitisation, in `unit`; 0 without digitisation."""
     certainty: str
     evidence: tuple[Evidence, ...]
     calibrates: str
-    """What the time model takes from this value, a `name` of simulate/time/calibration_points.toml: a simulation that
-    knows the answer is no evidence.  Empty: nothing."""
+    """Number of the time model that is calibrated on this value, a `name` of simulate/time/calibration_points.toml;
+    empty: none. A calibrated simulation is no evidence."""
     blind: PrintedNumber | None
-    """What the suite predicted, in `unit`, before anybody who worked on it knew `published`."""
+    """Prediction of the suite, in `unit`, made by people who did not know `published`."""
     needs: str
     """Hardware and run that would measure it."""
     not_comparable: str
-    """Why nothing can be compared with it; empty where something can."""
+    """Reason why no value can be compared with the row; empty if values can."""
     note: str
     main: bool = True
-    """Whether it is the claim.  A row that is not is shown and judged, and carries nothing."""
+    """Whether the row decides the claim's verdict.  Other rows are shown and judged only."""
     given: str = ""
-    """What of the answer is an input, of ours or of the suite; such a row can be consistent and no more."""
+    """Part of the answer that is an input, of ours or of the suite; the best verdict of such a row is consistent."""
     variables: Mapping[str, Value | Uncertain] = field(default_factory=dict, compare=False)
-    """The other columns of the row's line, for its expressions."""
+    """Other columns of the row's line, for its expressions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +132,14 @@ class Claim:
     family: str
     """One of `FAMILIES`; suites and the report group by it."""
     published: str
-    """The published value for a person, in one line."""
+    """One line with the published value for a person."""
     conditions: str
     source: tuple[str, ...]
     """Each is a source key and a place in it: `ZERO3 sec. 3.1 p.8`."""
     certainty: str
     """A key of `CERTAINTIES`."""
     contradictions: tuple[str, ...]
-    """Where sources disagree with each other or with themselves."""
+    """Contradictions between sources or inside one source."""
     note: str
     needs: str
     steps: tuple[float, ...]
@@ -145,11 +148,11 @@ class Claim:
     file: str
     """Name of the ledger file."""
     predicted_blind: str = ""
-    """Day and commit of the predictions in its rows' `blind`; empty where there are none."""
+    """Day and commit of the predictions in its rows' `blind`; empty without predictions."""
 
     @property
     def prediction(self) -> str:
-        """When its rows were predicted blind, and the median of |predicted / published - 1|; else empty."""
+        """Return the date and the median |predicted / published - 1| of blind predictions; empty without them."""
         errors = [
             abs(row.blind.value / row.printed.value - 1) for row in self.rows if row.blind and row.printed
         ]
@@ -160,17 +163,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All claims, in the order of the files; and their sources by key."""
+    """Claims in file order, and their sources by key."""
 
     claims: tuple[Claim, ...]
     sources: Mapping[str, Source]
     titles: Mapping[str, str]
     """Title of each ledger file, by file name."""
     about: Mapping[str, str]
-    """Whose claims a ledger file has, by file name: `ZeRO`, `Megatron`."""
+    """Author of the claims in each ledger file, by file name: `ZeRO`, `Megatron`."""
 
     def claim(self, claim_id: str) -> Claim:
-        """The claim of that id.  Raises `ConfigError` with near matches."""
+        """Return the claim with the id `claim_id`.  Raises `ConfigError` with near matches."""
         for claim in self.claims:
             if claim.id == claim_id:
                 return claim

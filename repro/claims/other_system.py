@@ -86,11 +86,11 @@ class SystemQuestion:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """All questions, in the order of the file."""
+    """Questions in file order, and claims without a question."""
 
     asked: tuple[SystemQuestion, ...]
     left_out: Mapping[str, str]
-    """By claim, the reason why it has no question."""
+    """Map from a claim to the reason why it has no question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,18 +175,18 @@ class Answer:
     lacks: str = ""
     """Reason for a missing value."""
     unrecorded: bool = False
-    """Whether the value misses because a record does."""
+    """Whether the value is missing because a record is missing."""
 
     @property
     def published(self) -> str:
-        """The published value with its unit."""
+        """Return the published value with its unit."""
         row = self.question.row
         text = f"{row.bound} {row.published}".strip()
         return text if row.printed is None else append_unit(text, row.unit)
 
     @property
     def text(self) -> str:
-        """The value for a person: `1.15x [1.1, 1.2]`."""
+        """Return the value for a person: `1.15x [1.1, 1.2]`."""
         row = self.question.row
         if self.value is None or isinstance(self.value, str):
             return self.value or ""

@@ -1,4 +1,4 @@
-"""Numbers as a source prints them: the digits are kept, so that the precision is known."""
+"""Numbers as a source prints them, with the printed digits as their precision."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PrintedNumber:
 
     @property
     def value(self) -> float:
-        """The number; the middle of a range."""
+        """Return the number, or the middle of a range."""
         return (self.low + self.high) / 2
 
 
@@ -81,7 +81,7 @@ def parse_printed_number(text: str) -> PrintedNumber:
 
 
 def printed(text: str) -> Uncertain:
-    """A printed number as an *input* of an expression: it carries the rounding of its last digit."""
+    """Return a printed number as an input of an expression, with the rounding of its last digit as uncertainty."""
     try:
         number = parse_printed_number(text)
     except (AttributeError, TypeError, ValueError):
@@ -92,7 +92,7 @@ def printed(text: str) -> Uncertain:
 
 
 def digitised(value: float, error: float) -> Uncertain:
-    """A number measured from a figure as an input of an expression: plus or minus `error`."""
+    """Return a number measured from a figure as an input of an expression, plus or minus `error`."""
     return Uncertain(value, value - error, value + error)
 
 

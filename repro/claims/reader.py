@@ -1,4 +1,4 @@
-"""Read ledger files into `repro.claims.ledger`: expressions parsed, names known, ids used once."""
+"""Reader of ledger files: parses expressions and checks names and unique ids (`repro.claims.ledger`)."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _unit(entry: ledger.TestableEntry, claim: ledger.ClaimEntry) -> str:
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
-    """A table cell as an input: numbers are exact, printed values carry their rounding or their error."""
+    """Return a table cell as an input: exact if a number, uncertain by its rounding or `error` if printed."""
     if not isinstance(value, str):
         return value
     try:

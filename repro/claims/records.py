@@ -1,4 +1,4 @@
-"""What expressions of the ledger may read from the store: metrics, outcomes and compared ratios."""
+"""Functions by which expressions of the ledger read the store: metrics, outcomes and compared ratios."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from repro.results.select import select
 
 
 class Missing(Exception):
-    """A record that an expression needs is not there.  `str` says which, or how its run ended.
+    """A record that an expression needs is missing.  `str` names the record, or how its run ended.
 
-    `remedy` is the command that brings it, where that is not a run of the experiment's suite.
+    `remedy` is the command that creates the record, if that is not a run of the experiment's suite.
     """
 
     def __init__(self, experiment: str, reason: str, remedy: str = ""):
@@ -35,36 +35,36 @@ class Missing(Exception):
 
 
 class Records:
-    """The records that count (`repro.results.select`)."""
+    """Records selected by `repro.results.select`."""
 
     def __init__(self, records: Iterable[Record]):
         self._selection = select(records)
 
     def measured(self, experiment: str) -> bool:
-        """Whether it has been run, whatever came of it."""
+        """Return whether the experiment has been run, with any outcome."""
         return (MEASURED, experiment) in self._selection.by_name
 
     def libraries(self, experiments: Iterable[str]) -> list[str]:
-        """Whose software measured them, where it is not this suite's: `DeepSpeed 0.19.8`."""
+        """Return the libraries other than this suite that were measured: `DeepSpeed 0.19.8`."""
         records = (self._selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
         found = {r.software["name"] for r in records if r and r.software and r.experiment.engine != NATIVE}
         return sorted(found)
 
     def interleaved(self, subject: str, baseline: str, metric: str) -> bool:
-        """Whether the two took turns in one run, and were compared by `metric`."""
+        """Return whether two experiments were interleaved in one run and compared by `metric`."""
         pairs = self._selection.by_pair
         record = pairs.get((subject, baseline)) or pairs.get((baseline, subject))
         return record is not None and record.metric == metric
 
     def intervals(self, experiments: Iterable[str]) -> list[StepInterval]:
-        """What is not known for certain of the simulated steps among `experiments`."""
+        """Return the intervals from unknown inputs of the simulated steps among `experiments`."""
         records = (self._selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
         return [record.interval for record in records if record is not None and record.interval is not None]
 
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
-        """The functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`).
+        """Return the functions for expressions of evidence `kind` (`simulated`, `emulated` or `measured`).
 
-        `case`: what simulated records say of time is what they would be with other values of what is not known.
+        `case`: the case of unknown inputs for which simulated records give their times; None: best values.
         """
 
         def find(experiment: str) -> ExperimentRecord:
@@ -78,17 +78,17 @@ class Records:
             return record
 
         def _of_kind(record: ExperimentRecord) -> None:
-            """What ran on an emulated network is that kind of evidence, and no other is."""
+            """Raise `Missing` unless `record` ran on an emulated network exactly if `kind` is `emulated`."""
             network = record.conditions.get("network")
             if kind != SIMULATED and bool(network) != (kind == EMULATED):
                 on = "an emulated network" if network else "the machine's own links"
                 raise Missing(record.label, f"it ran on {on}, which is another kind of evidence")
 
         def metric(experiment: str, name: str) -> Value | Uncertain:
-            """A metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
+            """Return a metric of an experiment that ended ok: `metric("smoke/parity-tp2", "loss.last")`.
 
-            A simulated one may also have run out of memory: what it needs is known then, all but what it
-            would reserve.  One that has a confidence interval (`name.low`, `name.high`) brings it along.
+            A simulated experiment may also have run out of memory: all metrics except the reserved memory are known
+            then. A metric with a confidence interval (`name.low`, `name.high`) returns the interval too.
             """
             record = find(experiment)
             if record.outcome != "ok" and kind != SIMULATED:
@@ -107,7 +107,7 @@ class Records:
             return value
 
         def setting(experiment: str, name: str) -> Value:
-            """A number from the experiment's conditions: `setting("smoke/parity-3d", "layout.tp")`.
+            """Return a number from the experiment's conditions: `setting("smoke/parity-3d", "layout.tp")`.
 
             `name` is a field or property of `model`, `layout` or `training`, or `seq`.
             """
@@ -119,17 +119,17 @@ class Records:
             return value
 
         def parameters(experiment: str) -> Value | Uncertain:
-            """The experiment's own Psi, counted on the model that it trained."""
+            """Return the experiment's own Psi, counted on the model that it trained."""
             return metric(experiment, "parameters")
 
         def outcome(experiment: str) -> Value:
-            """`"ok"`, `"oom"` or `"diverged"`."""
+            """Return the outcome, for example `"ok"`, `"oom"` or `"diverged"`."""
             return find(experiment).outcome
 
         def failure(experiment: str, name: str) -> Value:
-            """The `phase`, `allocated_bytes` or `reserved_bytes` when a simulated step runs out of memory.
+            """Return the `phase`, `allocated_bytes` or `reserved_bytes` when a simulated step runs out of memory.
 
-            `"it fits"` where it does not.
+            Return `"it fits"` if the step does not.
             """
             record = find(experiment)
             if record.outcome == "ok":
@@ -140,9 +140,9 @@ class Records:
             raise Missing(experiment, f"its record does not say at what {name} it failed")
 
         def extreme(name: str, experiments: tuple[str, ...], best: Callable[..., str], what: str) -> Value:
-            """`name` of the one that `best` picks among those that end ok, if one beyond it does not.
+            """Return `name` of the experiment that `best` picks among those that end ok.
 
-            They must differ in nothing else.
+            An experiment beyond it must not end ok, and the experiments must differ in nothing else.
             """
             if not experiments:
                 raise TypeError("needs experiments to choose from")
@@ -158,19 +158,18 @@ class Records:
             return values[chosen]
 
         def largest(name: str, *experiments: str) -> Value:
-            """The largest `setting` among experiments that differ in it and fit; at least one must not.
+            """Return the largest `setting` among experiments that differ in it and fit; at least one must not fit.
 
-            `largest("model.published_params", ...)` is the largest model, as its source calls it; 0 if
-            none fits.
+            `largest("model.published_params", ...)` is the largest model, by its size in the source; 0 if none fits.
             """
             return extreme(name, experiments, max, "largest")
 
         def smallest(name: str, *experiments: str) -> Value:
-            """The smallest `setting` among experiments that fit; at least one must not, or it is 1: `layout.tp`."""
+            """Return the smallest `setting` that fits; a smaller one must not fit unless it is 1: `layout.tp`."""
             return extreme(name, experiments, min, "smallest")
 
         def fastest(name: str, *experiments: str) -> Value | Uncertain:
-            """The most of a `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
+            """Return the largest `metric` among experiments that end ok: `fastest("samples_per_s", ...)`."""
             fits = [experiment for experiment in experiments if outcome(experiment) == "ok"]
             if not fits:
                 raise Missing(" and ".join(experiments), "none of them fits")
@@ -178,11 +177,11 @@ class Records:
             return max(found, key=lambda one: float(one.value if isinstance(one, Uncertain) else one))
 
         def rising(*values: float) -> Value:
-            """`"rising"` if each of them is above the one before it, else `"not rising"`."""
+            """Return `"rising"` if each value is above its predecessor, otherwise `"not rising"`."""
             return "rising" if all(low < high for low, high in pairwise(values)) else "not rising"
 
         def losses(experiment: str) -> list[float | None]:
-            """Of every step, of an experiment that ended ok."""
+            """Return the loss of every step of an experiment that ended ok."""
             record = find(experiment)
             if record.outcome != "ok" or not record.series.loss:
                 raise Missing(
@@ -199,7 +198,7 @@ class Records:
                 raise Missing(experiment, f"cannot be compared with {reference}: it {error}") from None
 
         def apart(experiment: str, reference: str) -> Value:
-            """Relative difference of two trainings' mean loss over their last 50 steps."""
+            """Return the relative difference of two trainings' mean loss over their last 50 steps."""
             try:
                 mine, other = final_loss(losses(experiment)), final_loss(losses(reference))
             except ValueError as error:
@@ -207,7 +206,7 @@ class Records:
             return abs(mine - other) / other
 
         def compared(subject: str, baseline: str) -> Value | Uncertain:
-            """Throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
+            """Return throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
             for experiment in (subject, baseline):
                 if found := self._selection.by_name.get((MEASURED, experiment)):
                     _of_kind(found)
@@ -221,10 +220,10 @@ class Records:
             raise Missing(subject, f"not compared with {baseline} in one run")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
-            """A score of weights that have a packaged model's sizes, by the newest record of that way to score:
+            """Return a score of weights that have a packaged model's sizes, from the newest record of that protocol:
             `evaluated("gpt2-1.5b", "lambada", "gpt2", "accuracy.filtered")`.
 
-            The vocabulary may be padded otherwise.
+            The vocabulary may have another padding.
             """
             sizes = _sizes(asdict(models.load_model(model)))
             for record in reversed(self._selection.evaluations):
@@ -254,12 +253,12 @@ class Records:
 
 
 def evaluation(task: str, way: str) -> str:
-    """The command that scores weights on a task."""
+    """Return the command that scores weights on a task."""
     return f"repro evaluate --weights DIR --task {task} --protocol {way} --data FILE"
 
 
 def _sizes(model: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What makes weights those of a model, but for the padding of its vocabulary; None of what is no model."""
+    """Return the sizes that identify a model, without the padded vocabulary; None if `model` is invalid."""
     try:
         known = Model(**{**model, "name": "like"})
     except (ConfigError, TypeError):
@@ -274,13 +273,15 @@ _FOLLOWS = {
     "layout.micro_batch": ("layout.micro_batch", "layout.global_batch"),
     "layout.world": ("layout.tp", "layout.dp", "layout.micro_batch"),
 }
-"""What differs with a setting: a model in every size; under another tensor parallelism the GPUs that are left, and
-sequence parallelism, which a degree of 1 has not; under another micro-batch the global one; under another number of
-GPUs how the same global batch is spread over them."""
+"""Conditions that differ together with a setting.
+
+Models differ in every size. Tensor parallelism changes the remaining GPUs, and sequence parallelism, which a degree of
+1 does not have. The micro-batch changes the global batch. The number of GPUs changes the spread of one global batch.
+"""
 
 
 def _alike(records: list[ExperimentRecord], name: str) -> None:
-    """Raise `Missing` where experiments differ in more than `name`, so that another reason may decide what fits."""
+    """Raise `Missing` if experiments differ in more than `name`, because another condition may decide the fit."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
     first = _conditions(records[0], free)
     for record in records[1:]:
@@ -291,9 +292,9 @@ def _alike(records: list[ExperimentRecord], name: str) -> None:
 
 
 def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:
-    """What was run, flat: `layout.zero`; without names, limits and what is `free`.
+    """Return the conditions of a run as a flat dictionary (`layout.zero`), without names, limits and those in `free`.
 
-    The sequence is what it was, be it from the training or the model.
+    The sequence length is the one that was used, from the training or the model.
     """
     flat: dict[str, Any] = {}
     for key, value in record.experiment.as_dict().items():
@@ -313,6 +314,6 @@ def _ended(record: ExperimentRecord) -> str:
 
 
 def _interval(comparison: ComparisonRecord) -> tuple[float, float, float]:
-    """Ratio and its interval; too few rounds have none, and the ratio stands alone."""
+    """Return ratio, low and high; without an interval (too few rounds) all three are the ratio."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
     return ratio, ratio if low is None else low, ratio if high is None else high

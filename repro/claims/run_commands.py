@@ -1,6 +1,6 @@
 """Commands that create missing evidence: `repro run`, `repro submit` and `repro evaluate`.
 
-The module reads suites and runs nothing. Experiment names are folded into globs, which keep the commands short.
+The module reads suites and runs nothing. Experiment names are combined to globs, so that commands are short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EvidenceCommand:
     """`simulated`, `emulated` or `measured`."""
     text: str
     needs: str
-    """Devices and system, empty where any machine does: `400 GPUs of dgx2`."""
+    """Devices and system, empty if any machine suffices: `400 GPUs of dgx2`."""
     suite: str
     names: tuple[str, ...]
 
@@ -130,6 +130,6 @@ def covering_globs(names: set[str], every: Iterable[str]) -> list[str]:
 
 def _common_prefix(names: set[str]) -> str:
     """Return the longest common prefix."""
-    low, high = min(names), max(names)  # what these two share, all between them do
+    low, high = min(names), max(names)  # a common prefix of these two is common to all names
     same = [a == b for a, b in zip(low, high, strict=False)]
     return low[: same.index(False) if False in same else len(same)]

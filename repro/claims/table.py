@@ -1,4 +1,4 @@
-"""Judged claims as plain data: one line per claim for tables, everything for JSON.  No rendering here."""
+"""Judged claims as plain data: one line per claim for tables, all fields for JSON, no rendering."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ class Line:
     counts: Mapping[str, str]
     """Kind of evidence -> `54/54`, rows reproduced of rows that it can test; `not run`; or `-`."""
     itself: str
-    """`18/18`: rows in which the source agrees with itself; no evidence, and in none of the three above."""
+    """Rows in which the source agrees with itself, `18/18`; no evidence, and not in `counts`."""
     scale: str
-    """Of the measured evidence; empty where nothing was measured."""
+    """Scale of the measured evidence; empty without measurements."""
     verdict: str
     basis: str
-    """What the verdict rests on, strongest first, with rows that agree of those that rest on it."""
+    """Basis of the verdict, strongest first, with agreeing rows of all rows on that basis."""
     reason: str
     why: str
-    """In one sentence why a reader should believe the verdict."""
+    """One sentence with the reason to believe the verdict."""
     needs: str
     disagreements: tuple[str, ...]
 
 
 def table(results: Sequence[ClaimResult]) -> list[Line]:
-    """One line per claim, in the ledger's order."""
+    """Return one line per claim, in the ledger's order."""
     return [_line(result) for result in results]
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    """Counts: claims and rows by verdict, by kind of evidence, and of independent things tested."""
+    """Return counts of claims and rows by verdict and kind of evidence, and of independent quantities tested."""
     rows = [row for result in results for row in result.rows]
     things = count_independent(results)
     return {
@@ -94,7 +94,7 @@ def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts)
 
 
 def totals(counts: dict[str, Any]) -> str:
-    """What `summary` counted of independent things, in one sentence."""
+    """Return one sentence with the counts of independent quantities in `summary`."""
     evidence, itself = counts["evidence"], counts["against_itself"]
     kinds = ", ".join(f"{found['things']} {kind}" for kind, found in evidence.items() if found["things"])
     agree, checked = itself["rows_reproduced"], itself["rows_decided"]
@@ -120,7 +120,7 @@ _WORDS = {
 
 
 def why(result: ClaimResult) -> str:
-    """In one sentence why a reader should believe the verdict."""
+    """Return one sentence with the reason to believe the verdict."""
     main = [row for row in result.rows if row.row.main]
     ways = [text for start, text in _WORDS.items() if any(_rests_on(row).startswith(start) for row in main)]
     by = "; ".join(ways)
@@ -158,7 +158,7 @@ def _clause(reason: str) -> str:
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
-    """One claim with every field, row and piece of evidence, ready for JSON."""
+    """Return one claim with every field, row and piece of evidence, ready for JSON."""
     claim = result.claim
     return {
         "id": claim.id,
@@ -228,7 +228,10 @@ def _line(result: ClaimResult) -> Line:
 
 
 def _count(kind: KindResult | None, wanted: bool = False) -> str:
-    """`wanted`: no expression tests it yet, but the ledger says what would."""
+    """Return `reproduced/rows`, `not run` or `-`.
+
+    `wanted`: no expression tests the claim yet, but the ledger names the hardware for a test.
+    """
     if kind and kind.decided:
         return f"{kind.reproduced}/{kind.rows}"
     return NOT_RUN if kind or wanted else "-"
@@ -278,15 +281,15 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 MOVES = 5
-"""Unknowns of a predicted value, those that move it most."""
+"""Maximum number of unknowns listed for a predicted value, largest effect first."""
 
 
 def _moved(doubt: InputUncertainty | None) -> list[dict[str, Any]]:
-    """What it is at both ends of an unknown's range, all others at their best values."""
+    """Return the value at both ends of an unknown's range, with all other unknowns at their best values."""
     alone = {} if doubt is None else doubt.alone
     return [{"key": key, "low": low, "high": high} for key, (low, high) in list(alone.items())[:MOVES]]
 
 
 def _json(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Return infinity as text, because JSON has no infinity, and any other value unchanged."""
     return value if not isinstance(value, float) or abs(value) != float("inf") else str(value)

@@ -1,26 +1,24 @@
-"""The one rule by which a value agrees with a published value.
+"""The rule that decides whether a value agrees with a published value.
 
 **The rule.**  Evidence agrees if its value, with the uncertainty of its inputs, meets the widest of
 
-1. the source's printed digits.  A closed form prints as published when rounded *or* truncated (the ZeRO paper
-   does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values only when
-   rounded.  Counts not at all, whatever evidence gives them: they are equal (4.4 calls are not 4);
-2. the error of a value digitised from a figure, where the ledger states one;
+1. the source's printed digits.  A closed form may be rounded *or* truncated (the ZeRO paper does both: 31.41 -> 31.4,
+   41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values may only be rounded.  Counts of any kind of
+   evidence are not rounded: they must be equal (4.4 calls are not 4);
+2. the error of a value digitised from a figure, if the ledger states one;
 3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
-   only 1 and 2, because a closed form has no noise; but for `size`, which is a name and not a result.
+   only 1 and 2, because a closed form has no noise.  The exception is `size`, which is a name and not a result.
 
-A bound ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.
-The source's own error widens it, where the ledger states one: of a figure that was digitised, or of a
-rounding that the source tells of.  Digits are none, for who says "over 38" has not rounded up to 38.  The
-evidence's own interval widens it too, that of its inputs or of a measurement.  Nothing else does.
+A bound ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.  The
+error in the ledger widens a bound: that of a digitised figure, or of a rounding that the source mentions.  The
+evidence's own interval widens it too: that of its inputs or of a measurement.  Printed digits do not widen a bound.
 
-`up to` states a largest case.  The best case gets there, but for the rounding of the printed number (5.5B is
-6B) and the two that widen a bound, and is near: above, it has the room of an equality.
+`up to` states a largest case.  The best case must reach the number, less the rounding of the printed number (5.5B
+counts as 6B) and the two errors that widen a bound.  Above the number, the tolerance of an equality applies.
 
-A scaled twin is not compared with the published number but with the same formula at the twin's own scale,
-which the ledger writes as `expect`; its class is `exact`, `exact-padding` or `parity`, or `share` where
-the formula says what part of the time is idle.  But at a bound the measured point decides where there is noise,
-and not its interval, so that noise is no help.
+A scaled twin is compared with the same formula at the twin's own scale, which the ledger writes as `expect`.  Its
+class is `exact`, `exact-padding` or `parity`, or `share` if the formula gives the idle share of the time.  Where
+measurements have noise, the measured point decides and not its interval; a bound uses the interval.
 
 No row of the ledger has a tolerance of its own.
 """
@@ -47,34 +45,33 @@ RELATIVE_TOLERANCE: dict[str, float] = {
 }
 """Relative tolerance by class of metric.
 
-`exact`: counts and closed forms.  `exact-padding`: bytes to the byte but for the padding of shards and
-the few scalars (loss, norm) that a real step adds; a missing or doubled term of any formula here is at least
-a hundred times larger.  `parity`: the same loss from another layout in fp32.  `size`: the name that a
-source gives a model ("100B"), against its true parameter count; as memory.  `limit`: the largest model
-that fits, good to one step of the sizes that the source tried.  `quality`: scores of weights; never
-compared without the weights.
+`exact`: counts and closed forms.  `exact-padding`: exact bytes except for the padding of shards and the few scalars
+(loss, norm) that a real step adds; a missing or doubled term of any formula here is at least a hundred times larger.
+`parity`: the same loss from another layout in fp32.  `size`: the name that a source gives a model ("100B"), against
+its true parameter count; as memory.  `limit`: the largest model that fits, within one step of the sizes that the
+source tried.  `quality`: scores of weights; never compared without the weights.
 """
 TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
 
-`share`: time that is lost or gained, as a share of the time of the work.  What disturbs it (messages that take
-time, stages that are not quite equal, a core that is taken away) is a share of the work as well, and does not
-become less where the loss is small: 12 % of a bubble of 8 % would be asking for a hundredth of the work.
+`share`: lost or gained time as a share of the time of the work.  Its disturbances (message time, unequal stages, a
+core used by others) are shares of the work too and do not shrink with the loss.  A tolerance of 12 % for a bubble of
+8 % would require a hundredth of the work.
 """
 NOISELESS_METRICS = ("exact", "exact-padding", "parity")
-"""Classes whose values have no noise: the printed digits give measured ones, and counts, no room."""
+"""Classes whose values have no noise: printed digits give no tolerance to measured values and counts."""
 COUNT_UNITS = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs")
-"""Units of numbers that are counted: calls, samples, elements or bytes for each parameter, multiples."""
+"""Units of counts: calls, samples, elements or bytes per parameter, multiples."""
 UP_TO = "up to"
 BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
-"""How a source can state a number other than as an equality."""
+"""Bounds by which a source can state a number; empty: equality."""
 _ROUNDING = 1e-12
-"""Slack for binary floating point, relative."""
+"""Relative slack for binary floating point."""
 
 
 @dataclass(frozen=True)
 class AcceptedRange:
-    """The values that agree: `low <= value <= high`, without the ends where open; and why."""
+    """Accepted values: `low <= value <= high`, without an end that is open, and the reason."""
 
     low: float
     high: float
@@ -102,9 +99,9 @@ def accepted_range(
 ) -> AcceptedRange:
     """Return the values that agree with `published` under the rule above, all in the published unit.
 
-    `closed_form`: the evidence is analytic.  `error`: of digitisation, or of a rounding that the source
-    tells of.  `steps`: the sizes that the source tried, for class `limit`.  `count`: it is a number of
-    things, a multiple or a coefficient, which is equal or is not.
+    `closed_form`: the evidence is analytic.  `error`: error of digitisation, or of a rounding that the source
+    mentions. `steps`: the sizes that the source tried, for class `limit`.  `count`: the value is a number of items,
+    a multiple or a coefficient, which must be equal.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS_METRICS

@@ -1,4 +1,4 @@
-"""Verdicts, and the results that carry them: of evidence, rows, kinds of evidence and claims."""
+"""Verdicts, and the results of evidence, rows, kinds of evidence and claims that contain them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class InputUncertainty:
     most: float
     best: float
     alone: Mapping[str, tuple[float, float]]
-    """By unknown, the values at both ends of its range; largest effect first."""
+    """Map from an unknown to the values at both ends of its range; largest effect first."""
 
     def in_units_of(self, size: float) -> InputUncertainty:
         """Return a copy with every value divided by `size`."""
@@ -35,7 +35,7 @@ class InputUncertainty:
 
     @property
     def shares(self) -> dict[str, float]:
-        """By unknown, its share of the summed effects of all unknowns."""
+        """Return each unknown's share of the summed effects of all unknowns."""
         spans = {key: abs(high - low) for key, (low, high) in self.alone.items()}
         whole = sum(spans.values()) or 1.0
         return {key: span / whole for key, span in spans.items()}
@@ -51,7 +51,7 @@ class InputUncertainty:
     def deciding_unknowns(self, meets: Callable[[float, float], bool]) -> tuple[str, ...]:
         """Return the unknown that alone explains the published value, else the two unknowns with the largest effects.
 
-        `meets` says whether an interval contains the published value.
+        `meets` returns whether an interval contains the published value.
         """
         for key, ends in self.alone.items():
             if meets(*possible_range(ends, self.best)):
@@ -76,68 +76,67 @@ class Finding:
     kind: str
     scale: str
     origin: str
-    """Where the value gets its inputs: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
+    """Origin of the inputs: `ledger.CLOSED_FORM`, `COUNT`, `ITSELF`, `TRACE` or `RUN`."""
     verdict: str
     reason: str
-    """The rule that was applied, or what is missing."""
+    """The applied rule, or the missing record."""
     value: Value | None = None
-    """In the row's unit; None when not run."""
+    """Value in the row's unit; None if not run."""
     low: Value | None = None
-    """With `high` the interval of the evidence: of a measurement 95 %; of a predicted time 90 %, as far as inputs are
-    not known for certain."""
+    """Lower end of the evidence's interval: 95 % if measured, 90 % from unknown inputs if predicted."""
     high: Value | None = None
     expected: Value | None = None
-    """What the formula says at a twin's scale, in the row's unit; None: the published value counts."""
+    """Value of the formula at a twin's scale, in the row's unit; None: the published value counts."""
     text: str = ""
     """The value for a person."""
     expression: str = ""
     tolerance: str = ""
-    """What is accepted, in words; known before anything was run."""
+    """Accepted values in words, independent of any run."""
     experiments: tuple[str, ...] = ()
-    """`suite/name` of those that the value comes from, each once; none of a closed form."""
+    """Experiments of the value as `suite/name`, each once; empty for a closed form."""
     libraries: tuple[str, ...] = ()
-    """What was measured, where it was not this suite's own step: `DeepSpeed 0.19.8`."""
+    """Measured libraries other than this suite's own step: `DeepSpeed 0.19.8`."""
     doubt: InputUncertainty | None = None
-    """Of a predicted time: what unknown inputs leave of it, in the row's unit."""
+    """Uncertainty of a predicted time from unknown inputs, in the row's unit."""
     deciding: tuple[str, ...] = ()
-    """Where it is `possible`: the unknown that brings it to what was published, or the two that move it most."""
+    """Unknown that alone explains the published value, or the two with the largest effects; for `possible` only."""
 
     @property
     def scale_label(self) -> str:
-        """Scale of a measurement, and the libraries that were measured."""
+        """Return the scale of a measurement, and the measured libraries."""
         return ", ".join((self.scale, *self.libraries))
 
     @property
     def decided(self) -> bool:
-        """Whether there was something to judge."""
+        """Return whether a value was judged."""
         return self.verdict in (*GOOD, POSSIBLE, *BAD)
 
     @property
     def itself(self) -> bool:
-        """Whether it only holds a source against itself."""
+        """Return whether it only compares a source with itself."""
         return self.origin == ITSELF
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """One published value and everything that speaks for or against it."""
+    """One published value and all evidence for or against it."""
 
     row: Row
     findings: tuple[Finding, ...]
     """Strongest first."""
     verdict: str
     basis: str
-    """Kind and scale that the verdict rests on; empty when nothing is decided."""
+    """Kind and scale of the deciding evidence; empty when nothing is decided."""
     reason: str
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:
-        """Weaker decided evidence that does not say what the row's verdict says."""
+        """Return weaker decided evidence whose verdict contradicts that of the row."""
         against = BAD if self.verdict in GOOD else GOOD if self.verdict in BAD else ()
         return tuple(f for f in self.findings if f.verdict in against and self.basis)
 
     def under(self, kind: str) -> tuple[Finding, ...]:
-        """What one kind of evidence found, or (`ledger.ITSELF`) the source itself; but for what cannot be compared."""
+        """Return the comparable findings of one kind of evidence, or of the source against itself."""
         itself = kind == ITSELF
         found = [
             f
@@ -150,18 +149,18 @@ class RowResult:
 
 @dataclass(frozen=True)
 class KindResult:
-    """The rows that are the claim under one kind of evidence; what stands beside them does not count."""
+    """Main rows of a claim under one kind of evidence; other rows do not count."""
 
     kind: str
-    """`analytic`, `simulated`, `measured`; or `ledger.ITSELF`, which none of these three counts."""
+    """`analytic`, `simulated`, `emulated`, `measured`; or `ledger.ITSELF`, which is separate from these."""
     scale: str
-    """Of measured evidence: every scale that occurs, joined by `, `."""
+    """Every scale of measured evidence, joined by `, `."""
     verdict: str
     reproduced: int
     """Rows that agree."""
     decided: int
     rows: int
-    """Rows that this kind of evidence could test."""
+    """Rows that this kind of evidence can test."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +170,13 @@ class ClaimResult:
     claim: Claim
     rows: tuple[RowResult, ...]
     kinds: tuple[KindResult, ...]
-    """Only kinds that some row that is the claim can be tested by."""
+    """Kinds of evidence that can test a main row."""
     verdict: str
     basis: str
-    """What the rows that are the claim rest on, strongest first, each with the part of all of them that agree."""
+    """Bases of the main rows, strongest first, each with its agreeing rows."""
     reason: str
     disagreements: tuple[str, ...]
 
     def kind(self, name: str) -> KindResult | None:
-        """The summary for a kind of evidence or `ledger.ITSELF`; None if it can test none of the claim's own rows."""
+        """Return the summary for a kind of evidence or `ledger.ITSELF`; None if it can test none of the main rows."""
         return next((k for k in self.kinds if k.kind == name), None)

@@ -14,7 +14,7 @@ from repro.config.training import Training
 
 NATIVE = "native"
 FUSED_HEAD_MULTIPLE = 8
-"""Required divisor of a head's 16-bit elements before compute capability 8.0, where xFormers' kernel is the only one.
+"""Required divisor of a head's 16-bit elements before compute capability 8.0, with xFormers' kernel only.
 FlashAttention pads heads (`sdp_utils.cpp` of PyTorch, `minimum_gemm_alignment`)."""
 
 
@@ -83,7 +83,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("attention_dropout", (0,)),
     ),
 }
-"""By name: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
+"""Limits: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
 
 
 def _has_model_parallelism(layout: Layout) -> bool:
@@ -93,13 +93,13 @@ def _has_model_parallelism(layout: Layout) -> bool:
 
 COMBINATIONS: dict[str, tuple[Combination, ...]] = {
     "torch": (
-        # ZeroRedundancyOptimizer knows nothing of DTensors.
+        # ZeroRedundancyOptimizer does not support DTensors.
         Combination(
             "zero",
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
             "0, 2 or 3 beside tp or pp",
         ),
-        # There it is FSDP2's machinery that sums gradients, which knows no buckets.
+        # With model parallelism or 16 bits FSDP2 sums the gradients, and it has no buckets.
         Combination(
             "gradient_as_bucket_view",
             lambda layout, _: (
@@ -121,7 +121,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "deepspeed": (
-        # Its contiguous buffers are of partitioned checkpoints; gradients always have one.
+        # DeepSpeed's contiguous buffers are for partitioned checkpoints; gradients always have one.
         Combination("md", lambda layout, _: layout.md and not layout.pa, "false, or pa = true,"),
         Combination(
             "offload_optimizer",
@@ -137,7 +137,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         ),
     ),
     "megatron": (
-        # Its batch of messages has two to and two from the same stage, which are then taken for each other.
+        # Its batch has two messages to and two from the same stage, which are confused with each other.
         Combination(
             "overlap",
             lambda layout, _: layout.chunks > 1 and layout.pp == 2 and not layout.overlap,
@@ -233,7 +233,7 @@ def unfused_attention_note(model: Model, layout: Layout, capability: str) -> str
 
 
 def has_fused_softmax(samples: int, heads: int, s: int) -> bool:
-    """Return whether Megatron-LM's operator for scale, mask and softmax takes these sizes of a rank.
+    """Return whether Megatron-LM's operator for scale, mask and softmax supports these sizes of a rank.
 
     Four squares of scores share a thread block (`megatron/model/fused_softmax.py` at 44bfcb32).
     """

@@ -6,7 +6,7 @@ import enum
 
 
 class StrEnum(str, enum.Enum):
-    """`enum.StrEnum`, which Python 3.10 lacks: each member is its string, in files, keys and messages too."""
+    """`enum.StrEnum`, which Python 3.10 lacks: each member equals its string in files, keys and messages."""
 
     __str__ = str.__str__
     __repr__ = str.__repr__
@@ -52,11 +52,11 @@ class Phase(StrEnum):
     DONE = "done"
     CHECKPOINT = "checkpoint"
     INPUT = "input"
-    """The host makes a step's tokens and copies them to the device."""
+    """The host creates a step's tokens and copies them to the device."""
 
 
 STEP_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.IDLE, Phase.OPTIMIZER)
-"""The phases of a step, whose seconds are measured."""
+"""Phases of a step whose seconds are measured."""
 
 
 class OperatorSet(StrEnum):
@@ -66,33 +66,32 @@ class OperatorSet(StrEnum):
     """
 
     FUSED = "fused"
-    """Each operator of `kernels/` is one pass over memory, on CUDA by a kernel of its own, and attention never
-    writes its scores."""
+    """Operators of `kernels/`, each one pass over memory, on CUDA one kernel; attention never writes its scores."""
     FUSED_2024 = "fused-2024"
-    """The operators of `fused`, as compiled code and the libraries of 2024 run them: here they are the same, and
-    predictions know them by a published point of their own."""
+    """Operators of `fused`, as compiled code and the libraries of 2024 run them.  They are identical here, but
+    predictions use a separate published point for them."""
     REFERENCE = "reference"
-    """The same operators, each by torch's own, on every device; on a CPU `fused` runs the same."""
+    """Operators of `fused`, each by torch's own, on every device; on a CPU `fused` runs these too."""
     SOFTMAX = "softmax"
     """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
-    softmax in one operator; what becomes of gradients is in passes."""
+    softmax in one operator; operations on gradients are separate passes (`in_passes`)."""
     UNFUSED = "unfused"
     """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
-    biases, dropouts and residuals as operators of their own; what becomes of gradients is in passes."""
+    biases, dropouts and residuals as separate operators; operations on gradients are separate passes (`in_passes`)."""
 
     @property
     def plain(self) -> bool:
-        """Whether torch's operators run in place of CUDA kernels."""
+        """Return whether torch's operators run in place of CUDA kernels."""
         return self is OperatorSet.REFERENCE
 
     @property
     def writes_scores(self) -> bool:
-        """Whether attention writes its scores, [b, a/t, s, s]."""
+        """Return whether attention writes its scores, [b, a/t, s, s]."""
         return self in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
 
     @property
     def in_passes(self) -> bool:
-        """Whether each operation on gradients is a pass over memory of its own.
+        """Return whether each operation on gradients is a pass over memory of its own.
 
         The operations are the sum of weight gradients, the copies to and from the reduced buffer
         (`repro.parallel.zero.grad_reduce`), and the conversion to fp32, unscaling and clipping before the update

@@ -1,4 +1,4 @@
-"""The one exception for bad input: it says which file, key and value, and what would be right."""
+"""The exception for invalid input, which names the file, the key, the value and valid values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _UNSET: Any = object()
 
 
 class ConfigError(ValueError):
-    """Bad input from a person.  `str(error)` is one line; commands print it and exit with code 2.
+    """Invalid input from a person.  `str(error)` is one line; commands print it and exit with code 2.
 
-    `key` and `value` name what was written, `expected` what it must be; where that is no sentence (a key that is
-    unknown, something beside it that is needed), `says` is one.  Code that does not know the file leaves it out;
-    whoever reads the file adds it with `within`.
+    `key` and `value` name the input and `expected` the valid input.  If `expected` cannot describe the error (an
+    unknown key, a missing companion key), `says` is a full phrase.  Code that does not know the file omits it; the
+    reader of the file adds it with `within`.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class ConfigError(ValueError):
         super().__init__(key, value, expected, says, file, where)
 
     def within(self, *, file: str = "", where: str = "") -> ConfigError:
-        """The same error, placed in a file and in a table of that file."""
+        """Return a copy of the error, placed in a file and in a table of that file."""
         where = ".".join(part for part in (where, self.where) if part)
         return self.for_key(self.key, file=self.file or file, where=where)
 
     def for_key(self, key: str, *, file: str = "", where: str = "") -> ConfigError:
-        """The same said of the value of `key`, in this place and in no other."""
+        """Return a copy of the error for the key `key`, in this file and table only."""
         return ConfigError(key, self.value, self.expected, says=self.says, file=file, where=where)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 def short(text: str, most: int = 120) -> str:
-    """`text` without its middle where it is longer than anybody reads."""
+    """Return `text` without its middle if it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 

@@ -17,7 +17,7 @@ from repro.config.sizes import TENSOR_BYTES, at_most
 from repro.config.training import Training
 
 PROTOCOL = 2
-"""Version of the measurement protocol; raised when a change makes older measurements not comparable."""
+"""Version of the measurement protocol; raised when a change makes older measurements incomparable."""
 TWIN_RATIO = "FLOP/s of a device over the baseline's, predicted"
 """Name of the number that a twin reproduces."""
 _REMARKS = ("published_name", "published_params", "source", "note")
@@ -39,7 +39,7 @@ class Limits:
     timeout_s: float = 600.0
     """Wall-clock limit of one launch."""
     hang_s: float = 60.0
-    """A launch in which no rank makes progress for this long is a hang."""
+    """Time without progress of any rank after which a launch counts as a hang."""
     memory_bytes: int = 0
     """Limit on each rank's data memory (`RLIMIT_DATA`; on CUDA a fraction of the device)."""
 
@@ -62,7 +62,7 @@ class TwinOf:
     within: float = 0.0
     """Bytes/s of a device's link inside a node of the original."""
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """Dimensionless numbers (original, twin), which the time model predicted when the suite was made."""
+    """Dimensionless numbers (original, twin), predicted by the time model at the creation of the suite."""
 
     def __post_init__(self) -> None:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
@@ -77,7 +77,7 @@ class Experiment:
     """One training run that can be executed or simulated."""
 
     name: str
-    """Unique in its suite; what `--only` matches."""
+    """Name, unique in its suite; `--only` matches it."""
     model: Model
     layout: Layout
     training: Training = field(default_factory=Training)
@@ -149,12 +149,12 @@ class Experiment:
 
     @property
     def seq(self) -> int:
-        """Tokens per sample."""
+        """Return the tokens per sample."""
         return self.training.seq or self.model.seq
 
     @property
     def course(self) -> dict[str, Any]:
-        """Settings that determine the weights after each step, except the order of sums.
+        """Return the settings that determine the weights after each step, except the order of sums.
 
         Experiments with equal settings can continue from each other's checkpoints.
         """
@@ -172,12 +172,12 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """Sixteen hex digits that name the results: equal conditions and protocol, equal key.
+        """Return sixteen hex digits that name the results: equal conditions and protocol, equal key.
 
-        The experiment's name, the limits on time, the model's remarks and `twin` do not change what is measured
-        and are left out; a limit on memory does change it.  A field at its default is left out as well, so
-        that an option that is added later, off by default, leaves the keys of older records as they are.
-        Whoever changes what a default does, or its value, raises `PROTOCOL`.
+        The key omits the experiment's name, the limits on time, the model's remarks and `twin`, which do not change
+        the measurement; a limit on memory does change it.  The key omits fields at their default too, so that a new
+        option that is off by default does not change the keys of older records.  A change of a default's value or
+        effect must raise `PROTOCOL`.
         """
         content: dict[str, Any] = {
             "model": _chosen(self.model, without=_REMARKS),
@@ -218,7 +218,7 @@ def _default_tp_overlap(operators: OperatorSet) -> bool:
 def _chosen_layout(layout: Layout) -> dict[str, Any]:
     """Return the fields of a layout in an experiment's key.
 
-    `tp_overlap` is included only if it differs from the value in records without that option, which keep their keys.
+    `tp_overlap` is included only if it differs from the value in records without that option: their keys are fixed.
     """
     chosen = _chosen(layout, without=("tp_overlap",))
     if layout.tp > 1 and layout.tp_overlap != _default_tp_overlap(layout.kernels):

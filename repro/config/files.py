@@ -1,4 +1,4 @@
-"""Read TOML written by people into frozen dataclasses; every mistake becomes one `ConfigError` line."""
+"""Reader of TOML files into frozen dataclasses; every mistake becomes one `ConfigError` line."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _NUMBERS = {
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.  Raises `ConfigError` if it is missing or is not TOML."""
+    """Return the tables of a TOML file.  Raises `ConfigError` if the file is missing or is not TOML."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise ConfigError(
             error.strerror or "cannot be read", expected="the path of a TOML file", file=str(path)
@@ -52,10 +52,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raise `ConfigError` unless `path` is a file that can be written, before the work that fills it.
-
-    Nothing is left there.
-    """
+    """Raise `ConfigError` unless `path` is a writable file, before the work that fills it; no file is created."""
     if not path.parent.is_dir():
         raise ConfigError(key, str(path), "a file in a folder that exists")
     try:
@@ -66,7 +63,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """`value`, or what is in it where it is a list."""
+    """Yield `value`, or its elements at any depth if it is a list."""
     if isinstance(value, list):
         for entry in value:
             yield from _leaves(entry)
@@ -76,14 +73,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 @cache
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    """Making one costs milliseconds, and a suite builds the same classes again and again."""
+    """Return pydantic's adapter of `cls`, cached because its creation takes milliseconds."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(cls)
 
 
 def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """`cls(**data)` with types checked by pydantic and unknown keys refused by name."""
+    """Return `cls(**data)` after pydantic's check of types; an unknown key raises `ConfigError` with its name."""
     from pydantic import ValidationError
 
     assert dataclasses.is_dataclass(cls)
@@ -103,7 +100,7 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
         value = data.get(field.name)
         if field.type in _NUMBERS and isinstance(
             value, (bool, str)
-        ):  # pydantic takes true for 1 and "4" for 4
+        ):  # pydantic accepts true as 1 and "4" as 4
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
         if (
             field.type == "bool" and field.name in data and not isinstance(value, bool)

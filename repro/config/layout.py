@@ -1,4 +1,4 @@
-"""A layout: how one training step is spread over devices.  Sizes of batches are in samples."""
+"""Layout: the distribution of one training step over devices.  Sizes of batches are in samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.sizes import at_most
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of activations, gradients and messages, by precision."""
+"""Bytes per element of activations, gradients and messages, by precision."""
 PRECISIONS = tuple(ELEMENT_BYTES)
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 ZERO3_GATHER = ("block", "parameter")
@@ -259,32 +259,32 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that people are told of: cp only where there is one."""
+        """Return the axes for display; cp is included only if it is above 1."""
         return ("tp", "cp", "pp", "dp") if self.cp > 1 else ("tp", "pp", "dp")
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def copies(self) -> int:
-        """Ranks with the same part of the model, whose states ZeRO splits among them: dp x cp."""
+        """Return the number of ranks with the same part of the model, whose states ZeRO splits: dp x cp."""
         return self.dp * self.cp
 
     @property
     def replica_batch(self) -> int:
-        """Samples per optimizer step and model replica."""
+        """Return the samples per optimizer step and model replica."""
         return self.global_batch // self.dp
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step and replica, the pipeline's m."""
+        """Return the micro-batches per optimizer step and replica, the pipeline's m."""
         return self.replica_batch // self.micro_batch
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How many ranks apart neighbours along tp, cp, dp and pp are, as `order` has it."""
+        """Return the distance in ranks between neighbours along tp, cp, dp and pp, from `order`."""
         found, stride = {}, 1
         for axis in self.order.replace("tp", "tp-cp").split("-"):
             found[axis] = stride
@@ -292,29 +292,29 @@ class Layout:
         return found
 
     def index_of(self, axis: str, rank: int) -> int:
-        """The index of `rank` along `axis` (tp, cp, dp or pp); along pp it is the stage, along dp the replica."""
+        """Return the index of `rank` along `axis` (tp, cp, dp or pp): along pp the stage, along dp the replica."""
         return rank // self.strides[axis] % int(getattr(self, axis))
 
     @staticmethod
     def within(group: str) -> tuple[str, ...]:
-        """The axes along which the members of a `group` differ: its own, of `dp` also cp, the inner one."""
+        """Return the axes along which the members of a `group` differ: its own, and for `dp` also cp, the inner one."""
         return ("dp", "cp") if group == "dp" else (group,)
 
     def offsets(self, group: str) -> Sequence[int]:
-        """How far the members of a `group` are from its first; see `group_of`."""
+        """Return the distances in ranks from the first member of a `group` to each member; see `group_of`."""
         steps = [
             range(0, self.strides[axis] * getattr(self, axis), self.strides[axis])
             for axis in self.within(group)
         ]
         outer, inner = steps if len(steps) == 2 else (steps[0], range(1))
         if len(inner) == 1:
-            return outer  # a hundred thousand replicas, and no loop over them
+            return outer  # no loop over a hundred thousand replicas
         return tuple(far + near for far in outer for near in inner)
 
     def group_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in their index along tp, cp or pp only, ordered by that index.
+        """Return the ranks that differ from `rank` in their index along tp, cp or pp only, ordered by that index.
 
-        Of `dp` in their indices along dp and cp, the `copies` of one part of the model, replica by replica.
+        A `dp` group has the `copies` of one part of the model, which differ along dp and cp, replica by replica.
         """
         first = rank - sum(self.strides[axis] * self.index_of(axis, rank) for axis in self.within(group))
         offsets = self.offsets(group)
@@ -323,7 +323,7 @@ class Layout:
         return tuple(first + offset for offset in offsets)
 
     def parts(self, layers: int) -> list[range]:
-        """The layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.
+        """Return the layers of each of the pp * chunks parts of a model; part k is chunk k // pp of stage k % pp.
 
         Part k of the model is not on stage k unless chunks is 1 (2104.04473 sec. 2.2).
         """

@@ -1,4 +1,4 @@
-"""Links between devices as data: peak bandwidth, and what collectives reach of it."""
+"""Links between devices as data: peak bandwidth, and the rates of collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positi
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
 """Classes of links, from the inside of a node outwards.  `memory` joins processes that share one processor
-as their device; nvlink and pcie join the devices of a node, which use the first of them that they have."""
+as their device.  nvlink and pcie join the devices of a node, which use the first class that they have."""
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
@@ -53,7 +53,7 @@ ASSUMED_LINKS: dict[str, dict[str, Quantity]] = {
         ),
     },
 }
-"""What is taken for a key of a `Link` that a system does not know, by class of links, and why."""
+"""Assumed values, with their sources, for keys of a `Link` that a system does not know, by class of links."""
 ASSUMED_ANY: dict[str, Quantity] = {
     "start_s": Quantity(
         value=8.4e-6,
@@ -69,12 +69,12 @@ ASSUMED_ANY: dict[str, Quantity] = {
     "pod": Quantity(value=1.0, source="it matters under oversubscription alone"),
     "oversubscription": Quantity(value=1.0, source="every node reaches every other at its full bandwidth"),
 }
-"""As `ASSUMED_LINKS`, for every class."""
+"""Assumed values, with their sources, for every class."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),
     *("pair", "adapters", "switch", "rings", "overlap_cost", "pod", "oversubscription"),
 )
-"""The optional numbers of a link."""
+"""Optional numbers of a link."""
 
 
 def check_classes(links: Iterable[str], file: str = "") -> None:
@@ -91,13 +91,13 @@ class Collective:
     points: tuple[tuple[float, float], ...]
     """(payload in bytes, seconds), by payload, all groups of this kind at the same time."""
     ranks: int = 0
-    """Members of a group; 0: all ranks that the file's provenance counts."""
+    """Members of a group; 0: all ranks of the file's provenance."""
     per_node: int = 0
-    """Members of a group on one node; 0: all of them."""
+    """Members of a group on one node; 0: all members."""
     stride: int = 1
-    """Ranks from one member to the next."""
+    """Distance in ranks from one member to the next."""
     groups: tuple[Collective, ...] = ()
-    """The same of smaller groups."""
+    """Measurements of the same collective in smaller groups."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
@@ -131,30 +131,29 @@ class Link:
     efficiency: Quantity = UNSAID
     """Fraction of the bandwidth that collectives of large messages reach."""
     half_bytes: Quantity = UNSAID
-    """Payload of a step at which it reaches half of that, beyond what latency_s says."""
+    """Payload of a step that reaches half of this fraction, in addition to the effect of latency_s."""
     chunk_s: Quantity = UNSAID
-    """Seconds of a chunk, which a node of a tree has whole before it passes it on; a small message is one chunk."""
+    """Seconds of a chunk, which a node of a tree receives fully before it forwards it; a small message is one."""
     pair: Quantity = UNSAID
-    """Fraction of a device's bandwidth that leads straight to one other: a ring of n devices of a node has n - 1 times
-    as much, all of it at most."""
+    """Fraction of a device's bandwidth to one other: a ring of n devices of a node has n - 1 times it, at most 1."""
     adapters: Quantity = UNSAID
     """Network adapters of a node, each with an equal part of its bandwidth; a device uses the nearest."""
     switch: Quantity = UNSAID
-    """Neighbouring devices behind one PCIe switch with their adapters: of these a communicator that has k of the
-    devices takes the first k, whatever the other communicators of the node take."""
+    """Neighbouring devices behind one PCIe switch with their adapters.  A communicator with k of these devices uses the
+    first k adapters, independent of other communicators of the node."""
     rings: Quantity = UNSAID
-    """Adapters that one communicator drives at once, at most."""
+    """Maximum number of adapters that one communicator uses at once."""
     overlap_cost: Quantity = UNSAID
-    """Fraction of a collective's seconds that compute beside it loses: of processors that both need."""
+    """Fraction of a collective's seconds that concurrent compute loses, because both need the multiprocessors."""
     pod: Quantity = UNSAID
-    """Nodes, one after another, that reach each other at full bisection bandwidth."""
+    """Consecutive nodes that reach each other at full bisection bandwidth."""
     oversubscription: Quantity = UNSAID
-    """Bandwidth of a pod's nodes over that of its way out, 7 where it is 1:7; 1: the network narrows nowhere."""
+    """Bandwidth of a pod's nodes over that of its uplink, 7 for 1:7; 1: no oversubscription."""
     collectives: dict[str, Collective] = field(default_factory=dict)
-    """Measured seconds by operation; where they are there they win over the formula."""
+    """Measured seconds by operation, which take precedence over the formula."""
     hop: Collective | None = None
-    """Seconds that cores need for a step of a ring, by the bytes that every rank passes on in it, where ranks share
-    cores: a step takes these or its link's, whichever are more."""
+    """Core seconds of a ring step, by the bytes that every rank forwards, if ranks share cores.  A step takes the
+    maximum of these seconds and those of its link."""
 
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
@@ -175,6 +174,6 @@ class Link:
             require(operation in OPERATIONS, "collectives", operation, f"one of {known}")
 
     def used(self, name: str, key: str) -> Quantity:
-        """`key` of this link of class `name`, or where it is unknown what is assumed, saying so."""
+        """Return `key` of this link of class `name`; if it is unknown, the assumed value, marked as assumed."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED_LINKS.get(name, {}).get(key) or ASSUMED_ANY.get(key))

@@ -17,12 +17,12 @@ VARIANTS = {
     "biases": ("all", "qkv", "none"),
     "blocks": ("sequential", "parallel", "parallel-one-norm"),
 }
-"""What keys of a layer can say, GPT-2's first."""
+"""Values of a layer's keys, GPT-2's first."""
 DEPARTURES = (
     *VARIANTS,
     *("norm_eps", "embedding_norm", "rotary_base", "rotary_fraction", "kv_heads", "tied"),
 )
-"""Keys that make a model another one than GPT-2."""
+"""Keys whose values can differ from GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,30 +132,30 @@ class Model:
 
     @property
     def ffn_width(self) -> int:
-        """Width of the MLP's hidden layer."""
+        """Return the width of the MLP's hidden layer."""
         return self.ffn or 4 * self.hidden
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Return the width of one attention head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and of values."""
+        """Return the number of heads of keys and of values."""
         return self.kv_heads or self.heads
 
     @property
     def mlp_matrices(self) -> int:
-        """Matrices of hidden x ffn of an MLP: up and down, and the gate."""
+        """Return the number of hidden x ffn matrices of an MLP: up and down, and the gate."""
         return 3 if self.mlp == "swiglu" else 2
 
     @property
     def rotary_width(self) -> int:
-        """Elements of a head that rotary positions turn."""
+        """Return the elements of a head that rotary positions rotate."""
         return int(self.head_width * self.rotary_fraction)
 
     def departures(self) -> dict[str, Any]:
-        """What of a layer, of positions and of the head is not as in GPT-2, by key."""
+        """Return the values of a layer, of positions and of the head that differ from GPT-2's, by key."""
         own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name in DEPARTURES}
         return {key: value for key, (value, default) in own.items() if value != default}

@@ -1,4 +1,4 @@
-"""An emulated network: nodes and ranks on one machine, whose links have the rates that are asked for."""
+"""An emulated network: nodes and ranks on one machine, whose links have the requested rates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 from repro.config.errors import require
 
 CORES_SHARE = 0.8
-"""Of each core that ranks compute on, what they compute in together: the rest is room to make up in for a core that
-others had."""
+"""Share of each compute core that its ranks use together; the rest compensates time that other programs take."""
 
 
 def core_share(ranks: int, cores: int) -> float:
-    """Seconds of processor time in each second that one of so many ranks computes in, at most.  `cores`: those that
-    ranks compute on."""
+    """Return the maximum share of a core for each of `ranks` ranks.  `cores`: number of cores for computing ranks."""
     return CORES_SHARE * min(1.0, cores / ranks)
 
 
@@ -29,11 +27,11 @@ class EmulatedNetwork:
     nodes: int
     ranks_per_node: int
     between: float = 0.0
-    """Of a node's link to the switch between the nodes; all its ranks share it."""
+    """Rate of a node's link to the switch between the nodes; all its ranks share it."""
     within: float = 0.0
-    """Of a rank's own link to its node's switch, which all that it sends and receives crosses."""
+    """Rate of a rank's own link to its node's switch, for all that it sends and receives."""
     delay_s: float = 0.0
-    """Added to each message between nodes, one way; needs a kernel with netem."""
+    """Delay of each message between nodes, one way; needs a kernel with netem."""
     flops_per_s: float = 0.0
     """FLOP/s of a rank's matrix products (`repro.emulate.compute_rate`) for which the link rates hold.  Link rates are
     scaled to the machine's own FLOP/s; 0 leaves them as they are."""
@@ -63,26 +61,26 @@ class EmulatedNetwork:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node that `rank` is on."""
+        """Return the node of `rank`."""
         return rank // self.ranks_per_node
 
     def scaled(self, flops_per_s: float) -> EmulatedNetwork:
-        """The same network where ranks compute at this rate."""
+        """Return the same network with link rates scaled to ranks that compute at this rate."""
         times = flops_per_s / self.flops_per_s
         return replace(
             self, between=self.between * times, within=self.within * times, flops_per_s=flops_per_s
         )
 
     def chosen(self) -> dict[str, Any]:
-        """What differs from no limit and no delay: what an experiment's key names."""
+        """Return the settings that differ from no limit and no delay, for an experiment's key."""
         return {key: value for key, value in asdict(self).items() if value}
 
     def __str__(self) -> str:
-        """`4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
+        """Return `4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
         said = ("between", "within", "delay_s")
         limits = "".join(f", {key} {value:g}" for key, value in self.chosen().items() if key in said)
         return f"{self.nodes} nodes x {self.ranks_per_node} ranks{limits}"

@@ -1,4 +1,4 @@
-"""A number and where it comes from: what system files are made of."""
+"""A number with its source: the element of system files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from repro.config.errors import ConfigError, require
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """A number and where it comes from."""
+    """A number with its source."""
 
     value: float | None
-    """None where it is not known; files write `"unknown"`."""
+    """Value; None if unknown, which files write as `"unknown"`."""
     source: str
-    """Who published it ("second-hand", "derived", "unconfirmed" where that is so), or why it is unknown."""
+    """Publication ("second-hand", "derived" or "unconfirmed" if that applies), or the reason for an unknown number."""
     low: float | None = None
-    """The least that it may be, where sources disagree or bound it; `source` says `low: REASON`."""
+    """Minimum possible value, if sources disagree or bound it; `source` gives `low: REASON`."""
     high: float | None = None
-    """The most that it may be; `source` says `high: REASON`."""
+    """Maximum possible value; `source` gives `high: REASON`."""
 
     def __post_init__(self) -> None:
         require(self.value is None or self.value >= 0, "value", self.value, '0 or more, or "unknown"')
@@ -44,27 +44,27 @@ class Quantity:
 
     @property
     def ranges(self) -> bool:
-        """Whether other values are as possible as `value`."""
+        """Return whether other values are as possible as `value`."""
         return self.low is not None or self.high is not None
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """The least, the best and the most that it may be; nothing where it is unknown."""
+        """Return the minimum, the best and the maximum value; empty if unknown."""
         if self.value is None:
             return ()
         low, high = (self.value if end is None else end for end in (self.low, self.high))
         return low, self.value, high
 
     def known(self, key: str, *, system: str = "") -> float:
-        """The number; `ConfigError` that names `key` and the reason if it is unknown."""
+        """Return the number.  Raises `ConfigError` that names `key` and the reason if it is unknown."""
         if self.value is None:
             raise ConfigError(key, "unknown", says=f"is needed here, but {self.source}", file=system)
         return self.value
 
     def or_assumed(self, assumed: Quantity | None) -> Quantity:
-        """Itself where it is known, else what is `assumed`, with a source that says so.
+        """Return the quantity if it is known, otherwise the `assumed` one, whose source is marked as assumed.
 
-        With nothing to assume it stays unknown.
+        Without an assumed quantity, the result is unknown.
         """
         if self.value is not None or assumed is None:
             return self
@@ -72,7 +72,7 @@ class Quantity:
 
 
 UNSAID = Quantity(value=None, source="the file does not say")
-"""An optional key that a file leaves out."""
+"""Optional key that a file omits."""
 
 
 def check_positive(key: str, quantity: Quantity) -> None:
@@ -82,13 +82,13 @@ def check_positive(key: str, quantity: Quantity) -> None:
 
 
 def check_fraction(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number is a part of something: more than 0 and at most 1."""
+    """Raise `ConfigError` unless the number is a fraction: more than 0 and at most 1."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or 0 < value <= 1, key, value, 'more than 0 and at most 1, or "unknown"')
 
 
 def check_whole(key: str, quantity: Quantity) -> None:
-    """Raise `ConfigError` unless the number counts something: 1, 2, ..."""
+    """Raise `ConfigError` unless the number is a count: 1, 2, ..."""
     for value in (quantity.value, *quantity.ends):
         require(value is None or value == int(value), key, value, 'a whole number, or "unknown"')
     check_positive(key, quantity)

@@ -1,7 +1,7 @@
-"""The largest sizes that are taken, each with its reason.
+"""Maximum sizes of inputs, each with its reason.
 
-What is larger was mistyped: its answer would take the memory of the machine, or hours.  At these sizes a simulation
-stays below 4 GiB of host memory (`tests/simulate/test_largest.py`).
+Larger inputs are mistyped: they would take the memory of the machine, or hours.  At these sizes a simulation needs
+less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from repro.config.errors import require
 
 
 class SizeLimit(NamedTuple):
-    """A limit, and why it is where it is."""
+    """Upper bound of an input, and the reason for it."""
 
     value: int
     why: str
@@ -40,7 +40,7 @@ def at_most(key: str, value: int, limit: SizeLimit) -> None:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raise `ConfigError` for a name that no file can have, or that nobody can read."""
+    """Raise `ConfigError` for a name that no file can have, or that is not readable."""
     fine = 0 < len(name) <= NAME.value and name.isprintable() and "/" not in name
     fine = fine and name == name.strip() and not name.startswith((".", "-"))
     right = f"a name without / of at most {NAME.value} characters, which begins with no dot, dash or space"

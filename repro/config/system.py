@@ -1,4 +1,4 @@
-"""A system: hardware as data.  Every number stands beside its source; a number nobody published says so.
+"""A system: hardware as data.  Every number has its source; an unpublished number is marked as unknown.
 
 Memory in bytes, work in FLOP/s, bandwidth in bytes/s in one direction.
 """
@@ -16,28 +16,28 @@ __all__ = ["Device", "Link", "Quantity", "System"]
 
 FLOP_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 ASSUMED_CONTEXT_BYTES = 1_400_000_000
-"""What is taken for `context_bytes` where a system does not know it: about the median of the reports that the
-other systems quote (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
+"""Value of `context_bytes` for a system that does not know it: about the median of the reports that the other systems
+quote (0.84, 1.06, 1.34, 1.40, 1.54 and 1.74 GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator (or, on a machine without, the processor that stands in for it)."""
+    """One accelerator, or the processor of a machine without accelerators."""
 
     name: str
-    """As its vendor calls it."""
+    """Name by its vendor."""
     memory_bytes: Quantity
     """Memory of one device as programs see it, `total_memory` in torch."""
     memory_bandwidth: Quantity
     """Peak bytes/s between the device and its memory."""
     peak_flops: dict[str, Quantity] = field(default_factory=dict)
-    """Dense peak FLOP/s by precision; a precision that is not listed is not there (V100: no bf16)."""
+    """Dense peak FLOP/s by precision; the device lacks a precision that is not listed (V100: no bf16)."""
     compute_capability: str = ""
-    """CUDA compute capability, `7.0`; empty where there is none."""
+    """CUDA compute capability, `7.0`; empty without CUDA."""
     time: DeviceTime = field(default_factory=DeviceTime)
-    """What it reaches of these peaks."""
+    """Fractions of these peaks that the device reaches."""
     operators: dict[str, OperatorRate] = field(default_factory=dict)
-    """Measured seconds by operator, in calibrated files; they win over the peaks."""
+    """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
 
     def __post_init__(self) -> None:
         check_positive("memory_bytes", self.memory_bytes)
@@ -53,21 +53,21 @@ class System:
     """One cluster or machine, read from `repro/config/systems`."""
 
     name: str
-    """The file's name without its ending."""
+    """Name of the file without its ending."""
     device: Device
     devices_per_node: Quantity
     nodes: Quantity
-    """Nodes of the largest published run on it; a simulation may take more."""
+    """Nodes of the largest published run on it; a simulation may use more."""
     context_bytes: Quantity
-    """Memory of each device that torch's allocator cannot see: CUDA context, libraries, NCCL's buffers."""
+    """Memory of each device outside torch's allocator: CUDA context, libraries, NCCL's buffers."""
     host_memory_bytes: Quantity
     """Host memory of one node, which its devices share (for P_a+cpu)."""
     links: dict[str, Link] = field(default_factory=dict)
-    """By class: nvlink, pcie, inter-node."""
+    """Links by class: nvlink, pcie, inter-node."""
     provenance: Provenance | None = None
-    """Of a calibrated file, whose operators and collectives were measured."""
+    """Provenance of a calibrated file, whose operators and collectives were measured."""
     note: str = ""
-    """What a reader should know."""
+    """Remark for readers."""
 
     def __post_init__(self) -> None:
         check_classes(self.links)
@@ -90,7 +90,7 @@ class System:
 
     @property
     def context_used(self) -> Quantity:
-        """`context_bytes`, or where it is unknown `ASSUMED_CONTEXT_BYTES` with a source that says so."""
+        """Return `context_bytes`, or if it is unknown `ASSUMED_CONTEXT_BYTES`, whose source is marked as assumed."""
         if self.context_bytes.value is not None:
             return self.context_bytes
         source = f"assumed, the median of the other systems' reports: {self.context_bytes.source}"
@@ -98,23 +98,23 @@ class System:
 
     @property
     def best_precision(self) -> str:
-        """As the device computes best: fp16 before compute capability 8.0, which has no bf16; fp32 on processors."""
+        """Return the fastest precision: bf16; fp16 before compute capability 8.0 (no bf16); fp32 on processors."""
         if "memory" in self.links:  # its devices are processor cores
             return "fp32"
         capability = self.device.compute_capability
         return "fp16" if capability and float(capability) < 8 else "bf16"
 
     def context(self) -> int:
-        """Bytes of each device that torch's allocator cannot have, known or assumed: `context_used`."""
+        """Return the bytes of each device outside torch's allocator, known or assumed: `context_used`."""
         return int(self.context_used.known("context_bytes", system=self.name))
 
     def allocatable_bytes(self) -> int:
-        """What torch's allocator can reserve on one device: its memory less the context."""
+        """Return the bytes that torch's allocator can reserve on one device: its memory less the context."""
         return int(self.device.memory_bytes.known("device.memory_bytes", system=self.name)) - self.context()
 
     @property
     def ranks_per_core(self) -> float:
-        """Ranks for each processor core that they shared while they were measured; 1 where each had its own."""
+        """Return the ranks per processor core during the measurement; 1 if each rank had its own."""
         ranks = self.devices_per_node.value
         if self.provenance is None or not self.provenance.cores or ranks is None:
             return 1.0
@@ -122,18 +122,18 @@ class System:
 
     @property
     def timing(self) -> Timing:
-        """What the device reaches of its peaks, each number known or assumed."""
+        """Return the numbers of the time model for the device, each known or assumed."""
         return self.device.time.numbers()
 
     def link_inside(self) -> str:
-        """Class of the links inside a node: the first of memory, nvlink and pcie that the system has."""
+        """Return the class of the links inside a node: the first of memory, nvlink and pcie that the system has."""
         for link in LINKS[:-1]:
             if link in self.links:
                 return link
         raise ConfigError("links", list(self.links), f"one of {', '.join(LINKS[:-1])}", file=self.name)
 
     def link_per_device(self, link: str) -> float:
-        """Bytes/s in one direction that one device gets when all devices of its node use `link`."""
+        """Return the bytes/s in one direction of one device when all devices of its node use `link`."""
         if link not in self.links:
             known = ", ".join(self.links) or "none"
             raise ConfigError("links", link, f"a class that the system has: {known}", file=self.name)
@@ -143,7 +143,7 @@ class System:
         return bandwidth / self.devices_per_node.known("devices_per_node", system=self.name)
 
     def peak(self, precision: str) -> float:
-        """Dense peak FLOP/s of one device at `precision`; `ConfigError` where it has none."""
+        """Return the dense peak FLOP/s of one device at `precision`.  Raises `ConfigError` if the device lacks it."""
         if precision not in self.device.peak_flops:
             known = ", ".join(self.device.peak_flops) or "none known"
             raise ConfigError(

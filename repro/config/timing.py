@@ -1,8 +1,7 @@
-"""How fast a device really is: the part of a system that only the model of time needs.
+"""Real speed of a device: the part of a system that only the time model needs.
 
-Every key may be left out or `"unknown"`; then a constant of `ASSUMED` stands in, which `repro systems`
-shows as assumed.  None of them is fitted to a run of a model: they come from benchmarks of single products,
-copies and kernels.
+A missing or `"unknown"` key takes a constant of `ASSUMED`, which `repro systems` shows as assumed.  The constants are
+not fitted to runs of models: they come from benchmarks of single products, copies and kernels.
 """
 
 from __future__ import annotations
@@ -58,41 +57,45 @@ ASSUMED: dict[str, Quantity] = {
     "spread": Quantity(value=0, source="all devices of a run take the same"),
     "jitter_s": Quantity(value=0, source="a device takes the same at every moment"),
 }
-"""What is taken for a key of `DeviceTime` that a system does not know, and why.  Two have none: where `unaligned_flops`
-is unknown, no size is slower for want of alignment, and where `unthrottled_efficiency` is, idle multiprocessors lend
-the others no power."""
+"""Assumed values, with their sources, for keys of `DeviceTime` that a system does not know.
+
+Two keys have none.  Without `unaligned_flops`, unaligned sizes are as fast as aligned ones.  Without
+`unthrottled_efficiency`, idle multiprocessors give no power to the others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """`[device.time]`: what a device reaches of its peaks, and what an operator costs beside them."""
+    """`[device.time]`: fractions of its peaks that a device reaches, and fixed costs of an operator."""
 
     matmul_efficiency: Quantity = UNSAID
     """Fraction of `peak_flops` that the largest matrix products reach (fp16 or bf16 on tensor cores)."""
     unthrottled_efficiency: Quantity = UNSAID
-    """What they would reach if power did not slow the clock: as much for each multiprocessor that is not idle, while
-    all together reach `matmul_efficiency` at most, which it is not less than."""
+    """Fraction of `peak_flops` that the products would reach if power did not slow the clock, per busy multiprocessor.
+
+    It is at least `matmul_efficiency`, which bounds the efficiency of all multiprocessors together.
+    """
     memory_efficiency: Quantity = UNSAID
     """Fraction of `memory_bandwidth` that a streaming kernel reaches."""
     multiprocessors: Quantity = UNSAID
-    """Streaming multiprocessors: a product runs in waves of this many tiles."""
+    """Streaming multiprocessors: a product runs in waves of this number of tiles."""
     kernel_s: Quantity = UNSAID
-    """Seconds of the shortest kernel, from its start to the next one's: what any kernel takes beside its work."""
+    """Seconds from the start of the shortest kernel to that of the next: the fixed time of any kernel."""
     fill_s: Quantity = UNSAID
-    """Seconds that one which moves bytes from memory takes beside that and its bytes: until all are under way, and
-    after the first blocks are done."""
+    """Additional seconds of a kernel that moves bytes from memory: the time until all bytes are in flight, and after
+    the first blocks are done."""
     launch_s: Quantity = UNSAID
     """Seconds of the host for one operator of eager PyTorch."""
     pace: Quantity = UNSAID
-    """Seconds of a run's kernels over those of the device that these numbers or a published point come from."""
+    """Seconds of a run's kernels over those of the device that these numbers or a published point describe."""
     spread: Quantity = UNSAID
-    """Standard deviation over the mean of what a step's kernels take on the devices of a run; all wait for the slowest
+    """Standard deviation over mean of the kernel time of a step on the devices of a run; all wait for the slowest
     (`repro.simulate.time.device`)."""
     jitter_s: Quantity = UNSAID
-    """Variance over the mean of what kernels in a row take from one moment to another; each collective waits for the
-    last of its group (`repro.simulate.time.device`)."""
+    """Variance over mean of the time of consecutive kernels from one moment to another; each collective waits for the
+    last rank of its group (`repro.simulate.time.device`)."""
     unaligned_flops: Quantity = UNSAID
-    """FLOP/s that products reach whose sizes are not multiples of 8, which tensor cores may not take."""
+    """FLOP/s of products whose sizes are not multiples of 8, which tensor cores may not support."""
 
     def __post_init__(self) -> None:
         check_fraction("matmul_efficiency", self.matmul_efficiency)
@@ -105,19 +108,19 @@ class DeviceTime:
             require(ratio < 1, "spread", ratio, "less than 1: a standard deviation over the mean")
 
     def used(self, key: str) -> Quantity:
-        """The number of `key`, or where it is unknown the one of `ASSUMED` with a source that says so."""
+        """Return the number of `key`, or if it is unknown that of `ASSUMED`, whose source is marked as assumed."""
         known: Quantity = getattr(self, key)
         return known.or_assumed(ASSUMED.get(key))
 
     def numbers(self) -> Timing:
-        """Every key as it is used, known or assumed."""
+        """Return the value of every key, known or assumed."""
         values = {field.name: self.used(field.name).value for field in fields(self)}
         return Timing(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The numbers of `DeviceTime`, known or assumed; see there."""
+    """Numbers of `DeviceTime`, known or assumed."""
 
     matmul_efficiency: float
     unthrottled_efficiency: float | None
@@ -133,9 +136,9 @@ class Timing:
 
 
 MESSAGE = "message"
-"""The operator that is none of a step's, but its thread's own part of a message."""
+"""Operator for a thread's own work to start and end a message, which is no operator of a step."""
 EXCHANGE = "exchange"
-"""The same of one of the messages of a collective that a rank sends to and receives from every other
+"""Operator for a thread's own work on one message of a collective in which each rank sends to every other
 (`repro.parallel.ledger.EXCHANGED`)."""
 
 
@@ -143,9 +146,9 @@ EXCHANGE = "exchange"
 class OperatorRate:
     """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
-    NAME is an operator's as a trace names it (`aten.mm`, `repro.adamw_`, ...); `matmul` and `elementwise`
-    stand for all others, and `message` and `exchange` are what the thread that computes does itself to begin and to end
-    one.  Bytes are those read and written.
+    NAME is an operator's name in a trace (`aten.mm`, `repro.adamw_`, ...).  `matmul` and `elementwise` stand for all
+    other operators.  `message` and `exchange` are the work of the computing thread to start and end a message.
+    Bytes are those read and written.
     """
 
     fixed_s: float
@@ -157,11 +160,11 @@ class OperatorRate:
             require(getattr(self, key) >= 0, key, getattr(self, key), "seconds, 0 or more")
 
     def seconds(self, flops: float, nbytes: float) -> float:
-        """Seconds of one call that does `flops` and reads and writes `nbytes`."""
+        """Return the seconds of one call that executes `flops` and reads and writes `nbytes`."""
         return self.fixed_s + nbytes * self.per_byte_s + flops * self.per_flop_s
 
     def slowed(self, times: float) -> OperatorRate:
-        """Of an operator that takes so many times as long."""
+        """Return the rate of an operator that is slower by the factor `times`."""
         return OperatorRate(
             fixed_s=self.fixed_s * times,
             per_byte_s=self.per_byte_s * times,
@@ -171,20 +174,20 @@ class OperatorRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """`[provenance]` of a calibrated file: what was measured where; names only of a cluster's nodes."""
+    """`[provenance]` of a calibrated file: measurements and machine; names only of a cluster's nodes."""
 
     date: str
-    """When, ISO 8601."""
+    """Date, ISO 8601."""
     torch: str
     """Version of torch."""
     ranks: int
-    """Processes (devices) of the group whose collectives were measured."""
+    """Processes (devices) of the measured group."""
     repeats: int
     """Measurements behind each number."""
     cores: int = 0
-    """Processor cores that the ranks of a node shared; 0: every rank had a device of its own."""
+    """Processor cores that the ranks of a node shared; 0: every rank had its own device."""
     facts: dict[str, str | int | float] = field(default_factory=dict)
-    """What else decides the numbers: processor, cores, driver, NCCL."""
+    """Further conditions of the numbers: processor, cores, driver, NCCL."""
 
     def __post_init__(self) -> None:
         for key in ("ranks", "repeats"):

@@ -20,21 +20,21 @@ class Corpus:
     """Token ids in order."""
 
     name: str
-    """What `Training.data` says."""
+    """Value of `Training.data`."""
     tokens: npt.NDArray[Any]
-    """uint8, uint16 or uint32 `[tokens]`; mapped from the file where there is one."""
+    """Token ids, uint8, uint16 or uint32 `[tokens]`; mapped from the file if there is one."""
     largest: int
-    """No id is larger; the type's largest where the ids have not been read."""
+    """Upper bound of the ids: the largest id, or the type's maximum if the ids have not been read."""
 
 
 def open_tokens(data: str, vocab: int) -> Corpus:
     """Return the token ids of a `.txt` (bytes) or `.bin` file at the path `data`.
 
     A `.bin` file is flat, without a header, little-endian: ids of 4 bytes if its name ends in `.u32.bin`,
-    else of 2 bytes, as nanoGPT writes them.  Text is taken byte by byte, so its encoding does not matter.
+    else of 2 bytes, as nanoGPT writes them.  Text is read byte by byte, so its encoding does not matter.
 
     Raises:
-        ConfigError: The file is missing, is not of whole ids, or holds ids that `vocab` has not.
+        ConfigError: The file is missing, has a partial id, or has ids outside `vocab`.
     """
     path = Path(data).expanduser()
     if path.suffix not in (".txt", ".bin"):
@@ -89,7 +89,7 @@ def _binary(name: str, path: Path) -> Corpus:
 
 
 def _mapped(name: str, path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The file as an array that is read page by page as samples are taken."""
+    """Return the file as an array that is read page by page on access."""
     try:
         size = path.stat().st_size
         if size % dtype.itemsize:

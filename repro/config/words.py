@@ -1,4 +1,4 @@
-"""Things of `repro.config` in words: a layout, devices, and how many there are of something."""
+"""Descriptions of objects of `repro.config` in words: layouts, devices and counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KERNELS = {
 
 
 def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = False) -> str:
-    """`tp 2 x dp 4, ZeRO 1, fp16, recomputation`: what is off, or 1, is not said.
+    """Return `tp 2 x dp 4, ZeRO 1, fp16, recomputation`, without settings that are off or 1.
 
     `degrees`: also tp, cp, pp and dp, and the pipeline's schedule; `batches`: also the batches.
     """
@@ -61,21 +61,21 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """The axes that a table of `layouts` has to name: cp where one of them has it."""
+    """Return the axes for a table of `layouts`: cp is included if a layout has it."""
     return max((spread.axes for spread in layouts), key=len, default=())
 
 
 def degrees(spread: Layout, names: Iterable[str]) -> str:
-    """`4 x 1 x 8`: the degrees along the named axes."""
+    """Return the degrees along the named axes: `4 x 1 x 8`."""
     return " x ".join(str(getattr(spread, axis)) for axis in names)
 
 
 def describe_devices(count: int, system: System) -> str:
-    """`16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
+    """Return `16 x NVIDIA V100 SXM3 32 GB (dgx2)`."""
     return f"{count:,} x {system.device.name} ({system.name})"
 
 
 def count_noun(count: float, thing: str) -> str:
-    """`1 case`, `2 cases`, `0.75 micro-batches`."""
+    """Return `1 case`, `2 cases`, `0.75 micro-batches`."""
     ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
     return f"{units.number(count)} {thing}{ending}"

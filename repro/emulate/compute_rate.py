@@ -1,6 +1,6 @@
 """Compute rate of a rank of an emulated network: matrix products on every compute core, per second of processor time.
 
-An emulated network keeps a ratio of compute to messages, so its link rates hold for one compute rate.  Other programs
+An emulated network fixes a ratio of compute to messages, so its link rates hold for one compute rate.  Other programs
 take cores from ranks and from this measurement alike, and do not change the result.
 
     python -m repro.emulate.compute_rate        FLOP per second of processor time of this process

@@ -20,7 +20,7 @@ from repro.util.files import write_json
 
 @cache
 def missing_requirement() -> str:
-    """Return one line about what emulated networks need and this machine lacks; empty if a trial network works."""
+    """Return one line on the missing requirement of emulated networks; empty if a trial network works."""
     if not sys.platform.startswith("linux"):
         return "network namespaces, which only Linux has"
     if not extras.is_installed("pyroute2"):
@@ -72,11 +72,11 @@ def find_network() -> LabNetwork | None:
 
 
 def start_network(network: EmulatedNetwork) -> LabNetwork:
-    """Make a network that stays.
+    """Start a network that runs until it is stopped.
 
     Raises:
         ConfigError: A network is running already.
-        NoNetwork: The network cannot be made.
+        NoNetwork: The network cannot be created.
     """
     if (running := find_network()) is not None:
         raise ConfigError("lab", str(running.network), says="is up; `repro lab down` takes it down")

@@ -1,6 +1,6 @@
 """Network namespaces of an emulated network, and the interfaces, switches and token buckets in them.
 
-A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are made over netlink.
+A namespace has no name: a small process holds it, and it ends with that process.  Interfaces are created over netlink.
 Every rank has a link to its node's switch, and every node has a link to the switch between the nodes::
 
     rank 0 eth0 -- port0 [node 0] uplink -- port0 [core] port1 -- uplink [node 1] port0 -- eth0 rank 2
@@ -147,7 +147,7 @@ def _configure_tcp(window: int) -> None:
 
 
 def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
-    """Have streams start with a full window, since no packet is lost and no rate has to be probed."""
+    """Let streams start with a full window, because no packet is lost and no rate has to be probed."""
     metrics = {"attrs": [("RTAX_INITCWND", packets), ("RTAX_INITRWND", packets)]}
     rank.netlink.route(
         "replace", dst=f"{SUBNET}.0.0/16", oif=device, scope=253, proto="kernel", metrics=metrics
@@ -201,7 +201,7 @@ def address(network: EmulatedNetwork, rank: int) -> str:
 
 
 class Links:
-    """All hosts of a network and the links between them, at first without a limit."""
+    """Hosts of a network and the links between them, which start without a limit."""
 
     def __init__(self, network: EmulatedNetwork):
         self.network = network
@@ -213,9 +213,9 @@ class Links:
         self.nodes: list[Host] = []
         self.ranks: list[Host] = []
         self.sent: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit what each rank, or node, sends."""
+        """Ends that limit the sent bytes of each rank or node."""
         self.received: dict[str, list[End]] = {"rank": [], "node": []}
-        """Ends that limit what each rank, or node, receives."""
+        """Ends that limit the received bytes of each rank or node."""
         for number in range(network.nodes):
             node = Host(window)
             node.become_switch()

@@ -26,8 +26,8 @@ its link (docs/windtunnel.md)."""
 MIN_MTU, MAX_MTU = 1500, 9000
 MAX_SEGMENT_BYTES = 64000
 WINDOW_S = 30e-3
-"""Seconds of its link that a stream has in flight.  A rank that waits for a core must not stop its link, since links of
-a cluster need no core."""
+"""Seconds of its link that a stream has in flight.  A rank that waits for a core must not stop its link, because links
+of a cluster need no core."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 18, 1 << 22
 
 
@@ -44,7 +44,7 @@ def mtu_bytes(network: EmulatedNetwork) -> int:
 
 
 def segment_bytes(network: EmulatedNetwork) -> int:
-    """Return the bytes that a rank's link carries as one segment; a slower link behind it divides them into packets."""
+    """Return the bytes that a rank's link transmits as one segment; a slower link divides them into packets."""
     frame = _frame_bytes(network.within, network.world) if network.within else MAX_SEGMENT_BYTES
     return round(min(max(frame, mtu_bytes(network)), MAX_SEGMENT_BYTES))
 
@@ -61,7 +61,7 @@ def payload_share(network: EmulatedNetwork) -> float:
 
 
 class NoNetwork(Exception):
-    """The network cannot be made; `str` is the reason in one line."""
+    """The network cannot be created; `str` is the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,10 @@ class NetworkFacts:
 
 
 class RunningNetwork:
-    """A network that is made and verified; use it as a context manager, or close it."""
+    """A created and verified network; use it as a context manager, or close it."""
 
     def __init__(self, network: EmulatedNetwork):
-        """Raises `NoNetwork`.  The calling thread must live as long as the network."""
+        """Create and verify the network.  Raises `NoNetwork`.  The calling thread must live as long as the network."""
         self.network = network
         self._keeper = start_keeper("--parent", str(os.getpid()))
         try:
@@ -133,7 +133,7 @@ def start_keeper(*arguments: str) -> subprocess.Popen[str]:
 
 
 def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> NetworkFacts:
-    """Have a keeper make a network, and return its description.  Raises `NoNetwork`."""
+    """Request a network from a keeper, and return its description.  Raises `NoNetwork`."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     assert keeper.stderr is not None

@@ -42,7 +42,7 @@ def verify(links: Links) -> dict[str, Any]:
     """Measure all links, limit them to their rates, and return the measurements.  Raises `WrongRate`.
 
     The two ends of a link are measured one at a time with the other end unlimited, so that neither end hides an error
-    of the other.  All links of a kind are measured at once, since the machine must carry all of them together.  After
+    of the other.  All links of a kind are measured at once, since the machine must run all of them together.  After
     that all links are limited, and the rates between nodes are measured again.
     """
     network = links.network
@@ -128,7 +128,7 @@ def _connection(links: Links, source: int, target: int) -> Iterator[tuple[socket
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # what waits is not sent
+            )  # unsent data is dropped
         yield sender, receiver
 
 

@@ -1,7 +1,7 @@
 """Classification of failures: from a record's outcome and reason, from the scheduler, and from a rank's abort.
 
 NCCL's watchdog is a thread of every rank that ends the process with SIGABRT when a peer is lost or its own device has
-failed. `classify_abort` tells these causes apart.
+failed. `classify_abort` distinguishes these causes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FAILURE_CLASSES = (
     *("node-failure", "out-of-memory", "time-limit", "time-out", "hang", "nccl"),
     *("wrong-hardware", "lost-node", "cancelled", "preempted", "rank-killed", "error"),
 )
-"""Return values of `failure_class`; `""` stands for no failure."""
+"""Return values of `failure_class`; `""` means no failure."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "

@@ -1,7 +1,7 @@
-"""`repro fit --measure`: the largest model that fits the devices of this machine, by trying.
+"""`repro fit --measure`: search by trials for the largest model that fits the devices of this machine.
 
-Every trial is a launch of its own: what one leaves behind in an allocator or a driver cannot help or hurt the
-next, and a rank that the kernel kills is an outcome like the others.  The simulation says where to begin.
+Every trial is a separate launch, so that a trial's allocator or driver state cannot affect the next trial.  A rank
+that the kernel kills is an ordinary outcome.  The search starts at the result of the simulation.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 def plan_trials(
     asked: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """The trials that answer a question on this machine.  Raises `ConfigError`.
+    """Return the trials that answer a question on this machine.  Raises `ConfigError`.
 
-    `as_rank`: one process is this rank alone, of `of`; else None.
+    `as_rank`: one process runs as this rank, alone, of `of` ranks; else None.
     """
     system, gpus = asked.system, asked.gpus
     if system not in local_launch.DEVICES:
@@ -64,7 +64,7 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """The system that the trials run on; its processor is one device with as much memory as `limit` says."""
+    """Return the system of the trials; a processor is one device with the memory `limit`."""
     on = discover()
     on_cpu = local_launch.DEVICES[system] == "cpu"
     if on_cpu:
@@ -78,21 +78,21 @@ def _local_system(system: str, limit: int | None) -> System:
 
 @dataclass
 class Trials:
-    """The trials of one question."""
+    """Trials of one question."""
 
     question: fit.FitQuestion
     system: str
     limit: int | None
-    """Bytes of a device's memory, context included; None: all that there is."""
+    """Memory of a device in bytes, context included; None for all of its memory."""
     as_rank: int | None
 
     @property
     def limit_bytes(self) -> int:
-        """What a process's allocator may have: the limit less the context, or 0 for all that there is."""
+        """Return the limit of a process's allocator in bytes: the limit less the context, or 0 without a limit."""
         return 0 if self.limit is None else self.question.allocatable
 
     def run(self, interrupt: Interrupt) -> fit.FitAnswer:
-        """Search, beginning where the simulation says."""
+        """Run the search, starting at the result of the simulation."""
         guess = fit.fit_by_simulation(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
         values = self.question.values()
@@ -101,7 +101,7 @@ class Trials:
         )
 
     def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
-        """`repro fit --measure --json`."""
+        """Return the JSON document of `repro fit --measure --json`."""
         document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None
@@ -135,7 +135,7 @@ class Trials:
 
 
 def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest of the ranks' numbers."""
+    """Return the maximum of each number over the ranks."""
     if not memories:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
@@ -153,9 +153,9 @@ _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 
 
 def memory_failure_kind(reason: str, device: str, limit: int) -> str:
-    """Whether a rank ran out of device memory (by `allocation` or `fragmentation`) or of `host memory`.
+    """Return the kind of memory failure of a rank: `allocation`, `fragmentation` or `host memory`.
 
-    By fragmentation: what was allocated and what was asked for are together within `limit` bytes.
+    It is fragmentation if the allocated and the requested bytes together are within `limit` bytes.
     """
     if "the kernel ran out of memory" in reason:
         return HOST_MEMORY_FAILURE

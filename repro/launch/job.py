@@ -32,7 +32,7 @@ class Job:
     compare: bool = False
     """Whether the experiments are compared; otherwise they only share the start of the processes."""
     apart: bool = False
-    """Whether each turn of a comparison builds its experiment anew and frees it."""
+    """Whether each turn of a comparison builds and frees its experiment."""
     checkpoints: str = ""
     """Folder of the checkpoints of all experiments of the store; empty without a store."""
     folder: str = ""
@@ -40,7 +40,7 @@ class Job:
     task: dict[str, Any] = field(default_factory=dict)
     """Parameters of a target other than `run_rank`."""
     as_rank: int = -1
-    """Rank of the layout that a single process stands for, whose collectives carry no data; -1 for all ranks."""
+    """Rank of the layout that a single process represents, with collectives without data; -1 for all ranks."""
 
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
@@ -51,17 +51,17 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return 1 if self.as_rank >= 0 else self.experiments[0].layout.world
 
     @property
     def network(self) -> EmulatedNetwork | None:
-        """Emulated network between the ranks; None for the machine's own network."""
+        """Return the emulated network between the ranks; None for the machine's own network."""
         return self.experiments[0].network
 
     @property
     def memory_bytes(self) -> int:
-        """Limit on each rank's data memory in bytes; 0 means none."""
+        """Return the limit on each rank's data memory in bytes; 0 means none."""
         return self.experiments[0].limits.memory_bytes
 
     def save(self, path: Path) -> None:
@@ -110,12 +110,12 @@ class Interrupt:
 
     @property
     def reason(self) -> str:
-        """Reason of the stop; empty before a signal."""
+        """Return the reason of the stop; empty before a signal."""
         return "stopped by the user" if self else ""
 
     @property
     def stop_s(self) -> float:
-        """Timeout of stopping ranks for their step and checkpoint, in seconds."""
+        """Return the timeout of stopping ranks for their step and checkpoint, in seconds."""
         return 0.0 if self.again else STOP_TIMEOUT_S
 
     def __enter__(self) -> Interrupt:

@@ -34,7 +34,7 @@ class Task:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of all experiments."""
+        """Return the keys of all experiments."""
         return [experiment.key for experiment in self.experiments]
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a suite runs, on standard error: a live display, or lines if no terminal."""
+"""Progress of a running suite on standard error: a live display on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 REPORT_INTERVAL_S = 10.0
-"""Without a terminal, a running experiment says where it is this often."""
+"""Interval of progress lines without a terminal, in seconds."""
 BAR_COLUMNS = 12
-"""Columns of a line's bar."""
+"""Width of a line's bar, in columns."""
 FIXED_COLUMNS = BAR_COLUMNS + 46
-"""Columns of a line beside the experiment's name."""
+"""Width of a line without the experiment's name, in columns."""
 REFRESHES_PER_S = 2
-"""Few, since on a small machine the display takes its time from the ranks."""
+"""Refresh rate of the display; low, because on a small machine the display takes time from the ranks."""
 
 
 class Progress:
-    """Counts experiments; a context manager."""
+    """Context manager that counts experiments and shows their progress."""
 
     def __init__(self, total: int, known: int):
         self.total, self.known, self.done = total, known, 0
         self.job: Job | None = None
-        """The launch that runs."""
+        """The running launch."""
         self.course: JobStepCounters | None = None
         self._began = time.monotonic()
         self._spoke = self._began
         self._lines: dict[int, TaskID] = {}
-        """Of the display, by the experiment's place in the job."""
+        """Lines of the display by the experiment's index in the job."""
         self._bars = _bars() if sys.stderr.isatty() else None
         if self._bars is not None:
             self._all = self._bars.add_task("all", total=total, place="experiments", rate="", left="")
@@ -61,7 +61,7 @@ class Progress:
             self._bars.stop()
 
     def launch(self, job: Job) -> None:
-        """One launch starts: a line for what takes turns each, or for the first of what follows each other."""
+        """Show the start of a launch: a line for each compared experiment, or for the first of a sequence."""
         self.job, self.course = job, JobStepCounters(job)
         self._spoke = time.monotonic()
         experiments = job.experiments
@@ -81,11 +81,11 @@ class Progress:
         )
 
     def tick(self, position: Position) -> None:
-        """Rank 0 of the running launch is at `position`."""
+        """Show the position of rank 0 of the running launch."""
         if not position.begun or self.job is None or self.course is None:
             return
         steps = self.course.update(position)
-        if position.phase == Phase.DONE:  # its line has gone, or is about to
+        if position.phase == Phase.DONE:  # its line has been removed, or will be
             return
         if self._bars is not None:
             self._line(position.experiment, str(position.phase))
@@ -96,7 +96,7 @@ class Progress:
             self.say(f"  {name}: {', '.join(said)} ({self._left()})")
 
     def _line(self, experiment: int, place: str) -> None:
-        """The display's line of an experiment says where it is; without turns it takes the former one's place."""
+        """Update the display's line of an experiment; without turns it replaces the preceding experiment's line."""
         assert self._bars is not None
         assert self.job is not None
         assert self.course is not None
@@ -117,18 +117,18 @@ class Progress:
             place=place,
             rate=_rate(steps.rate),
         )
-        for at, line in self._lines.items():  # a turn of one brings the end of all nearer
+        for at, line in self._lines.items():  # each turn also shortens the remaining time of the others
             self._bars.update(line, left=_time_left(self.course.left_s(self.course.steps[at])))
 
     def _clear(self) -> None:
-        """Take the lines of what ran away."""
+        """Remove the lines of the preceding launch."""
         assert self._bars is not None
         for line in self._lines.values():
             self._bars.remove_task(line)
         self._lines.clear()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """One experiment has its outcome."""
+        """Show the outcome of one experiment."""
         self.done += 1
         mark = "" if expected else "  (not expected)"
         why = f"  {reason}" if reason else ""
@@ -142,13 +142,13 @@ class Progress:
                     del self._lines[at]
 
     def elsewhere(self, count: int) -> None:
-        """`count` experiments were finished by another `repro run` in the meantime."""
+        """Count `count` experiments that another `repro run` has finished in the meantime."""
         self.done += count
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
 
     def say(self, text: str) -> None:
-        """One line above the display."""
+        """Print one line above the display."""
         self._spoke = time.monotonic()
         if self._bars is not None:
             self._bars.console.print(text, markup=False, soft_wrap=True)
@@ -161,14 +161,14 @@ class Progress:
 
 
 def _rate(per_s: float | None) -> str:
-    """`3.1 steps/s` or `12.3 s/step`; nothing where it is not known."""
+    """Return `3.1 steps/s` or `12.3 s/step`; empty for an unknown rate."""
     if per_s is None:
         return ""
     return f"{units.number(per_s)} steps/s" if per_s >= 1 else f"{units.number(1 / per_s)} s/step"
 
 
 def _time_left(seconds: float | None) -> str:
-    """`1:02:03 left`; nothing where it is not known."""
+    """Return `1:02:03 left`; empty for an unknown time."""
     return "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"
 
 
@@ -193,11 +193,11 @@ class StepCounter:
     """Steps of one experiment and their rate. The first observed step is a warm-up and is not timed."""
 
     total: int
-    """Those that are not timed come once each turn that is built anew."""
+    """Number of steps; untimed steps count once per turn that builds its experiment."""
     done: int = 0
     _at: int | None = None
     _from: int | None = None
-    """Steps done when the clock began."""
+    """Number of steps when the clock started."""
     _spent: float = 0.0
 
     def update(self, step: int, seconds: float) -> None:
@@ -205,21 +205,21 @@ class StepCounter:
         if self._from is not None:
             self._spent += seconds
         if self._at is None:
-            self.done = step  # a checkpoint's steps are done already
+            self.done = step  # steps of a checkpoint are done already
         elif step != self._at:
-            self.done += step - self._at if step > self._at else step  # less: a turn that begins anew
+            self.done += step - self._at if step > self._at else step  # smaller: a turn that starts again
             self._from = self.done if self._from is None else self._from
         self._at = step
 
     @property
     def rate(self) -> float | None:
-        """Steps per second of its own turns; None until two steps have ended."""
+        """Return steps per second of the experiment's own turns; None until two steps have ended."""
         timed = self.done - self._from if self._from is not None else 0
         return timed / self._spent if timed > 0 and self._spent > 0 else None
 
     @property
     def left_s(self) -> float | None:
-        """Remaining time of the experiment, in seconds; None while the rate is unknown."""
+        """Return the remaining time of the experiment, in seconds; None while the rate is unknown."""
         return None if self.rate is None else max(0, self.total - self.done) / self.rate
 
 

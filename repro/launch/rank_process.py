@@ -96,7 +96,7 @@ class Position(NamedTuple):
 
     @property
     def begun(self) -> bool:
-        """Whether the rank has entered an experiment."""
+        """Return whether the rank has entered an experiment."""
         return self.phase != Phase.START
 
     def __str__(self) -> str:

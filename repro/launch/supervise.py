@@ -1,9 +1,8 @@
-"""Watch the ranks of one launch until it ends, and name the first cause if it ends badly.
+"""Supervision of the ranks of one launch until it ends, with the first cause of a failure.
 
-When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer"), or are ended
-by NCCL's watchdog.
-So nothing is judged at the first sight of a failure: the others get a moment to say what they saw, and
-then the cause is chosen, an out-of-memory before everything, an echo of somebody else's death last.
+When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer"), or NCCL's watchdog
+ends them.  After a first failure the other ranks therefore have a grace time to report.  The cause is then chosen by
+severity: an out-of-memory first, an echo of a lost peer last.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ POLL_INTERVAL_S = 0.05
 FAILURE_GRACE_S = 2.0
 """Time in which other ranks may report after the first failure, in seconds."""
 ECHO_GRACE_S = 10.0
-"""The same time in seconds, while every failure is an echo of a lost peer."""
+"""Value of `FAILURE_GRACE_S` while every failure is an echo of a lost peer, in seconds."""
 START_TIMEOUT_S = 120.0
 """Minimum time before a hang is reported while ranks start, in seconds: a cold disk loads torch slowly."""
 _ECHO = re.compile(
@@ -55,13 +54,13 @@ class WatchedLaunch(Protocol):
 
 @dataclass
 class Ending:
-    """How a launch ended.  `experiment` is the index of the one that was running, -1 if none had begun."""
+    """End of a launch.  `experiment` is the index of the running experiment, -1 before the first."""
 
     outcome: str
     reason: str
     experiment: int
     spent_s: list[float]
-    """Wall-clock seconds that each experiment of the job had."""
+    """Wall-clock seconds of each experiment of the job."""
 
 
 @dataclass
@@ -83,12 +82,12 @@ def watch(
     stop_s: Callable[[], float] = lambda: STOP_TIMEOUT_S,
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
-    """Wait for all ranks; kill and reap them if one fails, all stall, time is up or `interrupted()` says why.
+    """Wait for all ranks; kill and reap them after a failure, a hang, a timeout or an interruption.
 
-    An interrupted experiment with checkpoints is first asked to write one and to end, and has `stop_s()` for it.
+    `interrupted()` returns the reason of an interruption, or an empty string.  An interrupted experiment with
+    checkpoints first gets a request to write one and to end, and `stop_s()` seconds for it.
 
-    `tick` is called about twenty times a second with the position of rank 0 and the seconds that each
-    experiment has had so far.
+    `tick` is called about twenty times a second with the position of rank 0 and the seconds of each experiment.
     """
     watcher = _Watcher(launch, stop_s)
     try:
@@ -108,9 +107,9 @@ class _Watcher:
         self.last_word = [0.0] * launch.world
         self.last_progress = time.monotonic()
         self.asked: float | None = None
-        """When the ranks were asked to end by themselves."""
+        """Time of the request to the ranks to end by themselves; None before."""
         self.why = ""
-        """What for."""
+        """Reason of the request."""
 
     def run(self, interrupted: Callable[[], str], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
@@ -136,7 +135,7 @@ class _Watcher:
             time.sleep(POLL_INTERVAL_S)
 
     def _stops(self, now: float, current: int) -> bool:
-        """Whether to wait for the ranks, which were asked to end by themselves, with a checkpoint."""
+        """Return whether to wait for the ranks, which got a request to write a checkpoint and to end."""
         if self.asked is None:
             writes = current >= 0 and self.job.experiments[current].training.checkpoint_every
             self.asked = now if writes else -math.inf
@@ -145,7 +144,7 @@ class _Watcher:
         return now - self.asked < self.stop_s()
 
     def _collect(self) -> int:
-        """Number of ranks that have ended; failures among them are noted once."""
+        """Return the number of ranks that have ended, and record each new failure once."""
         ended = 0
         known = {failure.rank for failure in self.failures}
         for rank in self.ranks:
@@ -184,7 +183,7 @@ class _Watcher:
         return self.failures[0].seen + (ECHO_GRACE_S if only_echoes else FAILURE_GRACE_S)
 
     def _judge(self) -> Ending:
-        # Ranks still running now are killed by us in watch(), and so are no failures of their own.
+        # Ranks that still run are killed in watch(), which is no failure of their own.
         first = min(self.failures, key=lambda failure: (_SEVERITY.index(failure.severity), failure.seen))
         position = self.launch.position(first.rank)
         experiment = position.experiment if position.begun else -1
@@ -228,7 +227,7 @@ class _Watcher:
         return f"({self._where(list(self.ranks), 'was')})"
 
     def _where(self, ranks: list[int], verb: str) -> str:
-        """Where these ranks are, those in one place named together."""
+        """Describe the positions of ranks, with ranks of equal position together."""
         places: dict[str, list[str]] = {}
         for rank in ranks:
             places.setdefault(str(self.launch.position(rank)), []).append(str(rank))
@@ -240,7 +239,7 @@ class _Watcher:
         )
 
     def _current(self) -> int:
-        """Index of the experiment that rank 0 is in; -1 before the first."""
+        """Return the index of rank 0's experiment; -1 before the first."""
         position = self.launch.position(0)
         return position.experiment if position.begun else -1
 
@@ -249,7 +248,7 @@ class _Watcher:
 
 
 def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
-    """Return the ranks that the other ranks wait for; all ranks if none stands out.
+    """Return the ranks that the other ranks wait for; all ranks if none differs.
 
     They are the ranks in the earliest step, and of these the ranks that have issued fewer collectives than others of
     their pipeline stage. Ranks of one stage issue the same collectives; ranks of different stages do not.
@@ -270,7 +269,7 @@ def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    """Return the name of a signal, for example `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

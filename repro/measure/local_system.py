@@ -1,4 +1,4 @@
-"""The machine at hand: what can be read from it, and nothing that would have to be measured or looked up."""
+"""The local machine as a `System`, from readable facts only: without measurements and without published numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def load_system(name: str | Path) -> System:
 
 
 def discover() -> System:
-    """`local`: its GPUs if it has any, else one "device" that is the processor with the machine's memory.
+    """Return `local`: the machine's GPUs, or without GPUs one "device" that is the processor with the machine's memory.
 
-    With different GPUs the first one is described and the note says so.
+    With different GPUs, the first one is described, with a note.
     """
     state = host_memory()
     host = Quantity(
@@ -64,7 +64,7 @@ def discover() -> System:
 
 
 def has_nvlink() -> bool:
-    """Whether the first GPU has an active NVLink; False where the driver does not tell."""
+    """Return whether the first GPU has an active NVLink; False if the driver does not report it."""
     with nvml() as n:
         if n is None:
             return False

@@ -1,4 +1,4 @@
-"""Live bytes by category, watched storage by storage.
+"""Live bytes by category, tracked storage by storage.
 
 A dispatch mode tracks the storage of every tensor that an operator returns, until the storage is freed.  Storages of
 parameters, gradients, optimizer states, checkpoints and communication have marks (`repro.parallel.storage`); other
@@ -51,19 +51,19 @@ class MemoryTracker(UncompiledMode):
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by category at the peak of the device's total."""
+        """Return the bytes by category at the peak of the device's total."""
         self._update_peaks()
         return dict(self._peak)
 
     @property
     def peak_phase(self) -> str:
-        """Phase of the peak."""
+        """Return the phase of the peak."""
         self._update_peaks()
         return self._peak_phase
 
     @property
     def most(self) -> dict[str, int]:
-        """Peak bytes of each category, and of the device's total."""
+        """Return the peak bytes of each category, and of the device's total."""
         self._update_peaks()
         return dict(self._most)
 
@@ -168,7 +168,7 @@ class MemoryTracker(UncompiledMode):
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
         if whole.device.type == "meta":
-            # A model before it is sharded, or what DTensor tries operators out on (fake tensors).
+            # A model that is not sharded yet, or the fake tensors of DTensor.
             born = Category.SHAPE
 
         def forget(_: object) -> None:

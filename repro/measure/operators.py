@@ -1,8 +1,8 @@
 """Operators that a process issues, counted from outside of any engine: collectives with their bytes, and kernels.
 
-Collectives of `torch.distributed` are operators like others, whoever calls them (Python, DDP's C++ reducer, DTensor's
-functional collectives).  A dispatch mode sees them with their tensors and process group.  Payloads and sent bytes are
-those of `repro.parallel.ledger`; barriers and receives count nothing.
+Collectives of `torch.distributed` are operators like others, for any caller (Python, DDP's C++ reducer, DTensor's
+functional collectives).  A dispatch mode receives them with their tensors and process group.  Payloads and sent bytes
+are those of `repro.parallel.ledger`; barriers and receives count nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def without_compiler() -> Iterator[None]:
     """Prevent operators on `meta` from importing torch's compiler inside the context.
 
     The first call of most Python shape functions imports the compiler in order to exclude the function from
-    compilation.  The import takes seconds and keeps tensors alive.  A stand-in module replaces the compiler, unless the
+    compilation.  The import takes seconds and retains tensors.  A stand-in module replaces the compiler, unless the
     compiler is imported already.
     """
     if COMPILER in sys.modules:

@@ -1,8 +1,8 @@
-"""Where a record comes from: source, packages, machine and environment, without importing torch.
+"""Provenance of a record: source, packages, machine and environment, without importing torch.
 
-`provenance()` is called once per record, so it costs milliseconds (git and NVML are the slow parts) and
-never fails: what cannot be found out is `None` or absent.  Names of users, hosts and directories are left
-out; the host appears as a hash, which still tells whether two records come from one machine.
+`provenance()` is called once per record, so it takes milliseconds (git and NVML are the slow parts) and never fails:
+unavailable values are `None` or absent.  Names of users, hosts and directories are omitted.  The host appears as a
+hash, which shows whether two records come from one machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PACKAGES = (
 ENVIRONMENT = re.compile(
     r"^(OMP|KMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|SLURM|UCX|TP)_|^PYTHONHASHSEED$"
 )
-"""Variables that change what is measured."""
+"""Variables that may change measurements."""
 _PRIVATE = re.compile(
     r"TOKEN|SECRET|PASSW|JWT|_KEY|KEY_|CREDENTIAL|USER|UID|GID|ACCOUNT|HOST|NODELIST|NODENAME|ADDR|_DIR|HOME|PATH|_FILE|COMMENT"
 )
@@ -52,7 +52,7 @@ _LARGEST_HASHED_BYTES = 1_000_000
 
 
 def provenance() -> dict[str, Any]:
-    """Plain JSON data: `git`, `packages`, `torch`, `python`, `os`, `cpu`, `memory`, `gpus`,
+    """Return plain JSON data: `git`, `packages`, `torch`, `python`, `os`, `cpu`, `memory`, `gpus`,
     `environment`, `host` (a hash).  Sizes in bytes, clocks in MHz, power in W."""
     return {
         "git": git_state(Path(__file__).resolve().parents[2]),
@@ -73,7 +73,7 @@ def provenance() -> dict[str, Any]:
 
 
 def program_version() -> str:
-    """`repro 0.1.0 at 1c75963`: the version, and of a checkout its commit, `changed` where the tree differs from it."""
+    """Return `repro 0.1.0 at 1c75963`: the version, a checkout's commit, and `changed` if the tree differs."""
     state = git_state(Path(__file__).resolve().parents[2])
     if state is None or state["commit"] is None:
         return f"repro {__version__}"
@@ -81,9 +81,9 @@ def program_version() -> str:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit, whether the tree differs from it, and a hash of the difference (untracked files included).
+    """Return the commit, whether the tree differs from it, and a hash of the difference (untracked files included).
 
-    `None` where `root` is not the top of a git checkout (an installed package) or git is missing.
+    Return `None` if `root` is not the top of a git checkout (an installed package) or git is missing.
     """
 
     def git(*arguments: str) -> bytes | None:
@@ -116,7 +116,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Contents of a small file; of anything else its size, or nothing."""
+    """Return the contents of a small file, otherwise the size; empty if it is unreadable."""
     with contextlib.suppress(OSError):
         size = path.stat().st_size
         return path.read_bytes() if size <= _LARGEST_HASHED_BYTES and path.is_file() else str(size).encode()
@@ -124,7 +124,7 @@ def _content(path: Path) -> bytes:
 
 
 def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Installed distributions among `names` and their versions."""
+    """Return the installed distributions among `names` and their versions."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -133,13 +133,13 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def major_minor(version: str) -> tuple[int, ...]:
-    """Its first two numbers, (2, 6) of `2.6.0+cu126`; empty where nobody can say, as of `main`."""
+    """Return the first two numbers of a version, (2, 6) for `2.6.0+cu126`; empty if there are none, as in `main`."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else ()
 
 
 def torch_build() -> dict[str, str | None]:
-    """`cuda`, `hip` and `git` that torch was built with, read from its files; empty where unknown."""
+    """Return `cuda`, `hip` and `git` of torch's build, read from its files; empty if unknown."""
     build: dict[str, str | None] = {}
     with contextlib.suppress(ImportError, OSError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -153,7 +153,7 @@ def torch_build() -> dict[str, str | None]:
 
 
 def cpu() -> dict[str, Any]:
-    """Model, cores (physical, logical, and those this process may use), clocks and what holds them."""
+    """Return model, cores (physical, logical, and usable by this process), clocks and their settings."""
     import psutil
 
     info = _cpuinfo(Path("/proc/cpuinfo"))
@@ -185,7 +185,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
-    """The first processor's fields."""
+    """Return the fields of the first processor."""
     fields: dict[str, str] = {}
     for line in (_read(path) or "").splitlines():
         key, colon, value = line.partition(":")
@@ -196,13 +196,13 @@ def _cpuinfo(path: Path) -> dict[str, str]:
 
 
 def _cgroup_quota() -> float | None:
-    """Cores' worth of time that a container may use (cgroup v2), None without a limit."""
+    """Return the CPU quota of a container in cores (cgroup v2); None without a limit."""
     quota, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "").partition(" ")
     return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
 
 
 def host_memory() -> dict[str, Any]:
-    """Bytes of memory in the machine, available now, and a container's limit where there is one."""
+    """Return the bytes of memory in the machine, of available memory, and of a container's limit if there is one."""
     import psutil
 
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
@@ -217,7 +217,7 @@ def host_memory() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """The initialised `pynvml` module, or `None` where there is no NVIDIA driver."""
+    """Yield the initialised `pynvml` module, or `None` without an NVIDIA driver."""
     try:
         import pynvml
     except ImportError:
@@ -235,7 +235,7 @@ def nvml() -> Iterator[Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every NVIDIA GPU in the machine; a value that the driver does not give (MIG, old cards) is `None`."""
+    """Return every NVIDIA GPU in the machine; a value that the driver does not report (MIG, old cards) is `None`."""
     with nvml() as n:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 
@@ -271,7 +271,7 @@ def _gpu(n: Any, handle: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Variables that matter for a measurement, without those that name people, hosts, paths or secrets."""
+    """Return the variables that may change a measurement, without those that name people, hosts, paths or secrets."""
     return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.search(k) and not _PRIVATE.search(k)}
 
 

@@ -1,8 +1,8 @@
 """Robust summaries of timings, and bootstrap confidence intervals for ratios of interleaved runs.
 
-Two strategies are compared by running them in rounds, A B A B ...; what drifts slowly (clock, temperature,
-neighbours) is common to a round and cancels in the round's ratio.  The statistic is the median of those
-ratios, and its interval is a bias-corrected and accelerated (BCa) bootstrap over rounds (Efron 1987).
+Two strategies are compared by running them in rounds, A B A B ...; slow drift (clock, temperature, neighbours) is
+common to a round and cancels in the round's ratio.  The statistic is the median of those ratios, and its interval is a
+bias-corrected and accelerated (BCa) bootstrap over rounds (Efron 1987).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-"""Nominal coverage of the intervals."""
+"""Nominal coverage of the intervals, as a fraction."""
 RESAMPLES = 9999
-"""Bootstrap resamples; odd thousands minus one keep the 2.5 % quantiles on resampled values."""
+"""Number of bootstrap resamples; odd thousands minus one put the 2.5 % quantiles on resampled values."""
 MINIMUM_ROUNDS = 3
-"""With fewer rounds a resample repeats almost only the sample, so no interval is given."""
+"""Minimum number of rounds for an interval; with fewer rounds, resamples repeat almost only the sample."""
 
 
 class Summary(NamedTuple):
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline with its confidence interval; `None` where none can be given."""
+    """Median ratio subject/baseline with its confidence interval; `None` without an interval."""
 
     ratio: float
     low: float | None
@@ -38,7 +38,7 @@ class RatioInterval(NamedTuple):
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The `q` quantile (0..1) of `values` with linear interpolation (type 7, numpy's default)."""
+    """Return the `q` quantile (0..1) of `values` with linear interpolation (type 7, numpy's default)."""
     if not values:
         raise ValueError("quantile of no values")
     ordered = sorted(values)
@@ -49,12 +49,12 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarize(seconds: Sequence[float]) -> Summary:
-    """Median and 20 % / 80 % quantiles; a single value is all three.  `ValueError` if there is none."""
+    """Return median and 20 % / 80 % quantiles, all equal for a single value.  Raises `ValueError` without values."""
     return Summary(quantile(seconds, 0.5), quantile(seconds, 0.2), quantile(seconds, 0.8))
 
 
 def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
+    """Return subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
     if not pairs:
         raise ValueError("ratio of no rounds")
     for pair in pairs:
@@ -64,12 +64,12 @@ def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInterval:
-    """Median over rounds of subject/baseline and its 95 % BCa bootstrap interval.
+    """Return the median over rounds of subject/baseline and its 95 % BCa bootstrap interval.
 
-    `pairs`: one `(baseline, subject)` a round, e.g. samples/s.  Deterministic for a given `seed`.
+    `pairs`: one `(baseline, subject)` a round, e.g. samples/s.  The result is deterministic for a given `seed`.
     Fewer than three rounds: `low` and `high` are `None`.  All rounds equal: the interval is that point.
-    Where BCa is undefined (its jackknife or its bias term degenerates) the percentile bootstrap stands in;
-    `interval_method` says which of these applies.
+    If BCa is undefined (its jackknife or its bias term degenerates), the percentile bootstrap replaces it;
+    `interval_method` names the method.
     """
     ratios = round_ratios(pairs)
     low, high, _ = _interval(ratios, seed)
@@ -77,7 +77,7 @@ def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInte
 
 
 def interval_method(pairs: Sequence[Sequence[float]], seed: int = 0) -> str:
-    """One phrase that says how `ratio_interval` got its interval for these rounds, and its limits."""
+    """Return one phrase on the method of `ratio_interval` for these rounds, and its limits."""
     return _interval(round_ratios(pairs), seed)[2]
 
 

@@ -1,9 +1,9 @@
-"""The one model of the suite: GPT, decoder-only, norms first; GPT-2's layer, or another that the model file describes
+"""The model of the suite: GPT, decoder-only, norms first; GPT-2's layer, or another that the model file describes
 (Llama's, GPT-NeoX's, BLOOM's: see `repro.config.model`).
 
-Built on `meta`; whoever shards it makes the values.  Every matrix is written in the tensor-parallel form
-of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a
-heads, t tensor-parallel ranks, V vocabulary.
+Modules are built on `meta`, and the code that shards them creates the values.  Every matrix is in the tensor-parallel
+form of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a heads, t
+tensor-parallel ranks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class Embedding(nn.Module):
-    """Tokens (split by vocabulary) plus positions where they are learned, a norm or none, then dropout:
-    [b, s] to [b, s, h]."""
+    """Token embedding (split by vocabulary), learned positions and a norm if any, then dropout: [b, s] to [b, s, h]."""
 
     def __init__(self, setting: Setting):
         super().__init__()
@@ -63,11 +62,10 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Final norm, logits with the tied embedding or a matrix of their own, loss per token: [b, s, h] and [b, s]
-    to fp32 [b * s]."""
+    """Final norm, logits with the tied embedding or a matrix, loss per token: [b, s, h], [b, s] to fp32 [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """Without `tokens`, the embedding of the same rank, a tied head has a copy of its own (`tied`)."""
+        """`tokens`: embedding of the same rank; without it, a tied head has its own copy (`tied`)."""
         super().__init__()
         m = setting.model
         self.setting = setting
@@ -80,7 +78,7 @@ class LossHead(nn.Module):
         self.of_logits: Callable[[Tensor, Tensor], Tensor] = partial(
             tensor.vocab_parallel_cross_entropy, tp=setting.tp, plain=setting.plain
         )
-        """What becomes of logits [b * s, V/t] and targets [b * s]; who evaluates puts its own here."""
+        """Function of logits [b * s, V/t] and targets [b * s]; evaluation replaces it."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
@@ -91,7 +89,7 @@ class LossHead(nn.Module):
 
 
 def token_parameter(setting: Setting) -> nn.Parameter:
-    """The token embedding [V/t, h]."""
+    """Return the token embedding [V/t, h]."""
     m = setting.model
     tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
     tokens.name_in_model = "embed.tokens"  # type: ignore[attr-defined]
@@ -100,21 +98,21 @@ def token_parameter(setting: Setting) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the model a module is: all of it, or a pipeline stage's chunk."""
+    """Part of the model in a module: the full model, or a pipeline stage's chunk."""
 
     layers: range
     first: bool = True
-    """With the embedding."""
+    """Whether the part has the embedding."""
     last: bool = True
-    """With the final norm, the logits and the loss."""
+    """Whether the part has the final norm, the logits and the loss."""
 
 
 class GPT(nn.Module):
-    """A part of the model, by default all of it.
+    """A part of the model, by default the full model.
 
-    Its input is tokens [b, s] (int64) if it is the first part, else [b, s, h]; its output the mean loss
-    (0-dim fp32) of targets [b, s] if it is the last, else [b, s, h] (s/t under sp).  `checkpoints` keeps
-    the blocks' inputs; with None nothing is recomputed.  Submodules have the same names in every part.
+    The first part takes tokens [b, s] (int64), other parts [b, s, h].  The last part returns the mean loss (0-dim
+    fp32) of targets [b, s], other parts [b, s, h] (s/t under sp).  `checkpoints` saves the blocks' inputs; with
+    None, blocks are not recomputed.  Submodules have the same names in every part.
     """
 
     def __init__(
@@ -127,7 +125,7 @@ class GPT(nn.Module):
         part: Part | None = None,
         cp: Group | None = None,
     ):
-        """Without `cp` it sees whole samples."""
+        """`cp`: context-parallel group; without it, the part processes full samples."""
         super().__init__()
         cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
@@ -135,7 +133,7 @@ class GPT(nn.Module):
         setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)
         self.setting = setting
         self._alibi: Masks = ()
-        """The biases of this rank's heads, once they are made."""
+        """Biases of this rank's heads, after their first use."""
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -152,8 +150,10 @@ class GPT(nn.Module):
         return self.head(x, targets).mean() if self.part.last else x
 
     def hidden(self, x: Tensor, s: int, place: BatchPosition) -> Tensor:
-        """What the last block of this part makes of `x`, in samples of which the rank has `s` tokens: [b, s, h]
-        (s/t under sp)."""
+        """Return the output of the part's last block, [b, s, h] (s/t under sp).
+
+        `s`: tokens of each sample on this rank.
+        """
         if self.part.first:
             x = self.embed(x, place)
         masks = self._masks(s, x)
@@ -162,10 +162,10 @@ class GPT(nn.Module):
         return x
 
     def _masks(self, s: int, like: Tensor) -> Masks:
-        """What all layers apply to their scores as a tensor."""
+        """Return the tensors that all layers apply to their scores."""
         setting, cp = self.setting, self.setting.cp
         if setting.operators is OperatorSet.UNFUSED:
-            # Made anew for every micro-batch, as the loader of 2019 did.
+            # Created for every micro-batch, as in the loader of 2019.
             return (operator_sets.causal_mask(s, like),)
         if setting.model.positions != "alibi":
             return ()
@@ -181,15 +181,15 @@ class GPT(nn.Module):
         return self._alibi
 
     def run_block(self, block: nn.Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """`block(x, place, masks)`, run again in backward where there are `checkpoints`."""
+        """Return `block(x, place, masks)`; backward runs the block again if there are `checkpoints`."""
         if self.checkpoints is not None:
             return recompute(partial(block, place=place, masks=masks), x, self.checkpoints)
         y: Tensor = block(x, place, masks)
         return y
 
     def zero_units(self) -> list[GatherUnit]:
-        """One unit a block; embeddings and final norm together where the embedding is tied, since both ends use it."""
-        # Of the embedding backward reads a norm's weight alone.
+        """Return one gather unit per block; a tied embedding and the final norm share one, because both ends use it."""
+        # The embedding's backward reads a norm's weight only.
         ends = (
             [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]
             if self.part.first
@@ -237,7 +237,7 @@ def initial_values(
 
     A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
     The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
-    `rank` of `ranks`: position in the tp group.  Parameters carry `init` and `split`.
+    `rank` of `ranks`: position in the tp group.  Parameters have `init` and `split`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]

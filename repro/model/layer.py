@@ -1,4 +1,4 @@
-"""One layer of the GPT, as the model file describes it: attention, MLP, and what they share with embedding and head.
+"""One layer of the GPT from the model file: attention, MLP, and helpers that embedding and head share with them.
 
 Symbols: b samples, s tokens, h hidden, a heads, d a head's width, f the MLP's, t tensor-parallel ranks.
 """
@@ -23,12 +23,12 @@ from repro.parallel.comm import Group
 from repro.parallel.context import Positions
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
-"""Parameters that all ranks of a tp group hold whole where there are more of them than heads."""
+"""Parameters that all ranks of a tp group hold in full if there are more ranks than key heads."""
 
 
 Masks = tuple[Tensor, ...]
-"""What attention applies to its scores as a tensor (of the operator set `unfused`, or ALiBi's), one for each chunk that
-a rank has of a sample: one, under context parallelism two.  None where nothing is applied so."""
+"""Tensors that attention applies to its scores (causal mask of the operator set `unfused`, or ALiBi's bias), or none:
+one per chunk of a sample on a rank, two under context parallelism."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Setting:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's operators run in place of CUDA kernels."""
+        """Return whether torch's operators run in place of CUDA kernels."""
         return self.operators.plain
 
     def positions(self, count: int) -> Positions:
-        """Where the `count` rows of x [b, s, h] are that this rank has between its layers."""
+        """Return the positions of this rank's `count` rows of x [b, s, h] between its layers."""
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Key of the random numbers of one dropout in one step."""
+        """Return the key of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
 
 
@@ -77,7 +77,7 @@ def dropout_add(
     layer: int,
     site: int,
 ) -> Tensor:
-    """residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
+    """Return residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
     at = setting.positions(x.shape[1])
     seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
     key = setting.key(place, layer, site) if setting.dropout else 0
@@ -104,32 +104,32 @@ def dropout_add(
 
 
 def side_by_side(heads: Tensor) -> Tensor:
-    """Heads [b, a/t, s, d] as [b, s, a/t d]."""
+    """Return heads [b, a/t, s, d] as [b, s, a/t d]."""
     b, _, s, _ = heads.shape
     return heads.transpose(1, 2).reshape(b, s, -1)
 
 
 def flat(bias: Tensor | None) -> Tensor | None:
-    """A bias [..., n] of several matrices as one vector."""
+    """Return a bias [..., n] of several matrices as one vector."""
     return None if bias is None else bias.flatten()
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """A vector [size] that every tp rank holds; under `sp` each sees its part of the sequence only."""
+    """Return a vector [size] that every tp rank holds; under `sp` a rank's gradient is for its sequence part."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter
 
 
 def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias of a norm, which has no bias if it is a root mean square."""
+    """Return weight and bias of a norm; a root mean square norm has no bias."""
     m, tp, sp = setting.model, setting.tp, setting.sp
     weight = duplicate(m.hidden, "ones", tp, sp)
     return weight, duplicate(m.hidden, "zeros", tp, sp) if m.norm == "layer" else None
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting) -> Tensor:
-    """The model's norm of x [b, s, h]; of `norm_parameters`."""
+    """Return the model's norm of x [b, s, h], with the parameters of `norm_parameters`."""
     eps, plain = setting.model.norm_eps, setting.plain
     if bias is None:
         return kernels.rms_norm(x, weight, eps, plain=plain)
@@ -137,7 +137,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting)
 
 
 class _Split(torch.autograd.Function):
-    """Views of x along a dimension; the gradients come together in one tensor, written once and laid out as x."""
+    """Views of x along a dimension; their gradients are written once to one tensor with the layout of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -153,8 +153,8 @@ class _Split(torch.autograd.Function):
 class Attention(nn.Module):
     """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads.
 
-    Keys and values with fewer heads than queries are parameters of their own.  Where there are fewer of them than
-    ranks, all ranks hold all and use the one of their queries; each then has a part of the gradient.
+    Keys and values with fewer heads than queries are separate parameters.  With fewer key heads than ranks, all
+    ranks hold all key heads and use the one of their queries; each rank then has a part of the gradient.
     """
 
     def __init__(self, setting: Setting, layer: int):
@@ -188,21 +188,21 @@ class Attention(nn.Module):
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if m.biases == "all" else None
 
     def columns(self) -> list[tensor.Column]:
-        """The weights that take the normalised input."""
+        """Return the weights that multiply the normalised input."""
         if self.whole:
             return [(self.qkv, flat(self.qkv_bias))]
         return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
 
     def _used(self, kv: Tensor | None) -> Any:
-        """Of keys and values [heads, 2, d, ...] those that this rank's queries use."""
+        """Return the part of keys and values [heads, 2, d, ...] that this rank's queries use."""
         if kv is None or not self.replicated:
             return kv
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
     def attended(self, products: Sequence[Tensor], place: BatchPosition, masks: Masks) -> Tensor:
-        """What this rank's heads make of the products with `columns`, [b, a/t, s, d]."""
-        q, k, v = self._heads(products)  # [b, a/t, s, d], of k and v as many heads as there are
+        """Return the attention of this rank's heads, [b, a/t, s, d], from the products with `columns`."""
+        q, k, v = self._heads(products)  # [b, a/t, s, d]; k and v may have fewer heads
         operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
 
         def of_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int = 0) -> Tensor:
@@ -226,7 +226,7 @@ class Attention(nn.Module):
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def _turned(self, x: Tensor, heads: int) -> Tensor:
-        """The first so many heads of [b, s, n d] turned by their position, where positions are rotary."""
+        """Return [b, s, n d] with the first `heads` heads rotated by their position, for rotary positions."""
         m = self.setting.model
         if m.positions != "rotary":
             return x
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         return kernels.rotary(x, *how, plain=self.setting.plain)
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """x and its attention, [b, s, h]."""
+        """Return x plus its attention, [b, s, h]."""
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         columns = self.columns()
@@ -277,11 +277,11 @@ class Mlp(nn.Module):
         self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if biased else None
 
     def columns(self) -> list[tensor.Column]:
-        """The weight that takes the normalised input; the bias where no later operator adds it."""
+        """Return the weight that multiplies the normalised input, with the bias unless a later operator adds it."""
         return [(self.up, None if self.setting.model.mlp == "gelu" else flat(self.up_bias))]
 
     def activated(self, y: Tensor) -> Tensor:
-        """This rank's hidden units [b, s, f/t] of the product with `columns`."""
+        """Return this rank's hidden units [b, s, f/t] of the product with `columns`."""
         kind, plain = self.setting.model.mlp, self.setting.plain
         if kind == "swiglu":
             return kernels.swiglu(y, plain=plain)
@@ -301,7 +301,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: two all-reduces forward and two backward under tp, of parallel ones one forward."""
+    """One transformer layer: under tp two all-reduces in forward (parallel blocks: one) and two in backward."""
 
     def __init__(self, setting: Setting, layer: int):
         super().__init__()
@@ -315,7 +315,7 @@ class Block(nn.Module):
         return self._parallel(x, place, masks)
 
     def _parallel(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """x + dropout(attention(norm(x)) + mlp(norm(x))), the norms one or two; their sums over tp are one."""
+        """Return x + dropout(attention(norm(x)) + mlp(norm(x))), with one norm or two, and one sum over tp."""
         setting, attention, mlp = self.setting, self.attention, self.mlp
         tp, sp = setting.tp, setting.sp
         y = normalised(x, attention.norm, attention.norm_bias, setting)

@@ -1,18 +1,18 @@
-"""One layer as the software of three years ran it: the same function, in more or fewer operators.
+"""One layer in the operators of several years' software: the same function, in more or fewer operators.
 
 `fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
            same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software).  With dropout of
-           attention weights `softmax` itself: a fused attention draws its dropout from a generator and positions of
-           its own, so that no other layout would drop the same
+           attention weights it equals `softmax`: fused attention draws its dropout from its own generator and
+           positions, so that another layout would drop other weights
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
-           products that write and read the scores; scale, mask and softmax are one operator, where four divides
+           products that write and read the scores.  Scale, mask and softmax are one operator if four divides
            the samples times heads of a rank, else five in fp32; so are bias and GELU, and bias, dropout and residual
 `unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February
-           2020 ran: every line of it an operator of its own, but GELU, which was compiled into one
+           2020 ran: every line is one operator, except GELU, which was compiled into one
 
-Samples come first here.  Where there are several, q, k and v are copied for the batched products, as in 2019;
-Megatron-LM of 2020 put the sequence first, so that they need not be.  Masks of dropout are computed again in
-backward; the old codes kept one byte an element.  Layer norm, loss and optimizer do not depend on the set.
+Samples are the first dimension here.  With several samples, q, k and v are copied for the batched products, as in 2019;
+Megatron-LM of 2020 put the sequence first and avoids these copies.  Masks of dropout are computed again in backward;
+the old codes stored one byte per element.  Layer norm, loss and optimizer do not depend on the set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MASK_PENALTY = 10000.0
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
-    """Return 1 where key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
+    """Return the causal mask, 1 if key j is not after query i, else 0: [1, 1, s, s] in the dtype of `like`."""
     return torch.ones(1, 1, s, s, dtype=like.dtype, device=like.device).tril_()
 
 
@@ -138,7 +138,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Ten
 
 
 def _by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y on [b, a, ...] and [b, a/g, ...], where g consecutive heads share one y and one product."""
+    """Return x @ y on [b, a, ...] and [b, a/g, ...]; g consecutive heads share one y and one product."""
     b, a, s, _ = x.shape
     if y.shape[1] == a:
         return x @ y
@@ -200,6 +200,6 @@ def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
 def unfused_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """residual + drop(x + bias) in up to three operators."""
+    """Return residual + drop(x + bias) in up to three operators."""
     y = drop(x if bias is None else x + bias)
     return y if residual is None else residual + y

@@ -1,7 +1,6 @@
-"""Every collective and message of the suite goes through a group of ranks, which counts it.
+"""Groups of ranks: every collective and message of the suite passes through a group, which counts it.
 
-A `Group` counts, a `repro.parallel.transports.Transport` carries; nothing else calls
-`torch.distributed` to communicate.
+A `Group` counts and its `repro.parallel.transports.Transport` transmits.  Other modules do not communicate.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["MAX", "SUM", "Group", "Work"]
 
 
 class Group:
-    """An ordered set of ranks that communicate, as one of them sees it."""
+    """An ordered set of ranks that communicate, from the view of one of them."""
 
     def __init__(
         self,
@@ -29,7 +28,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """`blocking`: wait for every collective where it is issued, as software did that overlaps nothing."""
+        """`blocking`: wait for every collective at its issue, as in software without overlap."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this rank within the group."""
@@ -40,7 +39,10 @@ class Group:
         return f"Group({self.name}: rank {self.rank} of {self.size})"
 
     def on_channel(self, channel: int) -> Group:
-        """The same ranks; what is sent meets only what the others send on the same channel (without tags: the same)."""
+        """Return a group of the same ranks on another channel; a transport without channels is shared.
+
+        A message or collective on a channel matches only those of the other ranks on the same channel.
+        """
         transport = self.transport
         if isinstance(transport, GlooTransport):
             transport = type(transport)(transport.group, channel)
@@ -65,13 +67,13 @@ class Group:
         return self._issued(self.transport.all_reduce(tensor, op), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Sum flat `input` [n * k]; the rank's part comes in `output` [k], possibly a view of it."""
+        """Sum flat `input` [n * k]; `output` [k] receives the rank's part and may be a view of `input`."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
         return self._issued(self.transport.reduce_scatter(output, input), input)
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Concatenate the ranks' flat `input` [k] in `output` [n * k]; `input` may be a part of it."""
+        """Concatenate the ranks' flat `input` [k] in `output` [n * k]; `input` may be a part of `output`."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
         return self._issued(self.transport.all_gather(output, input), input)
@@ -82,21 +84,21 @@ class Group:
         return self.transport.broadcast(tensor, source)
 
     def send(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Work:
-        """Send contiguous `tensor` to the group's rank `to`; it must stay as it is until the work is done.
+        """Send contiguous `tensor` to the group's rank `to`; the tensor must not change until the work is done.
 
         Messages of one channel between two ranks arrive in the order in which they were sent.
         """
         return self.message(tensor, to, channel, purpose)()
 
     def message(self, tensor: Tensor, to: int, channel: int, purpose: str = "") -> Callable[[], Work]:
-        """`send` in two steps: count the message now, and send it when what is returned is called."""
+        """Count a `send` now, and return a function that sends the message."""
         self._count("send", tensor, purpose, (to, channel))
         return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive the channel's next message from `source` in `tensor`; its sender has counted it."""
+        """Receive the channel's next message from `source` in `tensor`; the sender has counted the message."""
         return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:
-        """Return when all ranks of the group have arrived; not counted, since no step uses it."""
+        """Return when all ranks of the group have arrived; not counted, because no step uses barriers."""
         self.transport.barrier()

@@ -3,24 +3,25 @@
 Symbols: b samples of s tokens, cp ranks of which this is number i, chunks of c = s / 2cp tokens, h_kv the width of
 this tp rank's keys, e bytes an element.
 
-A rank has chunks i and 2cp-1-i of every sample, one early and one late, so that causal attention is equal work for
-all: chunk k sees k c + c/2 keys on average, and the two together (2cp-1) c + c = s (2407.21783 sec. 3.3.2;
-Megatron-core's context parallelism cuts alike).  All but attention sees a sequence of s/cp tokens and needs no word
-of the other ranks; learned positions, rotary ones, ALiBi and dropout take each token's place in the whole sample.
+A rank has chunks i and 2cp-1-i of every sample, one early and one late, so that causal attention is equal work on all
+ranks.  Chunk k attends to k c + c/2 keys on average, and the two together to (2cp-1) c + c = s (2407.21783 sec. 3.3.2;
+Megatron-core uses the same split).  Outside attention the model processes a sequence of s/cp tokens without
+communication.  Learned and rotary positions, ALiBi and dropout use each token's position in the full sample.
 
-In attention a rank's queries need all keys and values before them.  Of the two ways, passing keys round a ring while
-scores are computed (2310.01889) and gathering them all first, this is the second, Llama 3's: heads that share keys
-make them small, the step is one collective and any mask will do.  Each layer sends, per micro-batch,
+In attention a rank's queries need all preceding keys and values.  There are two methods: a ring that passes keys while
+scores are computed (2310.01889), or an all-gather before the scores.  This module uses the all-gather, as Llama 3.
+Heads that share keys make the keys small, the step is one collective, and any mask works.  Per micro-batch, each layer
+sends
 
     forward    all-gather of keys and values       2 b s h_kv e (cp-1)/cp
     backward   the same again, then a reduce-scatter of their gradients, as much each
 
-What is gathered is not kept for backward: that would be cp times a rank's own keys and values in every layer.  Where
-a layer is recomputed its second forward pass has just gathered them, and backward follows upon it: there the
-all-gathers are that of forward and that of the recomputation.
+Backward gathers again, because retaining gathered keys and values would need cp times a rank's own in every layer.
+A recomputed layer has gathered them in its second forward pass, directly before backward; its two all-gathers are those
+of forward and recomputation.
 
-Gradients of parameters are sums over tokens, so they are averaged over dp x cp as one group, and ZeRO splits model
-states over it.
+Gradients of parameters are sums over tokens.  They are averaged over dp x cp as one group, which also shards
+the model states of ZeRO.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from repro.parallel.comm import Group
 
 PURPOSE = "keys and values"
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Of queries [b, a, c, d] of this rank's chunk 0 or 1, and keys and values [b, n, k, d] up to its end: [b, a, c, d]."""
+"""Function of queries [b, a, c, d] of this rank's chunk 0 or 1 and of keys and values [b, n, k, d] up to the chunk's
+end; returns [b, a, c, d]."""
 
 
 class Positions(NamedTuple):
-    """Row j of a rank's part of a sample is at `first` + j in the sample, and `jump` further from row `split` on."""
+    """Positions of a rank's rows: row j is at `first` + j in the sample, plus `jump` from row `split` on."""
 
     first: int
     split: int = 0
     jump: int = 0
 
     def rows(self, table: Tensor, count: int) -> Tensor:
-        """What `table` [s, ...] has for so many rows."""
+        """Return the rows of `table` [s, ...] at the first `count` positions."""
         if not self.jump:
             return table[self.first : self.first + count]
         second = self.first + self.split + self.jump
@@ -58,13 +60,13 @@ class Positions(NamedTuple):
 
 
 def chunks(rank: int, size: int, s: int) -> tuple[range, range]:
-    """The positions of the two chunks that one of `size` ranks has of a sample of s tokens."""
+    """Return the positions of the two chunks of a sample of s tokens that one of `size` ranks has."""
     c, late = s // (2 * size), 2 * size - 1 - rank
     return range(rank * c, (rank + 1) * c), range(late * c, (late + 1) * c)
 
 
 def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions:
-    """Where `count` rows are: those of this rank, or one of the `parts` in which sequence parallelism cuts them."""
+    """Return the positions of `count` rows: this rank's, or one of the `parts` of sequence parallelism."""
     start = part * count
     if cp.size == 1:
         return Positions(start)
@@ -78,14 +80,14 @@ def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions
 
 
 def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
-    """This rank's [b, s/cp] of [b, s]."""
+    """Return this rank's [b, s/cp] of [b, s]."""
     if cp.size == 1:
         return tokens
     return torch.cat([tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])], 1)
 
 
 def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
-    """Keys and values [b, n, s/cp, d] of all ranks in the order of the sample: [2, b, s, n, d]."""
+    """Return keys and values [b, n, s/cp, d] of all ranks in the order of the sample: [2, b, s, n, d]."""
     b, n, s, d = k.shape
     c = s // 2
     packed = storage.empty(2 * k.numel(), k, Category.COMMUNICATION).view(2, 2, b, c, n, d)
@@ -101,7 +103,7 @@ def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
 
 
 def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tensor, ...]:
-    """Sums over all ranks of the gradients [b, n, k, d] of the first k keys and values: this rank's [b, n, s/cp, d]."""
+    """Sum gradients [b, n, k, d] of the first k keys and values over all ranks; return the rank's [b, n, s/cp, d]."""
     b, n, _, d = gradients[0].shape
     c = s // (2 * cp.size)
     parts = storage.zeros(2 * b * s * n * d, gradients[0], Category.COMMUNICATION)
@@ -117,7 +119,7 @@ def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tenso
 
 
 class _Keys(torch.autograd.Function):
-    """Of gathered keys and values those before the end of each of this rank's chunks: k, v, k, v."""
+    """Gather keys and values, and return those before the end of each of this rank's chunks: k, v, k, v."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cp: Group) -> tuple[Tensor, ...]:
@@ -134,21 +136,21 @@ class _Keys(torch.autograd.Function):
 
 
 class _Kept:
-    """What autograd saves of the two chunks' attention, in places that hold less than it would.
+    """Tensors that autograd saves for the attention of two chunks, in less memory than by default.
 
-    A view of the gathered keys and values is a note of where it lies in them, and they are gathered once more when
-    the first is asked for.  A chunk's result is a view of the joined one, which the next layer keeps anyway.
+    A view of the gathered keys and values is saved as its offset in them.  They are gathered again when autograd
+    reads the first such view.  A chunk's result is saved as a view of the joined one, which the next layer retains.
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
-        """`gathered`: the storage that is gathered once more; 0 where none is."""
+        """`gathered`: the storage that is gathered again in backward; 0 for none."""
         self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
         self._boxes: list[_Box] = []
         self._again: Tensor | None = None
         self._asked = self._noted = 0
 
     def pack(self, x: Tensor) -> _Box:
-        """Called by autograd with what it saves."""
+        """Replace a tensor that autograd saves by a box."""
         box = _Box(x)
         if _address(x) == self._gathered:
             box.tensor, box.lies = None, (x.shape, x.stride(), x.storage_offset())
@@ -157,7 +159,7 @@ class _Kept:
         return box
 
     def join(self, results: list[Tensor]) -> Tensor:
-        """Both chunks' results [b, a, c, d], one behind the other: [b, a, 2c, d], in memory token by token."""
+        """Join both chunks' results [b, a, c, d] to [b, a, 2c, d], in memory token by token."""
         joined = torch.cat([y.transpose(1, 2) for y in results], 1).transpose(1, 2)
         places = dict(zip(map(_address, results), joined.detach().chunk(2, 2), strict=True))
         for box in self._boxes:
@@ -167,7 +169,7 @@ class _Kept:
         return joined
 
     def unpack(self, box: _Box) -> Tensor:
-        """Called by autograd when it needs what it saved."""
+        """Return the saved tensor when autograd needs it."""
         if box.tensor is not None:
             return box.tensor
         if self._again is None:
@@ -180,7 +182,7 @@ class _Kept:
 
 
 class _Box:
-    """One saved tensor: itself, or where it lies in what is gathered (shape, strides, offset)."""
+    """One saved tensor: the tensor, or its shape, strides and offset in the gathered keys and values."""
 
     __slots__ = ("lies", "tensor")
 
@@ -196,10 +198,11 @@ def _address(x: Tensor) -> int:
 def attend_to_gathered(
     q: Tensor, k: Tensor, v: Tensor, cp: Group, attention: Attention, *, again: bool
 ) -> Tensor:
-    """Causal attention of this rank's queries [b, a, s/cp, d] to all keys and values, of which it has [b, n, s/cp, d].
+    """Return causal attention of this rank's queries [b, a, s/cp, d] to the keys and values of all ranks.
 
-    `again`: gather once more in backward; without, what was gathered is kept for it.  So are copies that attention
-    makes of its own: ALiBi's on shared heads, those of dropped weights.
+    `k` and `v`: this rank's keys and values [b, n, s/cp, d].  `again`: gather again in backward; otherwise the
+    gathered tensors are retained for it.  So are copies that attention makes: ALiBi's on shared heads, those of
+    dropped weights.
     """
     keys = _Keys.apply(k, v, cp)
     kept = _Kept(k, v, cp, _address(keys[0]) if again else 0)

@@ -1,8 +1,8 @@
 """Reduce-scatter and all-gather in a ring, for groups that have several ranks on each of several nodes.
 
-Every part that `GlooTransport` sends straight to each rank that needs it crosses the link between two nodes once for
-every rank there.  Round a ring of the ranks in their order it enters and leaves each node once, as it does in NCCL's
-rings and in gloo's all-reduce.
+`GlooTransport` sends every part directly to each rank, so a part crosses the link between two nodes once per rank of
+the target node.  In a ring of the ranks in their order a part enters and leaves each node once, as in NCCL's rings and
+in gloo's all-reduce.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ RingOperation = Callable[[], None]
 
 
 def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
-    """Whether a group of `ranks`, `per_node` of the world on each node, has several on one node and is on several."""
+    """Return whether `ranks` are on several nodes and several are on one node; `per_node`: world ranks per node."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
 
 
 def ranks_per_node(world: int) -> int:
-    """Ranks of this node, as whoever started them says; without a word all of them."""
+    """Return the ranks per node from `LOCAL_WORLD_SIZE`; without it, one node has all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 class GlooRing(GlooTransport):
-    """The steps of a reduce-scatter follow each other on a thread, so that they go on beside computation."""
+    """gloo transport whose reduce-scatter runs its steps in a thread, so that they overlap with computation."""
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
         super().__init__(group, channel)
@@ -48,7 +48,7 @@ class GlooRing(GlooTransport):
         following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
 
         def steps() -> None:
-            # All are asked for at once: a rank that has to be asked first costs a turn of the scheduler at each step.
+            # All receives are posted at once: a receive posted in a step would cost a turn of the scheduler.
             coming = [dist.irecv(part, previous, group=self.group, tag=tag) for part in received]
             partial, going = parts[self.rank - 1], []
             for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):
@@ -62,12 +62,12 @@ class GlooRing(GlooTransport):
         return self._beside(steps)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """gloo's own goes round a ring."""
+        """Gather with gloo's all-gather, which uses a ring."""
         parts = list(output.chunk(self.size))
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _beside(self, steps: RingOperation) -> Work:
-        """Run `steps` after those before them; the work is done when they are, and raises what they raise."""
+        """Queue `steps` for the thread; the work is done when they end, and raises their exception."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
@@ -78,7 +78,7 @@ class GlooRing(GlooTransport):
             try:
                 with torch.no_grad():
                     steps()
-            except BaseException as error:  # it belongs to whoever waits
+            except BaseException as error:  # the wait raises it
                 failure.append(error)
             over.set()
 

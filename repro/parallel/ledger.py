@@ -1,9 +1,9 @@
-"""What was communicated: calls and bytes by operation, group and purpose.
+"""Ledger of communication: calls and bytes by operation, group and purpose.
 
-`payload_bytes` is the size of the full (unsharded) message.  `sent_bytes` is what one rank sends under
-a ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2):
-`2 (n-1)/n` of the payload for an all-reduce, `(n-1)/n` for a reduce-scatter or an all-gather.  A message
-between two ranks is sent once, and counted by its sender.
+`payload_bytes` is the size of the full (unsharded) message.  `sent_bytes` are the bytes that one rank sends under a
+ring algorithm, the unit of the papers' volumes (1910.02054 sec. 7.1; 2104.04473 sec. 3.2): `2 (n-1)/n` of the payload
+for an all-reduce, `(n-1)/n` for a reduce-scatter or an all-gather.  A message between two ranks is sent once, and
+counted by its sender.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RING_PASSES = {
 }
 SEND = "send"
 EXCHANGED = ("reduce_scatter", "all_gather")
-"""Collectives that gloo's ranks make of a message from each to every other (`repro.parallel.transports`)."""
+"""Collectives that gloo ranks build from messages of each rank to every other (`repro.parallel.transports`)."""
 
 Address = tuple[int, int]
-"""The group's rank that receives a message, and the channel on which it does."""
+"""Receiver of a message, as a rank of the group, and the channel of the message."""
 NO_PEER: Address = (-1, 0)
-"""Of a collective."""
+"""Address of a collective."""
 
 
 def messages_of(op: str, size: int) -> int:
-    """What a rank's own thread begins and waits for in a collective `op` of gloo's among so many ranks."""
+    """Return the messages that a rank's thread starts and awaits in gloo's collective `op` among `size` ranks."""
     return 2 * (size - 1) if op in EXCHANGED else 1
 
 
@@ -47,18 +47,18 @@ class Traffic:
 
 @dataclass
 class CommLedger:
-    """Counts every collective of one rank; belongs to one set of groups, never shared."""
+    """Counters of every collective of one rank. A ledger belongs to one set of groups."""
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sequence: int = 0
-    """Collectives and sends issued so far; without a pipeline equal on all ranks of a group if they agree."""
+    """Number of issued collectives and sends; without a pipeline equal on all ranks of a group whose calls agree."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
     """Called with (sequence, operation, group, purpose) when a collective is issued."""
 
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
     ) -> int:
-        """Note one collective of `payload_bytes` over `size` ranks, or a message; the bytes that this rank sends."""
+        """Count a collective of `payload_bytes` over `size` ranks or a message; return this rank's sent bytes."""
         self.sequence += 1
         row = self.traffic.get((op, group, purpose))
         if row is None:
@@ -72,11 +72,11 @@ class CommLedger:
         return sent
 
     def reset(self) -> None:
-        """Start a new count; the sequence number goes on."""
+        """Clear the counts; the sequence number continues."""
         self.traffic.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Plain data, one row per operation, group and purpose."""
+        """Return plain data, one row per operation, group and purpose."""
         return [
             {
                 "op": op,

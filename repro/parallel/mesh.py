@@ -1,6 +1,6 @@
 """The grid of ranks, its groups, and their process groups and communicators.
 
-`layout.order` says which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
+`layout.order` defines which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
 `((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
 neighbours and share a node, those of a context-parallel group are next, and pipeline stages are far apart.
 """
@@ -22,7 +22,7 @@ from repro.parallel.transports import Channels, GlooTransport, NcclTransport, No
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
-    """All groups along `axis` (`dp`, `cp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
+    """Return all groups along `axis` (`dp`, `cp`, `tp` or `pp`), ordered by their first rank; see `Layout.group_of`."""
     found = (layout.group_of(axis, rank) for rank in range(layout.world))
     return [ranks for rank, ranks in enumerate(found) if ranks[0] == rank]
 
@@ -34,14 +34,14 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
-    """The copies of one part of the model, dp x cp of them, replica by replica: what gradients are averaged over."""
+    """The dp x cp copies of one part of the model, replica by replica; gradients are averaged over this group."""
     cp: Group
     """The ranks that share the tokens of the same samples."""
     tp: Group
     pp: Group
     """The stages of one pipeline; `pp.rank` is the stage."""
     embedding: Group
-    """First and last stage of the pipeline, which both hold the tied embedding; other stages are alone."""
+    """First and last stage of the pipeline, which both hold the tied embedding; other stages have a group each."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
     """Result of `connect_communicators`, in bytes."""
@@ -57,7 +57,7 @@ def build_mesh(
     transport_of: Callable[[tuple[int, ...]], Transport],
     ledger: CommLedger | None = None,
 ) -> Mesh:
-    """The mesh of `rank` in the layout's grid; `transport_of` each of its groups that has more than one member."""
+    """Return the mesh of `rank` in the grid; `transport_of` creates the transport of a group of several ranks."""
     ledger = ledger or CommLedger()
 
     def group(name: str, ranks: tuple[int, ...], *, blocking: bool = False) -> Group:
@@ -79,21 +79,21 @@ def build_mesh(
 
 
 def single_rank_mesh(ledger: CommLedger | None = None) -> Mesh:
-    """The mesh of one process that communicates with nobody."""
+    """Return the mesh of one process without communication."""
     return build_mesh(Layout(), 0, lambda ranks: NoTransport(), ledger)
 
 
 def shape_only_mesh(layout: Layout, rank: int = 0) -> Mesh:
-    """One rank's mesh for `meta` tensors: messages are counted and carry nothing."""
+    """Return one rank's mesh for `meta` tensors: messages are counted and not sent."""
     return build_mesh(layout, rank, lambda ranks: NoTransport())
 
 
 def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
+    """Return the mesh of this process in the initialised default process group (gloo on CPU, NCCL on CUDA)."""
     members: dict[tuple[int, ...], Transport] = {}
     pipelines = groups(layout, "pp")
     ends = [(ranks[0], ranks[-1]) for ranks in pipelines if layout.pp > 1]
-    # Making a process group is itself collective: every rank makes all groups of the grid, in one order.
+    # Creating a process group is collective: every rank creates all groups of the grid, in one order.
     for ranks in (
         tuple(range(layout.world)),
         *groups(layout, "dp"),
@@ -124,12 +124,12 @@ _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
-    """The process group of `ranks`, made once and used by every later mesh of the same default group.
+    """Return the process group of `ranks`, created once and used by every later mesh of the same default group.
 
-    `purpose` is empty for collectives; of a stream of messages it is the stage that sends, the one that
-    receives, and the channel; of a group that a library wants for itself, the library's name for it.  A group
-    costs threads, sockets, with NCCL memory of the device, and is not given back before the end: a job of many
-    experiments, whose layouts repeat, would collect them, and each makes the next slower to make.
+    `purpose` is empty for collectives.  For a stream of messages it is the sending stage, the receiving stage and
+    the channel.  For a group that a library needs for itself it is the library's name for the group.  A group
+    occupies threads, sockets and, with NCCL, device memory until the process ends.  A job of many experiments with
+    repeated layouts would accumulate groups, and each makes the next slower to create.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -144,9 +144,9 @@ def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ())
 
 
 def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
-    """Process groups for activations (0) to the next stage and gradients (1) to the one before.
+    """Return process groups for activations (0) to the next stage and gradients (1) to the preceding stage.
 
-    `ring`: from the last stage to the first and back too, as interleaved stages send.
+    `ring`: include groups between the last stage and the first, for interleaved stages.
     """
     p = len(ranks)
     found: Channels = {}
@@ -160,7 +160,7 @@ def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
 
 
 def host_group(group: Group) -> Group:
-    """The same ranks, for a few numbers that the host must read at once: by gloo, whatever the device."""
+    """Return a gloo group of the same ranks, for a few numbers that the host must read at once."""
     if not isinstance(group.transport, NcclTransport):
         return group
     make_process_group = dist.new_group(list(group.ranks), backend="gloo")

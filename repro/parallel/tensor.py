@@ -1,12 +1,12 @@
 """Tensor parallelism of Megatron-LM (1909.08053 sec. 3) and its sequence parallelism (2205.05198 sec. 4).
 
-A block's two matrix pairs are split over the tp group: the first of a pair by columns (each rank computes
-some heads, or some of the MLP's hidden units), the second by rows, so that one all-reduce per pair and
-direction is all the communication there is.  With `sp` that all-reduce becomes a reduce-scatter along
-the sequence and an all-gather, and what lies between the pairs is split along the sequence.
+A block has two pairs of matrices, which are split over the tp group.  The first of a pair is split by columns (each
+rank computes some heads, or some of the MLP's hidden units), the second by rows.  The only communication is one
+all-reduce per pair and direction.  With `sp` that all-reduce becomes a reduce-scatter along the sequence and an
+all-gather, and the activations between the pairs are split along the sequence.
 
-A parameter knows the dimension along which it is split (`parameter.split`), or is a duplicate: the same on all ranks.
-Of a duplicate whose uses differ by rank each has a part of the gradient (`parameter.partial`), to be summed over tp.
+A parameter has the dimension along which it is split (`parameter.split`), or is a duplicate, equal on all ranks.  If
+the uses of a duplicate differ by rank, each rank has a part of its gradient (`parameter.partial`), which tp sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from repro.parallel.comm import MAX, SUM, Group, Work
 
 
 def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """[b, s/t, h] of each rank to [b, s, h]; usable after the work's wait."""
+    """Gather [b, s/t, h] of each rank to [b, s, h]; the result is valid after the work's wait."""
     b, s, h = x.shape
     parts = torch.empty((tp.size, b, s, h), dtype=x.dtype, device=x.device)
     work = tp.all_gather(parts.view(-1), x.contiguous().view(-1), purpose)
@@ -41,7 +41,7 @@ def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """Sum [b, s, h] over the ranks, each keeping its [b, s/t, h]; usable after the work's wait."""
+    """Sum [b, s, h] over the ranks and return the rank's [b, s/t, h]; the result is valid after the work's wait."""
     b, s, h = x.shape
     part = torch.empty((b, s // tp.size, h), dtype=x.dtype, device=x.device)
     parts = x.view(b, tp.size, s // tp.size, h).transpose(0, 1).contiguous()
@@ -49,11 +49,11 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
-    """rows^T x, the gradient of `weight`; None if it went straight to its place in a bucket.
+    """Return rows^T x, the gradient of `weight`; None if the gradient was added to its bucket.
 
     A weight that is used once per backward pass may have a `gradient_sink` (see
-    `repro.parallel.zero.grad_reduce.GradientReducer`): the product is then added where gradients are reduced,
-    and no gradient of its own is ever allocated or copied.
+    `repro.parallel.zero.grad_reduce.GradientReducer`).  The product is then added directly to the bucket, without an
+    allocation or a copy of the gradient.
     """
     sink = getattr(weight, "gradient_sink", None)
     if sink is None:
@@ -63,9 +63,10 @@ def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T + b for each of some w.  With a tp group, w is split by rows (columns of w^T) and x is Megatron's f:
+    """Return y = x w^T + b for each weight w.
 
-    backward starts the sum of the input's gradient over tp and computes the weights' meanwhile.
+    With a tp group, w is split by rows (columns of w^T) and x is the input of Megatron's f.  Backward starts the sum of
+    the input's gradient over tp and computes the gradients of the weights meanwhile.
     """
 
     @staticmethod
@@ -89,7 +90,7 @@ class _Linear(torch.autograd.Function):
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         work = gathered = Work()
         if tp is not None and ctx.sp:
-            # The whole input was not kept; it is gathered again under the first matrix product.
+            # The full input was not saved; it is gathered again during the first matrix product.
             x, gathered = gather_sequence(x, tp, ctx.purpose)
         dx = gradients[0].matmul(weights[0].flatten(0, -2))
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -133,7 +134,7 @@ class _ReduceOutput(torch.autograd.Function):
 
 
 def reduce_output(x: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """Sum the ranks' partial results x [b, s, h]: all of it, or with `sp` each rank's [b, s/t, h]."""
+    """Sum the ranks' partial results x [b, s, h] to [b, s, h], or with `sp` to each rank's [b, s/t, h]."""
     return x if tp.size == 1 else _ReduceOutput.apply(x, tp, sp, purpose)
 
 
@@ -144,9 +145,9 @@ Column = tuple[Tensor, Tensor | None]
 def column_linears(
     x: Tensor, columns: Sequence[Column], tp: Group, sp: bool, purpose: str
 ) -> tuple[Tensor, ...]:
-    """x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
+    """Return x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
 
-    However many there are, x is gathered once and its gradient summed once.
+    For any number of weights, x is gathered once and its gradient summed once.
     """
     parameters = [tensor for column in columns for tensor in column]
     found: tuple[Tensor, ...] = _Linear.apply(x, tp if tp.size > 1 else None, sp, purpose, *parameters)
@@ -156,28 +157,28 @@ def column_linears(
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sp: bool, purpose: str
 ) -> Tensor:
-    """`column_linears` of one weight."""
+    """Return `column_linears` of one weight."""
     return column_linears(x, [(weight, bias)], tp, sp, purpose)[0]
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], for `reduce_output` to sum."""
+    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
     found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", weight, None)
     return found[0]
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """`row_products`, summed over tp."""
+    """Return `row_products`, summed over tp."""
     return reduce_output(row_products(x, weight), tp, sp, purpose)
 
 
 def split_parameter(
     shape: tuple[int, ...], split: int | None, tp: Group, init: str, *, used_once: bool = False
 ) -> nn.Parameter:
-    """A parameter of full `shape` of which each tp rank holds an equal part of dimension `split`.
+    """Return a parameter of full `shape` of which each tp rank holds an equal part of dimension `split`.
 
-    `init` names how it starts: `normal`, `residual` (normal / sqrt(2 layers)), `zeros`, `ones`.
-    `used_once`: one linear layer of a pass uses it, so its gradient may skip autograd's accumulation.
+    `init`: the initial values, `normal`, `residual` (normal / sqrt(2 layers)), `zeros` or `ones`.
+    `used_once`: one linear layer of a pass uses the parameter, so its gradient may skip autograd's accumulation.
     """
     local = list(shape)
     if split is not None:
@@ -189,7 +190,7 @@ def split_parameter(
 
 
 def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
-    """Rows of a vocabulary-parallel embedding [V/t, h] for tokens [b, s]: partial [b, s, h], to be summed."""
+    """Return rows of a vocabulary-parallel embedding [V/t, h] for tokens [b, s]: partial [b, s, h], to be summed."""
     if tp.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - tp.rank * weight.shape[0]
@@ -213,7 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, maximum, sums, targets = ctx.saved_tensors
-        # The logits are the largest activation there is; their gradient takes their place.
+        # The logits are the largest activation; their gradient overwrites them.
         with torch.no_grad():
             kernels.cross_entropy_backward_(
                 logits.detach(),
@@ -230,9 +231,8 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False
 ) -> Tensor:
-    """Loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
+    """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    The whole row of logits never exists on one rank.  Backward overwrites `logits`.  `plain`: torch's
-    operators in place of CUDA kernels.
+    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
     """
     return _CrossEntropy.apply(logits, targets, tp, plain)

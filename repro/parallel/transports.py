@@ -1,4 +1,4 @@
-"""What carries the messages of a group of ranks: gloo, NCCL, or nothing at all (one rank; shapes only on `meta`)."""
+"""Transports of a group's messages: gloo, NCCL, or none (one rank, or shapes only on `meta`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUM, MAX = "sum", "max"
 
 
 class Work:
-    """A collective under way.  `wait()` returns when its result may be used (on CUDA: enqueued after)."""
+    """A running collective.  `wait()` returns when its result may be used (on CUDA: enqueued afterwards)."""
 
     __slots__ = ("_finish", "_held", "_works")
 
@@ -28,12 +28,12 @@ class Work:
         self._held: Tensor | None = None
 
     def hold(self, tensor: Tensor) -> Work:
-        """This, keeping the memory of what is read until it has been, whatever the transport keeps."""
+        """Retain a tensor that the collective reads until the wait, and return this work."""
         self._held = tensor
         return self
 
     def wait(self) -> None:
-        """Block (CPU) or order the current stream after the collective (CUDA).  A second call does nothing."""
+        """Block (CPU) or order the current stream after the collective (CUDA).  A second call has no effect."""
         if self._works is None:
             return
         for work in self._works:
@@ -46,19 +46,19 @@ class Work:
 
 
 class Transport(Protocol):
-    """Carries messages between the ranks of one group.  Tensors are contiguous; sizes were checked."""
+    """Messages between the ranks of one group.  Tensors are contiguous; sizes were checked."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """Reduce in place over all ranks."""
+        """Reduce `tensor` in place over all ranks."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        """Sum `input` [n * k], leave the rank's part in `output` [k], which may be a view of it."""
+        """Sum `input` [n * k] and write the rank's part to `output` [k], which may be a view of `input`."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Concatenate every rank's `input` [k] in `output` [n * k]; `input` may be its part of it."""
+        """Concatenate every rank's `input` [k] in `output` [n * k]; `input` may be the rank's part of `output`."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Copy in place from the group's rank `source`."""
+        """Copy `tensor` in place from the group's rank `source`."""
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         """Send to the group's rank `to`; messages of one channel arrive in the order of sending."""
@@ -75,7 +75,7 @@ Channels = dict[tuple[int, int, int], dist.ProcessGroup]
 
 
 class NoTransport:
-    """Carries nothing: a group of one rank, or tensors that have shapes but no data."""
+    """Transport without messages, for a group of one rank or tensors without data."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         return Work()
@@ -135,11 +135,11 @@ class NcclTransport:
         return Work(work)
 
     def barrier(self) -> None:
-        # Without a device torch takes the one of the rank's number.
+        # Without device_ids torch uses the device whose index is the rank.
         dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()])
 
     def first_uses(self) -> Iterator[tuple[dist.ProcessGroup, Callable[[Tensor], Work]]]:
-        """Each communicator of this rank with a use of it, in an order that is the same on all its ranks."""
+        """Yield each communicator of this rank with a use of it, in an order that is equal on all its ranks."""
         yield self.group, lambda message: self.all_reduce(message, SUM)
         rank = dist.get_rank(self.group)
         for (source, to, channel), pair in self.channels.items():
@@ -152,13 +152,13 @@ class NcclTransport:
 class GlooTransport:
     """CPU tensors through gloo.
 
-    gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice.
-    Messages sent straight between the ranks' own buffers move the same `(n-1)/n` of the payload in
-    one half to three quarters of the time; sums are in fp32 whatever the tensors are.
+    gloo's reduce-scatter costs as much as its all-reduce, and its all-gather copies everything twice.  Direct
+    messages between the ranks' own buffers move the same `(n-1)/n` of the payload in one half to three quarters of
+    the time.  Sums are in fp32 for every dtype.
     """
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
-        """Collectives of different channels do not meet, whatever their order."""
+        """`channel`: collectives of different channels never match each other, in any order."""
         self.group, self.channel = group, channel
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
@@ -167,12 +167,12 @@ class GlooTransport:
         self._messages: Counter[tuple[str, int, int]] = Counter()
 
     def _peers(self) -> list[tuple[int, int]]:
-        """(rank to send to, rank to receive from), one pair for each other rank."""
+        """Return (rank to send to, rank to receive from), one pair for each other rank."""
         n, r = self.size, self.rank
         return [((r + k) % n, (r - k) % n) for k in range(1, n)]
 
     def _next_tag(self) -> int:
-        """All ranks issue collectives in the same order, so their messages carry the same tag."""
+        """Return the tag of the next collective, equal on all ranks, which issue collectives in one order."""
         self._tag = (self._tag + 1) % (1 << 16)
         return (self.channel << 16) + self._tag
 
@@ -225,7 +225,7 @@ class GlooTransport:
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
     def _message_tag(self, direction: str, peer: int, channel: int) -> int:
-        """Sender and receiver count the messages of a channel alike; collectives have the tags below 2^16."""
+        """Return the tag of a channel's next message, equal at both ends; collectives have the tags below 2^16."""
         key = (direction, peer, channel)
         self._messages[key] += 1
         return (1 + channel << 16) + self._messages[key] % (1 << 16)

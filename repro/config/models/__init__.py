@@ -20,21 +20,21 @@ from repro.config.model import Model
 __all__ = ["FILES", "is_file", "load_model", "model_names"]
 
 FILES = Path(__file__).parent
-"""Where the packaged model files are."""
+"""Folder of the packaged model files."""
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
 def model_names() -> list[str]:
-    """Names of all packaged models, in the order of the files."""
+    """Return the names of all packaged models, in the order of the files."""
     return list(_packaged())
 
 
 def load_model(name: str | Path) -> Model:
-    """The packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
+    """Return the packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
 
-    Raises `ConfigError` for an unknown name (with the nearest ones) and for a file that is missing,
-    is not TOML, does not say which of several models is meant, or has a wrong key or value.
+    Raises `ConfigError` for an unknown name (with the nearest names), and for a file that is missing, is not TOML, has
+    several models of which none is named, or has a wrong key or value.
     """
     text = str(name)
     if is_file(text):
@@ -48,7 +48,7 @@ def load_model(name: str | Path) -> Model:
 
 
 def is_file(text: str) -> bool:
-    """Whether a model is named by its file, `FILE.toml` or `FILE.toml:NAME`."""
+    """Return whether the text names a model by its file, `FILE.toml` or `FILE.toml:NAME`."""
     return text.endswith(".toml") or ".toml:" in text or "/" in text
 
 
@@ -67,7 +67,7 @@ def _of_file(text: str) -> Model:
 
 @cache
 def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
-    """Table and file of every packaged model by name; the files are read once a process."""
+    """Return table and file of every packaged model by name; the files are read once per process."""
     tables: dict[str, tuple[dict[str, Any], Path]] = {}
     for path in sorted(FILES.glob("*.toml")):
         for table in _tables(path):
@@ -81,7 +81,7 @@ def _packaged() -> dict[str, tuple[dict[str, Any], Path]]:
 
 
 def _tables(path: Path) -> list[dict[str, Any]]:
-    """The models of one file as plain tables, the file's defaults filled in."""
+    """Return the models of one file as plain tables with the file's defaults."""
     data = read_toml(path)
     if "model" not in data and "defaults" not in data:
         return [data]
@@ -102,7 +102,7 @@ def _tables(path: Path) -> list[dict[str, Any]]:
 
 
 def _model(table: dict[str, Any], path: Path) -> Model:
-    """The checked model.  Tables that are plainly right skip pydantic, whose import costs 0.1 s."""
+    """Return the checked model.  Valid tables skip pydantic, whose import takes 0.1 s."""
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}
     plain = all(

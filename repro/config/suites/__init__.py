@@ -78,7 +78,7 @@ class Comparison:
     subjects: tuple[str, ...]
     rounds: int = 5
     apart: bool = False
-    """Whether each turn builds and frees its experiment, for sizes of which two do not fit on a device together."""
+    """Whether each turn builds and frees its experiment, for experiments that do not fit on a device together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _distinct(entries: list[Entry], file: str) -> None:
 
 
 def _continued(entries: list[Entry], file: str) -> None:
-    """Raise `ConfigError` unless an experiment that continues another one trains the same, and longer."""
+    """Raise `ConfigError` unless an experiment that continues another one has the same training and more steps."""
     known = {entry.experiment.name: entry.experiment for entry in entries}
     for experiment in known.values():
         name = experiment.training.continues

@@ -1,4 +1,4 @@
-"""One `[[experiment]]` table of a suite, with what it takes from `[defaults]` and `[layouts]`.
+"""One `[[experiment]]` table of a suite, with its values from `[defaults]` and `[layouts]`.
 
 A layout may be named once and used by several experiments::
 
@@ -10,8 +10,9 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # as it is
     layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
 
-An experiment's own keys win over those of the layout that it names, and those over `[defaults]`.  An emulated
-network is named in the same way: `[networks.slow]`, `network = "slow"`, `network = { use = "slow", between = 16e6 }`.
+An experiment's own keys take precedence over those of the layout that it names, and those over `[defaults]`.  An
+emulated network is named in the same way: `[networks.slow]`, `network = "slow"`,
+`network = { use = "slow", between = 16e6 }`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PARTS = {
     "twin": TwinOf,
 }
 _NAMED = {"layout": "layouts", "network": "networks"}
-"""Parts that a file may name, and the tables in which it does."""
+"""Parts that a file may name, and the tables of these names."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
 
 
@@ -47,25 +48,25 @@ class Entry:
 
     experiment: Experiment
     launch: str = ""
-    """Experiments with the same name here share one start of the processes."""
+    """Name of a launch: experiments with equal names share one start of the processes."""
     expect: str = "ok"
-    """The outcome that is a success: `oom` where out-of-memory is the claim; empty: none is expected."""
+    """Outcome that counts as success: `oom` if the claim is out-of-memory; empty: none."""
 
 
 class Shared(NamedTuple):
-    """What the experiments of one file may take from it."""
+    """Settings of one file that its experiments share."""
 
     file: str
     defaults: Mapping[str, Any]
     named: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """`layouts` and `networks`, each by name."""
+    """Tables `layouts` and `networks`, each by name."""
     models: Mapping[str, Model]
-    """`[models.NAME]`: those that only this file has."""
+    """Models of this file only, `[models.NAME]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One `[[experiment]]` table (or `[defaults]`) as it is written."""
+    """One `[[experiment]]` table (or `[defaults]`) as written in the file."""
 
     name: str = ""
     model: str = ""
@@ -81,15 +82,17 @@ class _Row:
 
 
 class _Level(NamedTuple):
-    """Keys from one place of the file, and how that place is called."""
+    """Keys from one table of the file, and the name of the table."""
 
     where: str
     table: Mapping[str, Any]
 
 
 def shared(data: Mapping[str, Any], file: str) -> Shared:
-    """Check the keys of `[defaults]`, `[layouts]`, `[networks]`, whose values are checked in the experiments that they
-    reach, and `[models]` whole."""
+    """Check the keys of `[defaults]`, `[layouts]` and `[networks]`, and `[models]` completely.
+
+    The values of the first three tables are checked in the experiments that use them.
+    """
     named = {tables: data.get(tables, {}) for tables in _NAMED.values()}
     for part, tables in _NAMED.items():
         if not isinstance(named[tables], dict):
@@ -127,7 +130,7 @@ def _models(tables: Any, file: str) -> dict[str, Model]:
 
 
 def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
-    """The `number`-th experiment of a file.  Raises `ConfigError`."""
+    """Return the `number`-th experiment of a file.  Raises `ConfigError`."""
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str) or not name:
         raise ConfigError("name", says=f"is missing in [[experiment]] number {number}", file=from_file.file)
@@ -152,7 +155,7 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
     levels = {key: _levels(key, data, from_file, place) for key in _PARTS}
 
     def blame(error: ConfigError, part: str) -> ConfigError:
-        """Say where in the file the value comes from."""
+        """Return the error with the table of the file that has the value."""
         found = [level.where for level in levels.get(part, []) if error.key in level.table]
         where = found[-1] if found else error.where or part
         return error.for_key(error.key, file=place, where=where)
@@ -194,14 +197,14 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
 
 
 def _spelled(data: Any, place: str) -> dict[str, Any]:
-    """`layout = "C1"` as `layout = { use = "C1" }`, and so `network`."""
+    """Return `layout = "C1"` as `layout = { use = "C1" }`, and likewise `network`."""
     if not isinstance(data, dict):
         raise ConfigError("defaults", data, "a table", file=place)
     return {**data, **{part: {USE: data[part]} for part in _NAMED if isinstance(data.get(part), str)}}
 
 
 def _levels(part: str, data: Mapping[str, Any], from_file: Shared, place: str) -> list[_Level]:
-    """Where the keys of one part come from, weakest first."""
+    """Return the sources of one part's keys, in order of increasing precedence."""
     inherited, own = from_file.defaults.get(part, {}), data.get(part, {})
     levels = [_Level(f"defaults.{part}", inherited), _Level(part, own)]
     if part not in _NAMED:
@@ -238,7 +241,7 @@ def _model(name: str, *, file: str, place: str) -> Model:
 
     path = Path(name).expanduser()
     if models.is_file(name) and not path.is_absolute():
-        path = Path(file).parent / path  # as the suite's author sees it
+        path = Path(file).parent / path  # relative to the suite file
     try:
         return models.load_model(path if models.is_file(name) else name)
     except ConfigError as error:
@@ -246,7 +249,7 @@ def _model(name: str, *, file: str, place: str) -> Model:
 
 
 def _system(name: str, place: str) -> None:
-    """Whether there is such a system: the machine at hand, or one with a file."""
+    """Raise `ConfigError` unless the system exists: the local machine, or a system with a file."""
     from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
     if name not in LOCAL_SYSTEMS:
@@ -257,7 +260,7 @@ def _system(name: str, place: str) -> None:
 
 
 def _data(training: Training, model: Model) -> None:
-    """Find out here what a rank would only find out when it opens its data."""
+    """Raise `ConfigError` for data that a rank could not open."""
     if training.data in _DATA:
         if training.data == "shakespeare-gpt2" and model.vocab < 50257:
             needed = f"needs a model with GPT-2's vocabulary of 50257 ({model.name} has {model.vocab})"
@@ -279,7 +282,7 @@ def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> No
 
 
 def unknown_name_hint(key: str, known: tuple[str, ...], what: str = "key") -> str:
-    """What to say of a name that is not among `known`."""
+    """Return the hint for a name that is not among `known`."""
     near = difflib.get_close_matches(key, known, n=1)
     hint = (
         f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
@@ -288,6 +291,6 @@ def unknown_name_hint(key: str, known: tuple[str, ...], what: str = "key") -> st
 
 
 def listed(names: Sequence[str], most: int = 30) -> str:
-    """`names` for one line of an error."""
+    """Return `names` in one line of an error."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,7 +1,7 @@
-"""What is not known for certain of a system: numbers with a range, and the system with other values of them.
+"""Uncertain numbers of a system, which have a range, and the system with other values of them.
 
-A case gives every unknown a quantile, 0 at the low end, 1/2 at the best value, 1 at the high end.  The quantiles of a
-key are the same for every system and every run, so that two predictions can be compared case by case.
+A case gives every unknown a quantile: 0 at the low end, 1/2 at the best value, 1 at the high end.  The quantiles of a
+key are equal for every system and every run, so that two predictions can be compared case by case.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ from repro.config.quantity import Quantity
 from repro.config.system import System
 
 PACE = "device.time.pace"
-"""How fast a device is of its kind, which scales everything that it computes."""
+"""Key of the speed of a device relative to its kind, which scales its compute time."""
 SPREAD = "device.time.spread"
-"""How unlike a run's devices are, of which the slowest scales everything."""
+"""Key of the spread of a run's devices, of which the slowest scales the compute time."""
 PER_RANGE = 4
-"""Steps of a search from one end of a range to the other."""
+"""Number of search steps from one end of a range to the other."""
 DRAWS = 64
-"""Joint draws of all unknowns."""
+"""Number of joint draws of all unknowns."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
-"""Last words of keys that count something."""
+"""Last words of keys that are counts."""
 FRACTION_KEYS = (
     *("efficiency", "matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"),
     *("overlap_cost", "pair"),
 )
-"""Last words of keys that are at most 1."""
+"""Last words of keys whose maximum is 1."""
 LOW, BEST, HIGH = 0.0, 0.5, 1.0
-"""Quantiles of the ends of a range and of the value that is used."""
+"""Quantiles of the low end of a range, the best value and the high end."""
 REACH = 4.0
-"""How many times below the low end the quantile -1 is, and above the high end 2, where values are searched for."""
+"""Factor of a search outside the range: quantile -1 is the low end divided by it, 2 the high end times it."""
 
 
 @dataclass(frozen=True)
 class QuantileCase:
-    """A quantile for every unknown there may be."""
+    """Quantiles of all unknowns."""
 
     moved: str = ""
-    """The one that is not at its best value."""
+    """Key of the unknown that is not at its best value."""
     quantile: float = BEST
-    """Its own."""
+    """Quantile of the moved unknown."""
     number: int | None = None
-    """Of a joint draw, in which all are moved."""
+    """Index of a joint draw, in which all unknowns are moved; None for a single move."""
 
     def quantile_of(self, key: str) -> float:
-        """The quantile of `key`."""
+        """Return the quantile of `key`."""
         if self.number is not None:
             return _column(key)[self.number]
         return self.quantile if key == self.moved else BEST
 
 
 JOINT = tuple(QuantileCase(number=number) for number in range(DRAWS))
-"""A Latin hypercube; its columns depend on nothing but the key."""
+"""Latin hypercube; a column depends on its key only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A number that may be another one."""
+    """A number with a range of possible values."""
 
     key: str
-    """`links.inter-node.rings`, as in the file."""
+    """Key in the file, `links.inter-node.rings`."""
     low: float
     best: float
     high: float
     source: str
-    """With the reasons for both ends."""
+    """Source, with the reasons for both ends."""
 
     def value_at(self, quantile: float) -> float:
-        """The value at `quantile`: half of the draws lie on either side of the best value.
+        """Return the value at `quantile`: half of the draws are on either side of the best value.
 
-        -1 to 0 and 1 to 2 lie outside of the range, up to `REACH` times.
+        Quantiles from -1 to 0 and from 1 to 2 are outside the range, up to the factor `REACH`.
         """
         exact = {LOW: self.low, BEST: self.best, HIGH: self.high}
         if quantile in exact:
@@ -93,8 +93,7 @@ class Unknown:
 
     @property
     def around(self) -> dict[float, float]:
-        """Values in the range and around it, rising, each with its quantile; of what is counted every whole one in the
-        range."""
+        """Return rising values in and around the range with their quantiles; for counts, every integer in the range."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
         if self.key.rpartition(".")[2] in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
@@ -104,9 +103,9 @@ class Unknown:
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
-    """All numbers of `system` that have a range, as it uses them: those that are assumed for it as well.
+    """Return all numbers of `system` with a range, including assumed numbers.
 
-    None where `repro calibrate` measured operators and collectives on it.
+    The result is empty for a system whose operators and collectives `repro calibrate` measured.
     """
     if system.device.operators:
         return ()
@@ -114,13 +113,13 @@ def unknowns(system: System) -> tuple[Unknown, ...]:
 
 
 def make_unknown(key: str, number: Quantity) -> Unknown:
-    """A number that is known, with its range."""
+    """Return a known number with its range."""
     low, best, high = number.ends
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
 
 def with_values(system: System, values: Mapping[str, float]) -> System:
-    """`system` with other values of these keys, which are exact then."""
+    """Return `system` with other values of these keys, which then have no range."""
     known = dict(_quantities(system))
     for key, value in values.items():
         number = Quantity(value=value, source=known[key].source)
@@ -129,7 +128,7 @@ def with_values(system: System, values: Mapping[str, float]) -> System:
 
 
 def drawn(system: System, case: QuantileCase, only: Collection[str] | None = None) -> System:
-    """`system` with every unknown where `case` has it; `only`: of those keys, and all others at their best values."""
+    """Return `system` with the values of `case`; `only`: of these keys, with all others at their best values."""
     moved = {
         one.key: value
         for one in unknowns(system)
@@ -148,7 +147,7 @@ def _column(key: str) -> tuple[float, ...]:
 
 
 def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
-    """Every number by its key, known or assumed."""
+    """Yield every number with its key, known or assumed."""
     for name in _numbers(System):
         yield name, getattr(system, name)
     device = system.device

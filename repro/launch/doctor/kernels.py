@@ -188,5 +188,5 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
             )
         return found
 
-    with ThreadPoolExecutor(usable_cores()) as pool:  # the compiler lets go of Python's lock
+    with ThreadPoolExecutor(usable_cores()) as pool:  # the compiler releases Python's lock
         return [row for found in pool.map(rows, todo) for row in found]

@@ -101,7 +101,7 @@ class CheckpointManager:
         return loaded
 
     def _choose(self) -> FoundCheckpoint | None:
-        """Return the checkpoint that rank 0 finds. A broadcast carries its step and key."""
+        """Return the checkpoint that rank 0 finds. A broadcast distributes its step and key."""
         found = newest_checkpoint(self.place.root, self.experiment) if self.mesh.rank == 0 else None
         words = [0, 0, 0, 0]
         if found is not None:

@@ -25,7 +25,7 @@ MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of device queues that the streams of a process share; the default is 8.
 
 A pipeline rank has a stream for each of up to ten communicators, and further streams. A waiting stream delays the other
-streams of its queue. Megatron-LM asks for 1 queue with several tp ranks, so that products begin after the messages that
+streams of its queue. Megatron-LM requires 1 queue with several tp ranks, so that products begin after the messages that
 they overlap with. The schedules of this suite hang under neither setting (`tests/parallel/test_streams.py`).
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
@@ -123,9 +123,9 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 def limit_memory(limit_bytes: int, device: str) -> None:
     """Limit this rank to `limit_bytes` in addition to its present memory; 0 means no limit.
 
-    On the CPU that is `RLIMIT_DATA` at the present size of the data segment (`VmData`: heap and private
-    writable mappings, thread stacks included) plus `limit_bytes`: what torch itself needs differs from
-    build to build by more than a small model, and a GPU's memory does not hold it either.  On CUDA it is
+    On the CPU, `RLIMIT_DATA` is set to the present size of the data segment (`VmData`: heap and private writable
+    mappings, thread stacks included) plus `limit_bytes`.  The present size is added because the memory of torch itself
+    differs between builds by more than a small model, and is not part of a GPU's memory either.  On CUDA, the limit is
     the fraction of the device that torch's caching allocator may use.
     """
     if not limit_bytes:
@@ -145,8 +145,8 @@ def limit_memory(limit_bytes: int, device: str) -> None:
 def _check_memory_before_groups() -> None:
     """Raise `MemoryError` if the limit does not allow the thread stacks of a new process group.
 
-    gloo itself then ends the process (`terminate called without an active exception`, SIGABRT), raises `Resource
-    temporarily unavailable` or never returns, and none of it says that memory is what lacks.
+    Without this check, gloo ends the process (`terminate called without an active exception`, SIGABRT), raises
+    `Resource temporarily unavailable` or never returns. None of these reports a lack of memory.
     """
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if groups is None:

@@ -2,9 +2,9 @@
 
 Sixteen ranks on a core compute at a sixteenth of its rate each. While fifteen of them wait for messages, the last one
 would compute sixteen times as fast, and the time of the messages would disappear. A rank that has computed for `c`
-seconds therefore sleeps until `c / share` seconds have passed; waits for other ranks do not count. The rank settles
-this time before each collective, before each wait for one, and at a timer of processor time for libraries that do not
-announce their collectives. Only the computing thread is throttled. Threads that carry messages run on other cores
+seconds therefore sleeps until `c / share` seconds have passed; waits for other ranks do not count. The rank sleeps
+before each collective, before each wait for one, and at a timer of processor time for libraries that do not
+announce their collectives. Only the computing thread is throttled. Threads that transmit messages run on other cores
 (`repro.util.processes`), because a kernel without `IRQ_TIME_ACCOUNTING` charges frames to the thread on the core.
 """
 
@@ -78,7 +78,7 @@ class EmulatedNetworkRank:
             seen.throttle.stop()
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
-        """Prepare the timed steps, which allocate `peak_bytes`; threads that carry messages get their cores."""
+        """Prepare the timed steps, which allocate `peak_bytes`; threads that transmit messages get their cores."""
         self._cores.apply()
         processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
@@ -146,11 +146,11 @@ class CoreThrottle:
         self._ahead = 0.0
         self._settling = self._waiting = False
         self._waits = [(kind, kind.wait) for kind in (dist.Work, transports.Work)]
-        """Waits of torch's and our collectives."""
+        """Wait methods of torch's and our collectives."""
         self._read_clocks()
 
     def start(self) -> None:
-        """Settle at the kernel's timer and before waits."""
+        """Call `settle` at the kernel's timer and before waits."""
         for kind, wait in self._waits:
             kind.wait = self._settled(wait)  # type: ignore[method-assign]
         signal.signal(signal.SIGVTALRM, self._tick)

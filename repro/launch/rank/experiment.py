@@ -33,7 +33,7 @@ from repro.results.record_parts import CheckpointReport, RankMemory, RankResult,
 __all__ = ["Diverged", "ExperimentRun"]
 
 Report = Callable[[int, Phase], None]
-"""Called with (step, phase) at every change of phase."""
+"""Callback with (step, phase) at every change of phase."""
 
 
 class ExperimentRun:
@@ -67,7 +67,7 @@ class ExperimentRun:
         self.comm: list[TrafficRow] = []
         self.network = network
         self.link_bytes: list[int] = []
-        """Bytes that the network carried in the timed steps."""
+        """Bytes that the network transmitted in the timed steps."""
         report(0, Phase.INIT)
         self.watched = watched
         self.tracker = MemoryTracker() if watched else None
@@ -90,7 +90,7 @@ class ExperimentRun:
 
     @property
     def left(self) -> int:
-        """Number of remaining steps."""
+        """Return the number of remaining steps."""
         return self.experiment.training.steps - self.index
 
     def _resume(self, checkpoints: CheckpointManager) -> None:
@@ -136,7 +136,7 @@ class ExperimentRun:
                     self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._write_due_checkpoint():
-                rows += self.clock.read()  # or a long run's clock would hold an event for every mark
+                rows += self.clock.read()  # limits the events that a long run holds
         rows += self.clock.read()
         grown = [b - a for a, b in zip(before, self._count_link_bytes(), strict=True)]
         self.link_bytes = (
@@ -156,7 +156,7 @@ class ExperimentRun:
 
     @property
     def _has_known_waits(self) -> bool:
-        """Whether waits for other stages are known: with our engine, and with others if pp is the only parallelism."""
+        """Return whether waits for other stages are known: with our engine, or if pp is the only parallelism."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
@@ -211,7 +211,7 @@ class ExperimentRun:
         live, most = tracker.live(), tracker.most
         states = {category: live[category] for category in MODEL_STATES}
         if self.experiment.engine != NATIVE:
-            # Libraries free gradients between steps; what counts is what they hold when the update begins.
+            # Libraries free gradients between steps; the gradients at the start of the update count.
             states[Category.GRADIENTS] = most[Category.GRADIENTS]
         self.memory = RankMemory(
             states=states,
@@ -249,7 +249,7 @@ class ExperimentRun:
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
         if self.left and self.batches.can_prefetch:
-            # Beside what this step still computes; where the host is late the step is as long.
+            # The copy overlaps with the rest of this step; a late host does not make the step longer.
             phase(Phase.INPUT)
             self.batches.prefetch(self.index)
 

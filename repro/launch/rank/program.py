@@ -93,8 +93,8 @@ def classify_error(error: BaseException, diverged: type[BaseException] = Floatin
         return "interrupted"
     if isinstance(error, (diverged, FloatingPointError)):
         return "diverged"
-    # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; the
-    # message is the only thing that tells the first from other runtime errors.
+    # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; only the message
+    # distinguishes the first from other runtime errors.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "oom"
     if isinstance(error, (RuntimeError, OSError)) and _NO_MEMORY.search(str(error)):

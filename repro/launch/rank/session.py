@@ -186,7 +186,7 @@ def _timed_steps(job: Job, experiment: Experiment, turn: int) -> int:
 def _run_compared_apart(
     job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
 ) -> dict[str, dict[str, Any]]:
-    """Run compared experiments of which only one fits the device: each turn initialises and frees its experiment.
+    """Run compared experiments that do not fit the device together: each turn initialises and frees its experiment.
 
     Losses and memory are those of the last turn; times are those of all turns. The groups remain over all turns.
     """
@@ -226,7 +226,7 @@ def run_memory_trial(
     """Run the memory trial of each experiment on this rank; return `{"memory", "parameters"}` per key, in bytes.
 
     This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps. With
-    `job.as_rank`, the process allocates the memory of that rank of the layout, and its collectives carry no data.
+    `job.as_rank`, the process allocates the memory of that rank of the layout, and its collectives have no data.
     """
     place = rank_device(device)
     found = {}

@@ -47,7 +47,7 @@ class BatchLoader:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether `prefetch` overlaps the copy with the step before."""
+        """Return whether `prefetch` overlaps the copy with the preceding step."""
         return self._copies is not None
 
     def prefetch(self, step: int) -> None:

@@ -28,8 +28,7 @@ _MEANING = {
     "PREEMPTED": ("interrupted", "preempted and not requeued"),
     "REVOKED": ("interrupted", "cancelled by the scheduler"),
 }
-"""Outcome and reason of a case that left no record, by the last state of its job.  What came from outside is no
-result of the case."""
+"""Outcome and reason of a case without a record, by its job's last state.  Outside causes are no results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,15 @@ class CaseState:
     key: str
     bundle: int
     job: str
-    """`12_3`; empty where `sbatch` never answered."""
+    """SLURM's job id, `12_3`; empty if `sbatch` never answered."""
     state: str
     """One of `STATES`."""
     detail: str = ""
-    """Step and rate, why it waits, or the outcome's reason."""
+    """Step and rate, reason of a wait, or the outcome's reason."""
     outcome: str = ""
-    """Of the record in the store; for lost ones what `.collect` would record."""
+    """Outcome of the record in the store; for a lost case the outcome that `repro collect` would record."""
     job_state: str = ""
-    """SLURM's word for its job; empty where nobody knows it any more."""
+    """State of the job in SLURM; empty for a forgotten job."""
     nodes: str = ""
     restarts: int = 0
     recorded: bool = False
@@ -58,16 +57,16 @@ class CaseState:
 
     @property
     def failure(self) -> str:
-        """The class of what went wrong; empty if nothing did, or not yet."""
+        """Return the failure class; empty without a failure."""
         return failure_class(self.outcome, self.detail, self.job_state) if self.outcome else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return asdict(self) | {"failure": self.failure}
 
 
 def outcome_without_record(job: JobState | None) -> tuple[str, str]:
-    """Outcome and reason of a case that left no record, from how its job ended."""
+    """Return outcome and reason of a case without a record, from the end of its job."""
     if job is None:
         return "error", "lost: SLURM does not know the job any more and it left no record"
     outcome, reason = _MEANING.get(job.state, ("error", f"the job ended as {job.state} without a record"))
@@ -82,13 +81,13 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
 
 
 class CaseSurvey:
-    """Every case's state, read once."""
+    """Survey of every case's state, read once."""
 
     def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
         self.registry, self.store, self.scheduler = registry, store, scheduler
 
     def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
-        """All cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
+        """Return all cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
         chosen = self.registry.all() if submissions is None else submissions
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
         latest = by_key(self.store.records())
@@ -106,7 +105,7 @@ class CaseSurvey:
         return found
 
     def live(self) -> dict[str, str]:
-        """Keys of experiments that a live job has yet to finish -> the job."""
+        """Return the keys of experiments that a live job has not finished, with the job."""
         return {case.key: case.job for case in self.cases() if case.state in (PENDING, RUNNING, REQUEUED)}
 
 
@@ -119,7 +118,7 @@ def _case(
     said: dict[str, Any],
     record: ExperimentRecord | None,
 ) -> CaseState:
-    """Where `experiment` stands; `said` is what its allocation wrote last."""
+    """Return the state of `experiment`; `said` is the last state file of its allocation."""
     own = record if record is not None and _is_later(record, submission) else None
     base = CaseState(
         submission=submission.id,
@@ -144,7 +143,9 @@ def _case(
     if job is not None and job.live:
         return _live(base, job, said)
     outcome, reason = outcome_without_record(job)
-    if own is not None and stopped and own.reason != reason:  # it said so itself, and did not start again
+    if (
+        own is not None and stopped and own.reason != reason
+    ):  # the allocation recorded the end, and did not start again
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
     lost = replace(base, state=LOST, detail=reason, outcome=outcome)
@@ -152,7 +153,7 @@ def _case(
 
 
 def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
-    """A case without an outcome whose job waits or runs."""
+    """Return the state of a case without an outcome whose job waits or runs."""
     current, stopped = said.get("current") or {}, said.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
@@ -169,7 +170,7 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
 
 
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
-    """Whether the record was appended after the submission; clocks of a login and a compute node may differ."""
+    """Return whether the record was appended after the submission; clocks of login and compute nodes may differ."""
     if submission.newest_record is None:
         return _parse_time(record.written) >= _parse_time(submission.created)
     return record.order > submission.newest_record

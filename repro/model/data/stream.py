@@ -48,7 +48,7 @@ def permute(position: U64, n: int, keys: U64) -> U64:
     """Return the image of each `position` (uint64, less than `n`) under the pseudo-random permutation of its key.
 
     `keys` has the shape of `position`; all positions under one key form a bijection of 0 .. n - 1.  A Feistel network
-    permutes 0 .. 4**b - 1 whatever its round function is.  An image outside 0 .. n - 1 is permuted again (cycle
+    permutes 0 .. 4**b - 1 with any round function.  An image outside 0 .. n - 1 is permuted again (cycle
     walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).  4**b < 4n, so the mean number of
     applications is less than 4.
     """
@@ -76,7 +76,7 @@ class TokenStream(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Number of samples after which the data repeats in another order; 0 if it never repeats."""
+        """Return the number of samples after which the data repeats in another order; 0 if it never repeats."""
 
     def samples(self, first: int, count: int) -> torch.Tensor:
         """Return samples `first .. first + count - 1` as int64 `[count, seq + 1]` on the CPU.

@@ -1,10 +1,10 @@
-"""What crosses the boundary between two pipeline stages: activations one way, their gradients the other.
+"""Transfers between two pipeline stages: activations in one direction, their gradients in the other.
 
-With overlap a tensor is received while the action before is computed, and sent while the next one is.  Without, stages
-exchange what is made and what is needed next in batches, and compute nothing meanwhile (`schedule.batches`).
+With overlap a tensor is received while the preceding action is computed, and sent while the next one is.  Without
+overlap, stages exchange new outputs and next inputs in batches, and compute nothing meanwhile (`schedule.batches`).
 
-With `split` (Megatron's scatter/gather optimisation, 2104.04473 sec. 4.1) each tp rank sends 1/t of the
-tensor, which all of them hold, to its counterpart, and the receivers all-gather it.
+With `split` (Megatron's scatter/gather optimisation, 2104.04473 sec. 4.1) each tp rank sends 1/t of the tensor, which
+all tp ranks hold, to its counterpart, and the receivers all-gather it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from repro.parallel.pipeline.schedule import FORWARD
 
 
 def exchanges(layout: Layout) -> bool:
-    """Whether messages go in batches while nothing is computed, as in software without overlap."""
+    """Return whether stages exchange messages in batches without computation, as in software without overlap."""
     return layout.pp > 1 and not layout.overlap
 
 
@@ -36,19 +36,19 @@ class _Expected(NamedTuple):
     source: int
     kind: str
     free: torch.cuda.Event | None
-    """When nothing computes with what the buffer's memory held before; on a CPU that is now."""
+    """Event after all earlier uses of the buffer's memory; None on a CPU."""
 
 
 class DeferredReceives:
-    """Receives on a GPU that are posted after what is computed meanwhile has been issued, and do not wait for it.
+    """Receives on a GPU that are posted after concurrent computation was issued, and do not wait for this computation.
 
     A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
-    kernel's code or to give memory back: for ever, if the message needs what is being issued.
+    kernel's code or to free memory.  This is a deadlock if the message depends on that computation.
 
-    One case is left: interleaved stages that overlap, with m > p, where not a first use but all computation waits, as
-    under `CUDA_LAUNCH_BLOCKING=1`, or where memory is given back in every action.  What a stage sends to another chunk
-    lies there until p micro-batches later, and meanwhile its device is never idle.  Receives that are posted further
-    ahead make more cases of it, not fewer.
+    One case can still deadlock: interleaved stages with overlap and m > p in which all computation waits and not
+    only a first use, as under `CUDA_LAUNCH_BLOCKING=1`, or in which every action frees memory.  A message to another
+    chunk is received only p micro-batches later, and meanwhile its device is never idle.  Earlier receives would add
+    more such cases.
     """
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class DeferredReceives:
 
     @contextmanager
     def after(self, moment: torch.cuda.Event) -> Iterator[None]:
-        """What is posted here waits for that moment, and for nothing that was issued since."""
+        """Order receives posted in this context after `moment` only, and not after operations issued since."""
         self._stream.wait_event(moment)
         with torch.cuda.stream(self._stream):
             yield
 
 
 class Boundary:
-    """The wires of one rank.  Tensors are [b, s, h] (`shape`), in `like`'s dtype and on its device."""
+    """Transfers of one rank.  Tensors are [b, s, h] (`shape`), in `like`'s dtype and on its device."""
 
     UNDER_WAY = 2
-    """Messages of one kind to one rank that may be under way; each holds its tensor (`Work.hold`)."""
+    """Maximum number of unfinished messages of one kind to one rank; each retains its tensor (`Work.hold`)."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -90,26 +90,26 @@ class Boundary:
         self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._made: list[Callable[[], Work]] = []
-        """Begin to send what the next batch takes along."""
+        """Functions that start the sends of the next batch."""
         self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
     def channel(kind: str) -> int:
-        """Activations and gradients between the same two ranks are two streams of messages."""
+        """Return the channel of activations (0) or gradients (1) between two ranks."""
         return 0 if kind == FORWARD else 1
 
     def _buffer(self, parts: int) -> Tensor:
         return storage.empty(torch.Size(self.shape).numel() // parts, self._like, Category.COMMUNICATION)
 
     def expect(self, source: int, kind: str) -> None:
-        """Make room for the next tensor of `kind` from stage `source`; with overlap a CPU begins to receive it."""
+        """Allocate a buffer for the next tensor of `kind` from stage `source`; with overlap a CPU posts the receive."""
         buffer = self._buffer(self.tp.size if self.split else 1)
         self._expected.append(_Expected(buffer, source, kind, self.later.record() if self.later else None))
         if self.overlap and self.later is None:
             self.post()
 
     def post(self) -> None:
-        """Begin to receive what is expected, if that has not begun: what is computed meanwhile has been issued."""
+        """Start the receives that have not started, after concurrent computation has been issued."""
         while self._expected:
             buffer, source, kind, free = self._expected.popleft()
             if self.later is None or free is None:
@@ -120,7 +120,7 @@ class Boundary:
             self._posted.append((buffer, work))
 
     def exchange(self) -> None:
-        """Without overlap: send what was made, receive what is expected, and wait until all of it is there."""
+        """Send the new outputs, receive the expected tensors, and wait for all of them (without overlap)."""
         self.post()
         works = [send() for send in self._made]
         self._made.clear()
@@ -128,18 +128,18 @@ class Boundary:
             work.wait()
 
     def receive(self) -> Tensor:
-        """The tensor that was expected first, [b, s, h]."""
+        """Return the tensor that was expected first, [b, s, h]."""
         buffer, work = self._posted.popleft()
         work.wait()
         if self.split:
             gathered = self._buffer(1)
             self.tp.all_gather(gathered, buffer, purpose="boundary").wait()
             buffer = gathered
-        # From here on it is an activation like any other, or the gradient of one.
+        # The buffer is now an activation or the gradient of one.
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
-        """Begin to send `tensor` [b, s, h] to stage `to`; without overlap, with the next batch."""
+        """Start to send `tensor` [b, s, h] to stage `to`; without overlap, with the next batch."""
         flat = tensor.contiguous().view(-1)
         if self.split:
             flat = flat.chunk(self.tp.size)[self.tp.rank].clone()
@@ -151,7 +151,7 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        self.post()  # between this and the message, which may be what the other one waits for, nothing is computed
+        self.post()  # before the send, for which the other stage may wait
         under_way.append(message())
 
     def finish(self) -> None:

@@ -1,9 +1,9 @@
 """Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
 
-A rank runs its stage's actions in order.  With overlap the input of an action is received while the one before
-it runs, and what it made is sent while the next one runs; without, stages exchange messages between actions.
-Between forward and backward of a micro-batch nothing is kept but what autograd saved: neither the received
-input nor the sent output.
+A rank runs its stage's actions in order.  With overlap an action's input is received while the preceding action runs,
+and its output is sent while the next action runs.  Without overlap, stages exchange messages between actions.  Between
+forward and backward of a micro-batch only the tensors saved by autograd are retained: neither the received input nor
+the sent output.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Observer = Callable[[Phase], None]
 
 
 class Chunk(Protocol):
-    """A part of the model as the runner sees it."""
+    """Interface of a part of the model for the runner."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """From boundary tensor `x` (None: from tokens) to boundary tensor, or to the mean loss (0-dim)."""
+        """Return a boundary tensor, or the mean loss (0-dim) on the last part; `x`: such a tensor, None for tokens."""
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """The `micro_batch`-th backward pass of the step begins."""
+        """Prepare for the `micro_batch`-th backward pass of the step."""
 
     def after_backward(self) -> None:
-        """All gradients of that pass are there: begin to reduce what has not been yet."""
+        """Start the remaining reductions when all gradients of a backward pass are complete."""
 
 
 class _Slot:
-    """Where a gradient waits that comes from, or goes to, another stage."""
+    """Storage for a gradient from or to another stage."""
 
     __slots__ = ("gradient",)
 
@@ -49,7 +49,7 @@ class _Slot:
 
 
 class _Entrance(torch.autograd.Function):
-    """A received tensor enters the graph; its gradient is left in the slot, and the tensor is not kept."""
+    """Enter a received tensor in the graph without retaining it; backward stores its gradient in the slot."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, slot: _Slot) -> Tensor:
@@ -63,7 +63,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """A tensor leaves the graph; the 0-dim result starts backward with the gradient in the slot."""
+    """Remove a tensor from the graph; backward of the 0-dim result starts with the gradient in the slot."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slot: _Slot) -> Tensor:
@@ -77,7 +77,7 @@ class _Exit(torch.autograd.Function):
 
 
 class Pipeline:
-    """One rank's stage: its actions, its chunks of the model, and the wires to its neighbours."""
+    """One rank's stage: its actions, its chunks of the model, and the transfers to its neighbours."""
 
     def __init__(
         self,
@@ -88,20 +88,20 @@ class Pipeline:
         shape: tuple[int, int, int],
         like: Tensor,
     ):
-        """`shape` [b, s, h] of a boundary tensor on this rank (s/t under sp), made like `like`."""
+        """`shape`: [b, s, h] of a boundary tensor on this rank (s/t under sp).  `like`: its dtype and device."""
         self.pp, self.chunks, self.micro_batches = pp, list(chunks), layout.accumulation
         self.actions = build_schedule(layout.schedule, pp.size, layout.accumulation, layout.chunks)[pp.rank]
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
-        """Between these messages are posted, or exchanged."""
+        """Actions between two exchanges of messages."""
         self.boundary = Boundary(
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
         self.in_flight = 0
-        """Most (micro-batch, chunk) pairs that were between forward and backward at once."""
+        """Maximum number of (micro-batch, chunk) pairs between forward and backward at the same time."""
         self.position = -1
-        """Of `current` among `actions`; -1: none."""
+        """Index of `current` in `actions`; -1 for none."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
         # Autograd records nothing below a tensor that needs no gradient.
@@ -109,13 +109,13 @@ class Pipeline:
 
     @property
     def current(self) -> Action | None:
-        """The action that runs, or whose input is awaited."""
+        """Return the action that runs, or whose input is awaited."""
         return self.actions[self.position] if self.position >= 0 else None
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss (0-dim fp32; 0 but on the last stage).
+        """Run forward and backward of all micro-batches; return the mean loss (0-dim fp32; 0 except on the last stage).
 
-        Gradients are those of the mean loss, times `scale` (0-dim) if there is one.
+        Gradients are those of the mean loss, multiplied by `scale` (0-dim) if given.
         """
         total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
         self._passes = [0] * len(self.chunks)
@@ -149,14 +149,14 @@ class Pipeline:
                 if action.kind == BACKWARD:
                     self.chunks[action.chunk].after_backward()
                 if self.boundary.overlap:
-                    self.boundary.post()  # unless what was sent has
+                    self.boundary.post()  # no effect if a send has posted
                 self.position += 1
         self.position = -1
         self.boundary.finish()
         return total / self.micro_batches
 
     def _source(self, action: Action) -> int | None:
-        """The stage that sends the action's input; None if it comes from this one, or from the data."""
+        """Return the stage that sends the action's input; None if the input comes from this stage or from the data."""
         needed = dependency_of(action, self.pp.rank, self.pp.size, len(self.chunks))
         return None if needed is None or needed[0] == self.pp.rank else needed[0]
 

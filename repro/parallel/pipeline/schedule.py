@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: what each stage runs, in which order, and what that order costs.
+"""Pipeline schedules as data: the actions of each stage in order, and the cost of that order.
 
-A schedule is a tuple of actions for every stage.  The runner executes it, `repro schedule` prints it,
-and `timeline` says exactly when everything happens if a stage's forward and backward take given times
-and messages take none (Megatron, 2104.04473 sec. 2.2).  Symbols: p stages, m micro-batches, v chunks.
+A schedule is a tuple of actions for every stage.  The runner executes it and `repro schedule` prints it.  `timeline`
+computes exact times from the duration of a stage's forward and backward, with messages that take no time (Megatron,
+2104.04473 sec. 2.2).  Symbols: p stages, m micro-batches, v chunks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""What each stage runs: `schedule[stage][position]`."""
+"""Actions of each stage: `schedule[stage][position]`."""
 
 
 class TimedAction(NamedTuple):
-    """When a stage is busy with an action, from `start` to `stop`."""
+    """An action and the time from `start` to `stop` in which its stage runs it."""
 
     action: Action
     start: Fraction
@@ -45,9 +45,9 @@ class TimedAction(NamedTuple):
 
 
 def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule `name`: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 fig. 3-4).
+    """Return the schedule `name`: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 fig. 3-4).
 
-    Raises `ConfigError` where there is none: interleaving needs p >= 2, v >= 2 and m a multiple of p.
+    Raises `ConfigError` if the schedule does not exist: interleaving needs p >= 2, v >= 2 and m a multiple of p.
     """
     _check(name, stages, micro_batches, chunks)
     forwards = [Action(FORWARD, *pair) for pair in _order(stages, micro_batches, chunks)]
@@ -59,10 +59,10 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 
 def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
-    """The (stage, action) whose result `action` waits for; `None` for the forward of the first layers.
+    """Return the (stage, action) whose result `action` needs; `None` for the forward of the first layers.
 
     Part k = chunk * p + stage of the model: F(k) needs F(k - 1), B(k) needs B(k + 1), the last B its own F.
-    Where the other stage is not `stage` the result is a message.
+    A result from another stage is a message.
     """
     part = action.chunk * stages + stage
     if action.kind == FORWARD:
@@ -77,11 +77,11 @@ def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> t
 
 
 def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ...]]:
-    """`actions` of a stage, cut where software without overlap exchanges messages with its neighbours.
+    """Return the `actions` of a stage, split where software without overlap exchanges messages with its neighbours.
 
-    It sends what it made and receives what it needs next in one batch, and computes nothing meanwhile: after every
-    action, and of interleaved chunks after each forward and backward that take turns (Megatron-LM of 2021,
-    `send_forward_backward_recv_forward_backward`).
+    An exchange sends the outputs and receives the next inputs in one batch, without computation.  It follows every
+    action; with interleaved chunks, it follows each pair of forward and backward that take turns (Megatron-LM of
+    2021, `send_forward_backward_recv_forward_backward`).
     """
     backwards = [position for position, action in enumerate(actions) if action.kind == BACKWARD]
     turns = sum(action.kind == FORWARD for action in actions[backwards[0] :])
@@ -94,7 +94,7 @@ def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ..
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Most (micro-batch, chunk) pairs at once whose forward has run and whose backward has not."""
+    """Return the maximum number of (micro-batch, chunk) pairs between forward and backward at the same time."""
     live = most = 0
     for action in actions:
         live += 1 if action.kind == FORWARD else -1
@@ -105,15 +105,15 @@ def in_flight(actions: Sequence[Action]) -> int:
 def timeline(
     schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2
 ) -> list[list[TimedAction]]:
-    """When every action runs, exactly, each as early as its stage's order and its input allow.
+    """Return the exact times of every action, each as early as its stage's order and its input allow.
 
-    `forward` and `backward` are the times of one micro-batch on one whole stage; an action on one of v
-    chunks takes 1/v of them.  Raises `ValueError` if stages wait for each other for ever.
+    `forward` and `backward` are the times of one micro-batch on one full stage; an action on one of v chunks takes
+    1/v of them.  Raises `ValueError` on a deadlock of stages.
     """
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # few are different, and making one is what takes long
+    def exact(ticks: int) -> Fraction:  # few values differ, and creating a Fraction is slow
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -128,7 +128,7 @@ def timeline(
 
 
 def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
-    """Idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), counted (2104.04473 sec. 2.2)."""
+    """Return idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), counted (2104.04473 sec. 2.2)."""
     _, starts, durations = _starts(schedule, forward, backward)
     busy = max(sum(durations[action.kind] for action in actions) for actions in schedule)
     total = max(
@@ -138,7 +138,7 @@ def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rati
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """v, the number of chunks of each stage."""
+    """Return v, the number of chunks of each stage."""
     return 1 + max(action.chunk for actions in schedule for action in actions)
 
 
@@ -156,7 +156,7 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk) of the forwards of any stage: p micro-batches per chunk before the next chunk."""
+    """Yield (micro-batch, chunk) of any stage's forwards: p micro-batches per chunk before the next chunk."""
     group = stages if chunks > 1 else micro_batches
     for first in range(0, micro_batches, group):
         for chunk in range(chunks):
@@ -165,7 +165,7 @@ def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, 
 
 
 def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int) -> int:
-    """Forwards that `stage` runs before forward and backward take turns."""
+    """Return the number of forwards that `stage` runs before forward and backward take turns."""
     everything = micro_batches * chunks
     if name == "gpipe":
         return everything
@@ -177,7 +177,7 @@ def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Yield `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         yield forward
@@ -188,7 +188,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 def _starts(
     schedule: Schedule, forward: Rational | int, backward: Rational | int
 ) -> tuple[int, list[list[int]], dict[str, int]]:
-    """Ticks per unit of time, the tick at which each action starts, and the ticks of each kind of action."""
+    """Return ticks per unit of time, the start tick of each action, and the ticks of each kind of action."""
     stages, chunks = len(schedule), chunks_of(schedule)
     exact = {FORWARD: Fraction(forward) / chunks, BACKWARD: Fraction(backward) / chunks}
     for key, time in (("forward", exact[FORWARD]), ("backward", exact[BACKWARD])):
@@ -200,7 +200,7 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    waiting: dict[tuple[int, Action], int] = {}  # what it waits for -> the stage; nobody else waits for it
+    waiting: dict[tuple[int, Action], int] = {}  # dependency -> the stage that waits for it, at most one
     ready = list(range(stages))
     while ready:
         stage = ready.pop()

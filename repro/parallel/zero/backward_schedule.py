@@ -181,7 +181,7 @@ def tensors_in(value: Any, attributes: bool = False) -> Iterator[Tensor]:
     """Return the tensors in `value`: in pytrees (tuples, lists, dicts), dataclasses and other mappings.
 
     `attributes`: include the attributes of any other object, for the output of a module. The input of a module may be
-    an object whose tensors the module does not use, and whose gradients say nothing about the module.
+    an object whose tensors the module does not use, and whose gradients are unrelated to the module.
     """
     return _tensors_in(value, attributes, set())
 

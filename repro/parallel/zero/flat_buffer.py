@@ -1,6 +1,6 @@
-"""A bucket: parameters that live in one flat buffer and are communicated at once.
+"""A bucket: parameters in one flat buffer, which are communicated together.
 
-What a rank holds of a bucket of P elements depends on the ZeRO stage (1910.02054 sec. 5; n = Nd):
+The ZeRO stage determines the elements that a rank holds of a bucket of P (1910.02054 sec. 5; n = Nd):
 
 | stage | parameters | gradients | optimizer's shard |
 |---|---|---|---|
@@ -9,15 +9,14 @@ What a rank holds of a bucket of P elements depends on the ZeRO stage (1910.0205
 | 2 | P | P / n | P / n |
 | 3 | P / n | P / n | P / n |
 
-Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  What a
-bucket keeps is allocated once and contiguous; M_D (sec. 6.3) gives the full gradients of stages 2 and 3 a
-place that is too.
+Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  The retained buffers
+are allocated once and contiguous; with M_D (sec. 6.3) the full gradients of stages 2 and 3 are too.
 
-A bucket's gradients are reduced where they are, so that what is fused for communication has the bucket's
-constant size (C_B, sec. 6.2); what libraries did before is `zero_r.constant_buffers.reduce_fused`.  Under stage 0
-`Bucket.copy` makes it as torch's DistributedDataParallel did: what is reduced lies beside the gradients, P more.
-Megatron-LM's own had such a copy for as long as it was reduced (`allreduce_gradients` of megatron/model/distributed.py
-in 2021, `allreduce_params` before), also where nobody else had the same parameters.
+A bucket's gradients are reduced in place, so that the fused message has the bucket's constant size (C_B, sec. 6.2).
+Earlier libraries reduced a fused copy (`zero_r.constant_buffers.reduce_fused`).  Under stage 0 `Bucket.copy`
+allocates P more elements for the reduction, as torch's DistributedDataParallel did.  Megatron-LM had such a copy during
+the reduction only (`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params` before), even
+without other replicas.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Bucket(FlatParameters):
         in_passes: bool = False,
         by_parameter: bool = False,
     ):
-        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, made for the reduction.
+        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, allocated for the reduction.
 
-        Without `as_view` (stage 0) a copy of the gradients is kept all the time, and it is what is reduced;
-        `in_passes` (stage 0): one is made for the reduction.
+        Without `as_view` (stage 0) a permanent copy of the gradients is reduced; `in_passes` (stage 0): a copy
+        allocated for the reduction.
         """
         super().__init__(
             plan,
@@ -73,16 +72,16 @@ class Bucket(FlatParameters):
         )
         self.all_reduce_first, self.fused = all_reduce_first, fused
         self.pool: Arena | None = None
-        """Where full gradients lie under stages 2 and 3 with M_D; without, on the heap."""
+        """Memory of full gradients under stages 2 and 3 with M_D; None: the heap."""
         self._piece: Piece | None = None
         self.master = self.shard
-        """What the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
+        """Parameters that the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
         if master_weights:
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
         self.fill(values, self.master)
         self._place_gradients()
         self.copy: Tensor | None = None
-        """What is reduced in place of the gradients [padded], where they are not views of it."""
+        """Copy of the gradients [padded] that is reduced, if the gradients are not views of it."""
         if not as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION)
         self._copied_to_reduce = in_passes and as_view and stage == 0 and not fused
@@ -90,9 +89,9 @@ class Bucket(FlatParameters):
     def _place_gradients(self) -> None:
         plan = self.plan
         self.gradients: Tensor | None = None
-        """All gradients of the bucket, flat [padded]; under stages 2 and 3 only while they are reduced."""
+        """Full gradients of the bucket, flat [padded]; under stages 2 and 3 only until they are reduced."""
         self._views: list[Tensor] = []
-        """Those of each parameter, as long as `gradients` are there."""
+        """Views of each parameter's gradient, while `gradients` exist."""
         if self.stage < 2:
             gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS)
             self._take(gradients)
@@ -102,13 +101,13 @@ class Bucket(FlatParameters):
             self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS)
 
     def ranges(self) -> list[tuple[Tag, int, int]]:
-        """The optimizer's shard as runs of one tag."""
+        """Return the optimizer's shard as runs of one tag."""
         if self.stage:
             return self.plan.ranges(self.part)
         return BucketPlan(self.plan.slots, 1).ranges(0)
 
     def adopt_writes(self) -> None:
-        """Let master weights follow what somebody has written to the parameters since the last step (stages 0 to 2)."""
+        """Copy to the master weights all values written to the parameters since the last step (stages 0 to 2)."""
         if self.master is not self.shard and self.stage < 3:
             written = self.shard != self.master.to(self.shard.dtype)
             torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)
@@ -116,7 +115,7 @@ class Bucket(FlatParameters):
     # -- gradients -------------------------------------------------------------------------------
 
     def gradient_view(self, slot: int) -> Tensor:
-        """Where the gradient of the slot's parameter goes, in its shape; allocates under stages 2 and 3."""
+        """Return the memory for the gradient of the slot's parameter, in its shape; allocates under stages 2 and 3."""
         if self.gradients is None:
             if self.pool is not None:
                 self._piece = self.pool.take(self.plan.padded)
@@ -132,9 +131,9 @@ class Bucket(FlatParameters):
         self._views = self._views_of(gradients)
 
     def reduce(self, *, add: bool) -> Work:
-        """Sum the gradients over the group, leaving this rank's shard in `gradient_shard`.
+        """Sum the gradients over the group and write this rank's shard to `gradient_shard`.
 
-        `add` (stages 2 and 3): add to what earlier micro-batches left there.
+        `add` (stages 2 and 3): add to the sum of earlier micro-batches.
         """
         full = self.gradients
         assert full is not None
@@ -175,7 +174,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Stages 0 and 1: undo the reduction so that another micro-batch can be added."""
+        """Undo the reduction so that another micro-batch can be added (stages 0 and 1)."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:
@@ -186,18 +185,18 @@ class Bucket(FlatParameters):
             gradients[(self.part + 1) * size :].zero_()
 
     def _free_gradients(self) -> None:
-        """Full gradients are not needed any more (stages 2 and 3)."""
+        """Free the full gradients (stages 2 and 3)."""
         self.gradients, self._views = None, []
         if self.pool is not None and self._piece is not None:
             self.pool.give(self._piece)
             self._piece = None
 
     def sum_partial_gradients(self, tp: Group) -> None:
-        """Sum over `tp` the gradients that each of its ranks knows for its part of the sequence only."""
+        """Sum over `tp` the gradients that each rank has only for its part of the sequence."""
         self._sum_over(tp, lambda tag: tag.partial, "sequence-parallel gradients")
 
     def sum_tied_gradients(self, ends: Group) -> None:
-        """Sum over the first and the last stage the gradients of what both hold (Megatron's embedding group)."""
+        """Sum over the first and the last stage the gradients of tied parameters (Megatron's embedding group)."""
         self._sum_over(ends, lambda tag: tag.tied, "tied gradients")
 
     def _sum_over(self, group: Group, wanted: Callable[[Tag], bool], purpose: str) -> None:

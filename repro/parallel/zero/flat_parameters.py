@@ -101,7 +101,7 @@ class FlatParameters:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter, in its shape."""
-        sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they lie end to end
+        sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they are contiguous
         parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
         return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
@@ -150,7 +150,7 @@ class FlatParameters:
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:
-    """Return whether the parameter is retained after its gather where each parameter is gathered by itself."""
+    """Return whether the parameter is retained after its gather, if each parameter is gathered by itself."""
     return parameter.numel() < PERSISTENCE_THRESHOLD_ELEMENTS
 
 

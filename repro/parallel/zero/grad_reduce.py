@@ -1,10 +1,9 @@
-"""Bucketed data parallelism: average gradients over replicas while the backward pass still runs.
+"""Bucketed data parallelism: average gradients over replicas during the backward pass.
 
-When all gradients of a bucket have been computed, the bucket is reduced.  Buckets are reduced in one fixed
-order on all ranks, whatever order gradients come in, so ranks that use different parameters cannot wait for
-different messages.  Under stage 3 parameters are gathered meanwhile: there the backward pass's own schedule
-says when a bucket is complete (see `repro.parallel.zero.unshard`), and all ranks must use the same modules.
-Stages differ only in what a bucket keeps (see `repro.parallel.zero.flat_buffer`).
+A bucket is reduced when all its gradients have been computed.  All ranks reduce buckets in one fixed order, so ranks
+that use different parameters cannot wait for different messages.  Under stage 3 parameters are gathered meanwhile: the
+backward schedule determines when a bucket is complete (see `repro.parallel.zero.unshard`), and all ranks must use the
+same modules.  Stages differ only in the buffers of a bucket (see `repro.parallel.zero.flat_buffer`).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from repro.parallel.zero_r.defragmentation import Arena
 class GradientReducer:
     """Collects gradients by hooks and reduces them bucket by bucket.
 
-    Call `begin` before each micro-batch's backward, `finish` after it, and `wait` before the
-    gradients are used: what is reduced last overlaps with what comes between.
+    Call `begin` before each micro-batch's backward, `finish` after it, and `wait` before the gradients are used.
+    The last reductions overlap with the work between `finish` and `wait`.
     """
 
     IN_FLIGHT = 2
-    """Buckets of stages 1 to 3 that may be under reduction at once, with what a transport needs to receive."""
+    """Maximum number of buckets of stages 1 to 3 under reduction, each with the transport's receive buffers."""
 
     def __init__(
         self,
@@ -42,17 +41,18 @@ class GradientReducer:
         overlap: bool = True,
         in_products: bool = True,
     ):
-        """`contiguous`: full gradients of stages 2 and 3 lie in memory set aside now (M_D).
-        `in_products`: the products that make weight gradients add them up too; without, each is made by itself first.
+        """`contiguous`: allocate the memory of full gradients of stages 2 and 3 now (M_D).
 
-        Without `overlap` stages 0 and 1 begin to reduce in the `wait` that ends the step, and stage 2
-        waits for each bucket before the backward pass goes on.
+        `in_products`: matrix products add weight gradients to the bucket; otherwise each is computed separately first.
+
+        Without `overlap` stages 0 and 1 start to reduce in the `wait` that ends the step, and stage 2 waits for each
+        bucket before the backward pass continues.
         """
         self.overlap = overlap
         self.buckets = list(buckets)
-        """In the order in which their gradients are expected, the last layers first."""
+        """Buckets in the order in which their gradients are expected, the last layers first."""
         self.by_arrival = by_arrival
-        """Whether a bucket is complete once each of its parameters has a gradient; else `close` says so."""
+        """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes it."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
         self._missing = [0] * len(self.buckets)
@@ -62,9 +62,9 @@ class GradientReducer:
         self._works: deque[Work] = deque()
         self._first = self._last = True
         self._reduced = False
-        """Stages 0 and 1: whether the step's gradients so far have been reduced."""
+        """Whether the step's gradients so far have been reduced (stages 0 and 1)."""
         self.on_gradient: Callable[[], None] = lambda: None
-        """Called with every gradient."""
+        """Callback for every gradient."""
         if contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
@@ -78,7 +78,7 @@ class GradientReducer:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         for bucket in self.buckets:
@@ -88,8 +88,8 @@ class GradientReducer:
     def _set_aside(self) -> None:
         """Give full gradients a pool (1910.02054 sec. 6.3): one allocation of the largest buckets' sizes.
 
-        There is room for the buckets under reduction, the one that fills, and one that is open for long (a
-        tied embedding's, from the head's gradient to the embedding's).
+        The pool fits the buckets under reduction, the one that fills, and one that is open for long (a tied
+        embedding's, from the head's gradient to the embedding's).
         """
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -103,9 +103,9 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches; the one before must be reduced.
+        """Prepare for the backward pass of one of the step's micro-batches; the preceding one must be reduced.
 
-        More than `micro_batches` may come: their gradients are reduced one by one.
+        Further micro-batches after `micro_batches` are allowed: their gradients are reduced one by one.
         """
         self.wait()
         self._first, self._last = micro_batch == 0, micro_batch >= micro_batches - 1
@@ -121,25 +121,25 @@ class GradientReducer:
 
     @property
     def only_adds(self) -> bool:
-        """Whether gradients that come now are added to those of earlier micro-batches, and nothing else happens."""
+        """Return whether new gradients are only added to those of earlier micro-batches."""
         return not self._first and not self._last and all(bucket.stage < 2 for bucket in self.buckets)
 
     def hold(self, bucket: Bucket) -> None:
-        """Keep `bucket` until `finish`: its parameters may get several gradients in this pass."""
+        """Leave `bucket` open until `finish`: its parameters may get several gradients in this pass."""
         self._held[self._index[id(bucket)]] = True
 
     def close(self, bucket: Bucket) -> None:
-        """No gradient of `bucket` comes any more; a parameter without one counts as having a zero one."""
+        """Complete `bucket`, which gets no more gradients; a parameter without a gradient counts as zero."""
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
-        """The backward pass is over: begin to reduce what is left (without overlap: in `wait`)."""
+        """End the backward pass: start the remaining reductions (without overlap: in `wait`)."""
         for b in range(len(self.buckets)):
             self._close(b)
             self._held[b] = False
 
     def reduce_early(self) -> None:
-        """The step ends before the micro-batch that `begin` was told is the last: reduce what has been added up."""
+        """Reduce the accumulated gradients when the step ends before the last micro-batch announced to `begin`."""
         if self._reduced or self.buckets[0].stage >= 2:
             return
         self._last = True
@@ -148,7 +148,7 @@ class GradientReducer:
         self._await_all()
 
     def missing(self) -> set[int]:
-        """Indices of the parameters that got no gradient in the backward pass that is over."""
+        """Return the indices of the parameters without a gradient in the last backward pass."""
         return {
             slot.index
             for b, bucket in enumerate(self.buckets)
@@ -158,7 +158,7 @@ class GradientReducer:
         }
 
     def wait(self) -> None:
-        """Wait until every complete bucket is reduced; without overlap stages 0 and 1 begin only here."""
+        """Wait until every complete bucket is reduced; without overlap stages 0 and 1 start only here."""
         self._launch_closed()
         self._await_all()
 
@@ -169,7 +169,7 @@ class GradientReducer:
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
         def collect(parameter: Parameter) -> None:
             gradient = parameter.grad
-            if gradient is None:  # it went into the sink, or autograd found that it is zero
+            if gradient is None:  # the sink took it, or autograd found that it is zero
                 return
             parameter.grad = None
             if gradient.layout != torch.strided:
@@ -177,7 +177,7 @@ class GradientReducer:
                     f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
                 )
             self.on_gradient()
-            # The sum over n replicas becomes the mean by dividing here, where the gradient is copied anyway.
+            # The division for the mean over n replicas costs nothing in this copy.
             bucket = self.buckets[b]
             add = self._adds(b, s)
             view = self._view(bucket, s)
@@ -193,7 +193,7 @@ class GradientReducer:
 
     def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
         def add_product(rows: Tensor, x: Tensor) -> None:
-            """Gradient += rows^T x / n, for rows [N, o] and x [N, i]."""
+            """Add rows^T x / n to the gradient, for rows [N, o] and x [N, i]."""
             bucket = self.buckets[b]
             add = self._adds(b, s)
             view = self._view(bucket, s).view(rows.shape[1], x.shape[1])
@@ -203,21 +203,21 @@ class GradientReducer:
         return add_product
 
     def _view(self, bucket: Bucket, s: int) -> Tensor:
-        """Where the gradient of slot `s` goes; makes room for the bucket if it has none."""
+        """Return the memory for the gradient of slot `s`; allocates the bucket's memory if needed."""
         pool, size = bucket.pool, bucket.plan.padded
         if pool is not None and bucket.gradients is None:
             while self._works and not pool.fits(size):
                 self._works.popleft().wait()
             if not pool.fits(size):
-                # Gradients come so much out of order that more buckets are open than were thought of.
+                # The order of gradients leaves more buckets open than the pool was planned for.
                 pool.grow(size)
         return bucket.gradient_view(s)
 
     def _adds(self, b: int, s: int) -> bool:
-        """Whether a gradient that comes for slot `s` is added to one that is there.
+        """Return whether a new gradient of slot `s` is added to an existing one.
 
-        Reentrant checkpointing brings a gradient of its own for every use of a parameter.  Raises
-        `RuntimeError` if the bucket has been reduced without this one.
+        Reentrant checkpointing produces a separate gradient for every use of a parameter.  Raises `RuntimeError` if
+        the bucket has been reduced without this gradient.
         """
         bucket = self.buckets[b]
         if b < self._next and (bucket.stage >= 2 or self._last):
@@ -228,7 +228,7 @@ class GradientReducer:
         return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
 
     def _arrive(self, b: int, s: int) -> None:
-        """A gradient of slot `s` is in its place."""
+        """Record that the gradient of slot `s` is complete, and close the bucket if it is complete."""
         if not self._arrived[b][s]:
             self._arrived[b][s] = True
             self._missing[b] -= 1
@@ -248,7 +248,7 @@ class GradientReducer:
             self._launch_closed()
 
     def _launch_closed(self) -> None:
-        """Begin to reduce the buckets whose turn it is."""
+        """Start to reduce the closed buckets that are next in order."""
         while self._next < len(self.buckets) and self._closed[self._next]:
             self._launch(self.buckets[self._next])
             self._next += 1
@@ -265,7 +265,7 @@ class GradientReducer:
 
 
 def broadcast_parameters(tensors: Sequence[Tensor], group: Group) -> None:
-    """Give every replica the values of the group's rank 0 (parameters and buffers, before they are sharded)."""
+    """Copy the values of the group's rank 0 to every replica (parameters and buffers, before they are sharded)."""
     with torch.no_grad():
         for tensor in tensors:
             if tensor.numel():

@@ -1,12 +1,12 @@
 """ZeRO stages 1 and 2, P_os and P_os+g: optimizer step over sharded states, and gather of the updated parameters.
 
-Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the whole bucket. All
+Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the full bucket. All
 ranks agree on norm and overflow in one all-reduce before any state changes, and no operation waits for the host.
 
-Software until 2021 updates in separate passes over memory: gradients are widened to fp32, unscaled and clipped,
+Software until 2021 updates in separate passes over memory.  Gradients are widened to fp32, unscaled and clipped,
 masters and moments are updated, and masters are copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
 megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter
-where one kernel moves 30, and need 4 more bytes of memory per parameter.
+and need 4 more bytes of memory per parameter.  One kernel moves 30 bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GradientShards:
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
-        # Under stage 0 all replicas hold the same gradients; one of them speaks for all.
+        # Under stage 0 all replicas hold the same gradients; only one of them counts.
         replicated = all(bucket.stage == 0 for bucket in self.buckets)
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
@@ -253,7 +253,7 @@ class LossScaler:
 
 
 class UpdatedParameterGather:
-    """All-gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
+    """Gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
 
     After the optimizer step all buckets are gathered, the first layers first. A use of a unit waits for the buckets of
     the used module's parameters only, children included, since some modules read a child's parameters without calling

@@ -60,18 +60,18 @@ class BucketPlan(Generic[Tag]):
 
     @property
     def numel(self) -> int:
-        """Number of elements without padding."""
+        """Return the number of elements without padding."""
         return self.slots[-1].stop if self.slots else 0
 
     @property
     def padded(self) -> int:
-        """Number of elements with padding: the smallest multiple of `n * ALIGNMENT` that is not below `numel`."""
+        """Return the number of elements with padding, the smallest multiple of `n * ALIGNMENT` from `numel` on."""
         step = self.n * ALIGNMENT
         return -(-self.numel // step) * step
 
     @property
     def shard(self) -> int:
-        """Number of elements of one shard."""
+        """Return the number of elements of one shard."""
         return self.padded // self.n
 
     def ranges(self, rank: int) -> list[tuple[Tag, int, int]]:
@@ -128,7 +128,7 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
     """Return the gather units of a stock module: one for each block, and one for all other parameters.
 
     `blocks` are names of submodules. Default: the children of every `nn.ModuleList`, or of every `nn.Sequential`
-    where there is no list. The children of a bare container replace the container.
+    if there is no list. The children of a bare container replace the container.
 
     Raises: `ValueError` for an unknown name, and for a module without a forward of its own.
     """
@@ -188,9 +188,9 @@ def _children_of(module: nn.Module, kind: type[nn.Module]) -> list[str]:
 
 
 def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[list[nn.Parameter]]:
-    """Return the parameters of every unit. A parameter of several units belongs to the unit of the whole module.
+    """Return the parameters of every unit. A parameter of several units belongs to the unit of the full module.
 
-    Raises: `ValueError` if units share a parameter and no unit is the whole module.
+    Raises: `ValueError` if units share a parameter and no unit is the full module.
     """
     modules = dict(module.named_modules())
     users: dict[int, list[int]] = {}

@@ -4,7 +4,7 @@ The memory of a freed parameter is released while its shape remains, so an opera
 parameter therefore changes its class for one that refuses operators, which costs 0.1 us. The tensor that autograd
 references stays the same.
 
-Where data decide which modules a rank uses, an all-gather could join the shards of different blocks. The messages of
+If data decide which modules a rank uses, an all-gather could join the shards of different blocks. The messages of
 each unit have a channel of their own (gloo; NCCL would wait). Every gather of a forward pass therefore sends the
 index of its unit, and the pass ends with a digest of its uses, on which the backward schedule depends.
 """

@@ -1,4 +1,4 @@
-"""Put a module's parameters into buckets and attach what a ZeRO stage needs: the parts, put together."""
+"""Assembly of a ZeRO stage for a module: parameters in buckets, and hooks for gradients and parameters."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ from repro.parallel.zero_r.constant_buffers import bucket_numel
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are spread over the dp group."""
+    """Distribution of parameters over the dp group."""
 
     stage: int
     group: Group
     device: torch.device
     bucket_bytes: int
     all_reduce_first: bool
-    """Stage 1 as in February 2020: all-reduce, then all-gather."""
+    """Whether stage 1 uses all-reduce, then all-gather, as in February 2020."""
     dtype: torch.dtype | None
-    """Data type of the parameters; None keeps each one's own."""
+    """Data type of the parameters; None retains each parameter's own."""
     constant_buffers: bool = True
-    """C_B: buckets of `bucket_bytes`; without, one for the whole module, reduced in fp32."""
+    """C_B: buckets of `bucket_bytes`; otherwise one bucket for the module, reduced in fp32."""
     contiguous: bool = False
-    """M_D: full gradients of stages 2 and 3 lie in memory set aside once."""
+    """M_D: full gradients of stages 2 and 3 use memory allocated once."""
     overlap: bool = True
-    """Communicate while the device computes."""
+    """Whether communication overlaps with computation."""
     as_view: bool = True
-    """Gradients lie in their buckets; without (stage 0), a bucket is a copy beside them."""
+    """Whether gradients are views of their buckets; otherwise (stage 0) a bucket is a copy of them."""
     in_passes: bool = False
-    """Add gradients up, and under stage 0 copy them to be reduced, in passes over memory, as until 2021."""
+    """Whether gradients are added, and under stage 0 copied to be reduced, in passes over memory, as until 2021."""
     by_parameter: bool = False
-    """Stage 3 as in March 2021: gather each parameter by itself, nothing ahead, in lists of parts."""
+    """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
     gather_overlap: bool = True
-    """Gather updated parameters (stages 1 and 2) while the next forward pass runs."""
+    """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
 
     @staticmethod
     def from_layout(
         layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None
     ) -> Sharding:
-        """The part of a layout that is about data parallelism."""
+        """Return the sharding that a layout specifies."""
         return Sharding(
             stage=layout.zero,
             group=group,
@@ -83,7 +83,7 @@ class Sharding:
 
 
 def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace parameters on `meta` by ones on the device that own no memory yet; shared ones stay shared."""
+    """Replace parameters on `meta` by parameters on the device without memory; shared parameters stay shared."""
     replaced: dict[int, Parameter] = {}
     for child in module.modules():
         for name, old in list(child._parameters.items()):
@@ -98,10 +98,10 @@ def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | Non
 
 
 def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
-    """Bring frozen and empty floating-point parameters, and floating-point buffers, to `dtype`.
+    """Convert frozen and empty floating-point parameters, and floating-point buffers, to `dtype`.
 
-    With the trained ones in buckets of `dtype` the module is then what `module.to(dtype)` is: most
-    modules cannot mix (a linear layer, or a batch norm whose running statistics are not of its weights' dtype).
+    With trained parameters in buckets of `dtype` the module then equals `module.to(dtype)`.  Most modules cannot mix
+    dtypes (a linear layer, or a batch norm whose running statistics have another dtype than its weights).
     """
     for child in module.modules():
         for parameter in child._parameters.values():
@@ -115,7 +115,7 @@ def cast_untrained(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class ShardedModule:
-    """A module whose parameters live in buckets, with the hooks that communicate them."""
+    """A module whose parameters are in buckets, with the hooks that communicate them."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class ShardedModule:
         if sharding.dtype is not None:
             cast_untrained(module, sharding.dtype)
         self._named = dict(module.named_parameters())
-        # Empty parameters stay outside buckets, and frozen ones but under stage 3: nothing of them is communicated.
+        # Empty parameters are outside buckets, and so are frozen ones except under stage 3: they are not communicated.
         trained = [(name, p) for name, p in self._named.items() if p.requires_grad and p.numel()]
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
@@ -140,9 +140,9 @@ class ShardedModule:
         initial = values(self._placed)
         tags = [tag_of(p) for p in self.parameters] + [Tag(-1)] * (len(self._placed) - len(trained))
         self.buckets: list[Bucket] = []
-        """In the order in which their gradients come, the last layers first."""
+        """Buckets in the order in which their gradients come, the last layers first."""
         self.frozen: list[FlatParameters] = []
-        """What is not trained, under stage 3."""
+        """Flat buffers of frozen parameters, under stage 3."""
         self.gatherer: ParameterUnsharder | None = None
 
         def make(plan: BucketPlan[Tag]) -> FlatParameters:
@@ -210,27 +210,27 @@ class ShardedModule:
 
     @property
     def padding(self) -> int:
-        """Elements that the buckets hold beyond the parameters."""
+        """Return the elements of padding in the buckets."""
         return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
 
     def begin_forward(self) -> None:
-        """Before a forward pass: what stage 3 notes of its order of uses begins anew."""
+        """Prepare for a forward pass: stage 3 starts a new record of the order of uses."""
         if self.gatherer is not None:
             self.gatherer.begin_forward()
 
     def begin_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """Before the backward pass of one of the step's micro-batches."""
+        """Prepare for the backward pass of one of the step's micro-batches."""
         self.reducer.begin(micro_batch, micro_batches)
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Before a micro-batch of which backward follows upon forward, as in every step without a pipeline."""
+        """Prepare for a micro-batch whose backward directly follows its forward, as without a pipeline."""
         self.begin_backward(micro_batch, micro_batches)
         self.begin_forward()
 
     def end_backward(self) -> None:
-        """After its backward pass: gradients are under reduction (the last micro-batch's, or every one's by stage).
+        """End a micro-batch's backward pass and start the reductions (of the last or of every micro-batch, by stage).
 
-        Without overlap `wait_gradients` begins it.
+        Without overlap `wait_gradients` starts them.
         """
         if self.gatherer is not None:
             self.gatherer.finish_backward()
@@ -241,12 +241,12 @@ class ShardedModule:
         self.reducer.wait()
 
     def finish(self) -> None:
-        """After a backward pass upon which the optimizer step follows at once."""
+        """End a backward pass that the optimizer step follows directly."""
         self.end_backward()
         self.wait_gradients()
 
     def all_gather_params(self) -> None:
-        """After the optimizer step: let every rank have the new parameters (stages 1 and 2), and none old ones (3)."""
+        """Gather the updated parameters after the optimizer step (stages 1 and 2), or free the old ones (stage 3)."""
         if self.gatherer is not None:
             self.gatherer.free_all()
         if self.param_gather is not None:
@@ -255,12 +255,12 @@ class ShardedModule:
                 self.param_gather.wait()
 
     def wait(self) -> None:
-        """Wait for parameters that are being gathered, before anyone reads them outside a forward pass."""
+        """Wait for parameters under gather, before they are read outside a forward pass."""
         if self.param_gather is not None:
             self.param_gather.wait()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """A copy of every (tp-local) parameter, complete, by name; for tests and checkpoints."""
+        """Return a copy of every full (tp-local) parameter by name, for tests and checkpoints."""
         self.wait()
         if self.gatherer is None:
             return {name: p.detach().clone() for name, p in self._named.items()}
@@ -279,7 +279,7 @@ class ShardedModule:
         }
 
     def remove_hooks(self) -> None:
-        """Undo what was attached to the module; its parameters stay in the buckets."""
+        """Remove all hooks from the module; its parameters stay in the buckets."""
         self.reducer.remove()
         if self.gatherer is not None:
             self.gatherer.remove()
@@ -287,7 +287,7 @@ class ShardedModule:
             self.param_gather.remove()
 
     def _complete(self, flat: FlatParameters) -> None:
-        """No gradient of these parameters comes any more in this backward pass."""
+        """Complete flat parameters that get no more gradients in this backward pass."""
         if isinstance(flat, Bucket):
             self.reducer.close(flat)
 
@@ -296,9 +296,9 @@ class ShardedModule:
         return self.sharding.dtype or p.dtype if p.requires_grad else p.dtype
 
     def _apart(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Indices split by the parameters' dtype, which one flat buffer cannot mix, by `tied` and what is frozen.
+        """Return the indices split by dtype, which one flat buffer cannot mix, by `tied`, and by frozen or trained.
 
-        The first and the last pipeline stage cut a bucket that holds nothing but what they share alike.
+        A bucket with tied parameters only has equal shards on the first and the last pipeline stage.
         """
         kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for i in indices:
@@ -307,7 +307,7 @@ class ShardedModule:
         return list(kinds.values())
 
     def _gathered_at_once(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Indices of a unit's parameters that share a flat buffer."""
+        """Return the indices of a unit's parameters that share a flat buffer."""
         apart = self._apart(indices, tags)
         if not self.sharding.by_parameter:
             return apart
@@ -318,7 +318,7 @@ class ShardedModule:
         return found
 
     def _plans(self, tags: Sequence[Tag]) -> list[BucketPlan[Tag]]:
-        """The buckets of stages 0 to 2, the last layers' first, since their gradients come first."""
+        """Return the buckets of stages 0 to 2, the last layers' first, because their gradients come first."""
         plans = []
         backwards = list(range(len(self.parameters)))[::-1]
         for indices in self._apart(backwards, tags):
@@ -336,12 +336,12 @@ class ShardedModule:
         tags: Sequence[Tag],
         make: Callable[[BucketPlan[Tag]], FlatParameters],
     ) -> list[list[FlatParameters]]:
-        """Make the flat buffers of every unit, one a dtype, and apart what is frozen."""
+        """Create the flat buffers of every unit: one for each dtype, and separate ones for frozen parameters."""
         index_of = {id(p): i for i, p in enumerate(self._placed)}
         of_unit: list[list[FlatParameters]] = []
         for parameters in parameters_by_unit(self.module, units):
             indices = [index_of[id(p)] for p in parameters if id(p) in index_of]
-            # Matrices and vectors apart, so that a shard has few runs of one tag.
+            # Separate matrices and vectors, so that a shard has few runs of one tag.
             indices.sort(key=lambda i: (tags[i].group, tags[i].duplicate, tags[i].partial))
             n = self.sharding.group.size
             of_unit.append(

@@ -5,7 +5,7 @@ unit's modules gather the unit before its use, begin to gather the next unit, an
 forward and in backward. The forward pass expects the order of uses of the previous forward pass; a unit whose use is
 unexpected is gathered when the use begins. The backward pass follows a schedule that the forward passes record
 (`repro.parallel.zero.backward_schedule`). Gathers and reductions therefore have the same order on all ranks that use
-the same modules, whatever happens in those modules.
+the same modules, independent of the work in those modules.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class ParameterUnsharder:
     def _hooks_outside_uses(self, units: Sequence[int]) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return hooks for a module with parameters of these units that is called outside all uses, for its output.
 
-        An example is an encoder that generation calls between passes of the whole module.
+        An example is an encoder that generation calls between passes of the full module.
         """
         gathered: list[int] = []
 

@@ -73,7 +73,7 @@ class ActivationCheckpoints:
 
     @property
     def _plain(self) -> bool:
-        """Whether the checkpoint is x itself."""
+        """Return whether the checkpoint is x itself."""
         return self.parts == 1 and not self.offload and not self.contiguous
 
     def save(self, x: Tensor, before: ActivationCheckpoint | None = None) -> ActivationCheckpoint:
@@ -103,8 +103,7 @@ class ActivationCheckpoints:
     def load(self, saved: ActivationCheckpoint) -> Tensor:
         """Return the block's full input on the device, and start to fetch the next checkpoint.
 
-        If the result is a copy, the saved tensor is freed. Otherwise `free` frees the saved tensor after the use of the
-        result.
+        If the result is a copy, the saved tensor is freed. Otherwise `free` frees it after the use of the result.
 
         Raises: `RuntimeError` at the second call for one checkpoint.
         """
@@ -162,7 +161,7 @@ class ActivationCheckpoints:
                 saved.fetched.copy_(saved.kept, non_blocking=True)
                 saved.ready = stream.record_event()
             saved.fetched.record_stream(stream)
-        # Whatever is copied there next comes later on the same stream.
+        # Later copies to this memory follow on the same stream.
         saved.drop()
 
     def _copy_stream(self, x: Tensor) -> torch.cuda.Stream | None:

@@ -1,9 +1,9 @@
-"""C_B: what is fused for communication has a constant size (1910.02054 sec. 6.2).
+"""C_B: constant size of fused communication buffers (1910.02054 sec. 6.2).
 
-Large messages use links better than small ones, so libraries fused all gradients in one buffer before they reduced
-them: in fp32 4 Psi bytes, which grow with the model (sec. 3.2).  With C_B the gradients are reduced bucket by bucket,
-large enough for the links and of one size whatever the model, and where they are, without a copy.  (Stage 3
-communicates a block at a time and has nothing to fuse.)
+Large messages use links better than small ones, so libraries fused all gradients in one buffer before the reduction:
+4 Psi bytes in fp32, which grow with the model (sec. 3.2).  With C_B gradients are reduced in place, without a copy,
+in buckets that are large enough for the links and have one size for every model.  (Stage 3 communicates a block at a
+time and has no fused buffer.)
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from repro.parallel.comm import Group, Work
 
 
 def bucket_numel(total: int, bucket_bytes: int, dtype: torch.dtype, *, constant: bool) -> int:
-    """Elements of one bucket at most, of `total` gradients of `dtype`: without C_B (`constant`) all of them."""
+    """Return the maximum elements of a bucket for `total` gradients of `dtype`; without C_B (`constant`), `total`."""
     return bucket_bytes // dtype.itemsize if constant else total
 
 
 def reduce_fused(gradients: Tensor, target: Tensor, group: Group, *, add: bool) -> Work:
-    """Without C_B: sum flat `gradients` [P] over `group` through an fp32 copy of them, 4P bytes made for it.
+    """Sum flat `gradients` [P] over `group` through an fp32 copy of 4P bytes (without C_B).
 
-    `target` gets the sum when the work is done: all of it [P], by an all-reduce, or this rank's shard [P/n], by a
-    reduce-scatter.  `add`: to what is there.
+    `target` gets the sum when the work is done: the full sum [P] by an all-reduce, or this rank's shard [P/n] by a
+    reduce-scatter.  `add`: add the sum to the values in `target`.
     """
     buffer = storage.empty(gradients.numel(), gradients, Category.COMMUNICATION, torch.float32)
     buffer.copy_(gradients)

@@ -1,8 +1,8 @@
-"""M_D: memory set aside once for what comes and goes (1910.02054 sec. 6.3).
+"""M_D: memory allocated once for tensors of different lifetimes (1910.02054 sec. 6.3).
 
-Checkpoints live from forward to backward, the activations between them for a moment only; gradients of
-stages 2 and 3 live until they are reduced.  Taken from the same heap, the long-lived ones leave it full of
-holes.  Here they are copied to, or made in, pieces of one allocation.
+Checkpoints live from forward to backward, but the activations between them only briefly; gradients of stages 2 and 3
+live until they are reduced.  On one heap, the long-lived tensors would fragment the memory.  This module copies them
+to, or creates them in, pieces of one allocation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from repro.parallel import storage
 
 @dataclass(frozen=True)
 class Piece:
-    """Memory that was taken from an arena."""
+    """Piece of memory from an arena."""
 
     tensor: Tensor
-    """Flat, as many elements as were asked for."""
+    """Flat tensor of the requested number of elements."""
     number: int
 
 
@@ -37,22 +37,22 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Pieces that there are."""
+        """Return the number of pieces."""
         return len(self._pieces)
 
     @property
     def used(self) -> int:
-        """Pieces that are taken."""
+        """Return the number of pieces in use."""
         return len(self._pieces) - len(self._free)
 
     def fits(self, numel: int) -> bool:
-        """Whether a free piece has `numel` elements."""
+        """Return whether a free piece has `numel` elements."""
         return any(self._pieces[i].numel() >= numel for i in self._free)
 
     def take(self, numel: int) -> Piece:
-        """The first `numel` elements of the smallest free piece that has them, contents undefined.
+        """Return the first `numel` elements of the smallest free piece that has them, with undefined values.
 
-        Raises `RuntimeError` if there is none: the plan of what is alive at once was wrong.
+        Raises `RuntimeError` if no piece fits: the planned number of live tensors was wrong.
         """
         found = min(
             (i for i in self._free if self._pieces[i].numel() >= numel),
@@ -67,12 +67,12 @@ class Arena:
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Return a piece; the next taker's writes must be ordered after the last reads."""
+        """Return a piece to the arena; the next owner's writes must be ordered after the last reads."""
         assert piece.number not in self._free, "a piece was returned twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:
-        """Add a piece of `numel` elements in an allocation of its own, for good."""
+        """Add a permanent piece of `numel` elements with an allocation of its own."""
         category = storage.category_of(self.memory.untyped_storage()) or Category.OTHER
         self._free.add(len(self._pieces))
         self._pieces.append(storage.empty(numel, self.memory, category))

@@ -38,12 +38,12 @@ class Bundle:
 
     @property
     def experiments(self) -> list[Experiment]:
-        """All experiments in execution order."""
+        """Return all experiments in execution order."""
         return [experiment for task in self.tasks for experiment in task.experiments]
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.tasks[0].experiments[0].layout.world
 
 
@@ -132,7 +132,7 @@ class BundleProgress(Progress):
 
     @property
     def open(self) -> int:
-        """Number of experiments without an outcome."""
+        """Return the number of experiments without an outcome."""
         return self.total - self.done
 
     def set_nodes(self, nodes: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""One TCP connection from the task of each rank to the controller: it says how the rank fares, and shows who is gone.
+"""TCP connections from the task of each rank to the controller, which report the rank's state and detect lost tasks.
 
-Messages are JSON lines and go one way, but for the controller's last word: when it closes the connection, or is gone,
-the task kills its rank and ends.  Who does not answer any more is noticed by the kernel (TCP keepalive).  A task shows
-a token that it has read from a file of the user's.
+Messages are JSON lines from task to controller.  When the controller closes the connection or is lost, the task kills
+its rank and ends.  The kernel detects a host that does not answer (TCP keepalive).  A task authenticates with a token
+from a file that only the user can read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 Message = dict[str, Any]
 
 KEEPALIVE_TIMEOUT_S = 15
-"""Who does not answer for this long is lost: the node is down, or the network between."""
+"""Timeout of an answer, in seconds, after which a host is lost: the node or the network has failed."""
 _MAX_UNAUTHENTICATED_BYTES = 1 << 16
 TASK_ENDED = "its task ended without a word"
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Have the kernel end the connection when the other host does not answer for `KEEPALIVE_TIMEOUT_S`."""
+    """Let the kernel end the connection when the other host does not answer for `KEEPALIVE_TIMEOUT_S`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 3),
@@ -35,21 +35,21 @@ def _notice_silence(sock: socket.socket) -> None:
 
 
 class Connection:
-    """The task's side."""
+    """Task's end of the connection."""
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
-        """Raises `OSError` if there is no controller."""
+        """Connect to the controller.  Raises `OSError` if there is no controller."""
         self._socket = socket.create_connection((address, port), timeout=KEEPALIVE_TIMEOUT_S)
         self._socket.settimeout(None)
         _notice_silence(self._socket)
         self.address = str(self._socket.getsockname()[0])
-        """Our own on this connection."""
+        """Address of this host on the connection."""
         self.open = True
-        """Until the controller has closed it or is gone."""
+        """Whether the controller is connected."""
         self.send({"token": token, "rank": rank})
 
     def send(self, message: Message) -> None:
-        """Send one message; nothing happens if nobody listens any more."""
+        """Send one message; without effect on a lost connection."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             self._socket.sendall(line)
@@ -57,13 +57,13 @@ class Connection:
             self.open = False
 
     def wait(self, seconds: float) -> None:
-        """Wait for time to pass or the connection to end."""
+        """Wait until the time has passed or the connection ends."""
         self._socket.settimeout(seconds)
         try:
             if self._socket.recv(1) == b"":
                 self.open = False
         except TimeoutError as error:
-            if error.errno:  # by the kernel's clock, not by ours
+            if error.errno:  # a timeout of the kernel, not of the socket
                 self.open = False
         except OSError:
             self.open = False
@@ -71,7 +71,7 @@ class Connection:
 
 
 class Listener:
-    """The controller's side: all tasks of one launch.  Nothing here waits."""
+    """Controller's end: connections of all tasks of one launch.  No method blocks."""
 
     def __init__(self, address: str, *, token: str):
         self._token = token
@@ -86,7 +86,7 @@ class Listener:
         """End of each rank's connection: `TASK_ENDED`, or the reason of its loss."""
 
     def messages(self) -> list[tuple[int, Message]]:
-        """What has come in, with the rank that it is about."""
+        """Return the received messages with their ranks."""
         found: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(0):
             sock = key.fileobj
@@ -98,11 +98,11 @@ class Listener:
         return found
 
     def has_connected(self, rank: int) -> bool:
-        """Whether the task of `rank` has come, ever."""
+        """Return whether the task of `rank` has ever connected."""
         return rank in self.ended or rank in self._rank_of.values()
 
     def close(self) -> None:
-        """End all connections, and with them the ranks."""
+        """Close all connections, which ends the ranks."""
         for sock in [*self._unfinished]:
             self._drop(sock)
         if self._server.fileno() >= 0:
@@ -113,7 +113,7 @@ class Listener:
         while True:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # nobody is left, or somebody has gone again
+            except OSError:  # no further connection, or one that has closed again
                 return
             sock.setblocking(False)
             _notice_silence(sock)
@@ -149,7 +149,7 @@ class Listener:
         return known
 
     def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
-        """A message of one of ours; the first of each says whose it is."""
+        """Return a message of an authenticated task; the first message of a connection has its token and rank."""
         try:
             message = json.loads(line)
             if sock in self._rank_of:

@@ -157,7 +157,7 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     }
     if interface:
         first = interface.removeprefix("=").split(",")[0]
-        # NCCL takes a name for a prefix; the interface of just that name comes first.
+        # NCCL uses a name as a prefix; the interface with exactly that name has precedence.
         names = sorted((name for name in ours if name.startswith(first)), key=lambda name: name != first)
         found = [address for name in names for address in ours[name]]
         if not found:
@@ -202,8 +202,8 @@ class RunBundle:
     def __call__(self) -> dict[str, Any]:
         """Run the bundle and return the number of experiments by outcome.
 
-        The handlers of SIGTERM and of submitit's SIGUSR2 only set a flag while it runs: the watching loop ends the
-        case that is running, and then submitit's own handler is called from here, the main thread.
+        During the run, the handlers of SIGTERM and of submitit's SIGUSR2 only set a flag. The watching loop ends the
+        running case. This method then calls submitit's own handler from the main thread.
         """
         environment = dict(os.environ)
         stop = AllocationStop(slurm_job_id(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))

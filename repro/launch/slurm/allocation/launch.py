@@ -27,42 +27,42 @@ from repro.results.store import DISK_FULL
 
 POLL_INTERVAL_S = 0.05
 REAP_TIMEOUT_S = 20.0
-"""How long tasks may take to end when their connection does."""
+"""Timeout of tasks after the end of their connection, in seconds."""
 LOST_NODE_REAP_TIMEOUT_S = 3.0
-"""The same where a node is lost, whose tasks never end."""
+"""Value of `REAP_TIMEOUT_S` with a lost node, whose tasks never end, in seconds."""
 LOST_TASK_GRACE_S = 5.0
-"""A task that ends without a word may have been ended with the whole job: its signal may come a moment later."""
+"""Time after an unexplained end of a task, in seconds, in which the signal of an ending job may arrive."""
 MAX_PORT_ATTEMPTS = 3
-"""How many ports are tried before a launch fails because others take them."""
+"""Maximum number of ports that a launch tries while other processes take them."""
 _TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 _NO_POSITION = Position(0, 0, Phase.START, 0, "", "", 0.0)
 
 
 @dataclass
 class _RankStatus:
-    """What is known of one rank."""
+    """State of one rank."""
 
     code: int | None = None
     report: dict[str, Any] | None = None
     errors: str = ""
     position: Position = _NO_POSITION
     said: float = 0.0
-    """Time of its last word by its node's clock."""
+    """Time of its last message by its node's clock."""
     stopped: bool = False
     dumped: bool = False
     """Whether its stacks are in its log."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     full: str = ""
-    """The file for which its node had no room."""
+    """File that did not fit on the disk of its node."""
     loss_reason: str = ""
-    """How its task was lost; empty while it is there."""
+    """Reason of the task's loss; empty while it is connected."""
     lost_at: float = 0.0
     ended_alone: bool = False
     """Whether its task has ended on a node that answers."""
 
 
 class ClusterLaunch:
-    """A running job: one step, one task for each rank."""
+    """A running job: one step with one task per rank."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ClusterLaunch:
         target: str,
         stop: AllocationStop,
     ):
-        """`nodes`: of every rank.  `stop` is told if a node is gone: then there cannot be another launch."""
+        """`nodes`: node of every rank.  `stop` is notified of a lost node, after which no other launch is possible."""
         assert len(nodes) >= job.world, "fewer places than ranks"
         self.job, self.world, self.logs = job, job.world, logs
         self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
@@ -86,14 +86,14 @@ class ClusterLaunch:
         self._loss = ""
 
     def start(self) -> None:
-        """Start all ranks.  Raises `OSError` if the shared folder has no room for their logs."""
+        """Start all ranks.  Raises `OSError` if their logs do not fit on the shared folder."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.job.save(self.logs / task.JOB_FILE)
         self._begin()
 
     def _begin(self) -> None:
-        """A step with fresh ranks, and for them a port that is free on this node, which is that of rank 0."""
+        """Start a step with new ranks and a free port of this node for rank 0."""
         site, address = self._allocation.site, self._allocation.address
         token = secrets.token_hex(16)
         self._ports += 1
@@ -114,10 +114,10 @@ class ClusterLaunch:
         ).save(self.logs)
         self._step = self._allocation.step(self.world, task.__name__, self.logs)
 
-    # -- what supervise asks -----------------------------------------------------------------------
+    # -- interface of supervise --------------------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
-        """Exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""
+        """Return the exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""
         if rank == 0:
             self._look()
             if self._taken():
@@ -127,18 +127,18 @@ class ClusterLaunch:
         return 1 if seen.code is None and self._lost(rank) else seen.code
 
     def position(self, rank: int) -> Position:
-        """Where `rank` was when its task looked last, about a second ago at most; times are this host's."""
+        """Return the last reported position of `rank`, about a second old or newer, in the time of this host."""
         return self._ranks[rank].position
 
     def stopped(self, rank: int) -> bool:
-        """Whether `rank` is stopped by a signal or a debugger."""
+        """Return whether a signal or a debugger has stopped `rank`."""
         return self._ranks[rank].stopped
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """How `rank` says it ended, or that its node is lost."""
+        """Return the report of the end of `rank`, or of the loss of its node."""
         seen = self._ranks[rank]
         if seen.code is None and (lost := self._lost(rank)):
-            # Asked to write a checkpoint and to end, it may be ended by SLURM before it has: no fault of a node.
+            # After a stop request, SLURM may end the rank before the rank ends: this is no failure of a node.
             outcome = "interrupted" if self._asked_to_stop else "error"
             return {"rank": rank, "outcome": outcome, "reason": f"{LOST_NODE}{lost}"}
         if seen.full:
@@ -147,18 +147,18 @@ class ClusterLaunch:
         return seen.report
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """All ranks' results of the job's experiment `index`; None unless every rank finished it."""
+        """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
         self._look()
         found = [seen.results.get(index) for seen in self._ranks]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
-        """The end of what `rank` wrote to standard error, once it has ended."""
+        """Return the end of the standard error of `rank`, once it has ended."""
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Have every rank write its Python stacks to its log, and hear of it; where all of them are goes beside."""
+        """Request the stacks of every rank in its log and wait for them; write all positions to `positions.txt`."""
         if self._step is not None:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
@@ -171,13 +171,13 @@ class ClusterLaunch:
             time.sleep(POLL_INTERVAL_S)
 
     def ask_to_stop(self) -> None:
-        """Have the ranks write a checkpoint after the step that they are in, and end."""
+        """Request a checkpoint after the current step, and the end of the ranks."""
         self._asked_to_stop = True
-        with contextlib.suppress(OSError):  # then they are killed, and go on from their last checkpoint
+        with contextlib.suppress(OSError):  # they are then killed, and resume from their last checkpoint
             (self.logs / STOP_FILE).touch()
 
     def kill(self) -> None:
-        """Kill what still runs and wait until it has ended, or only a lost node's can be left."""
+        """Kill the running ranks and wait for their end; ranks of a lost node may remain."""
         if self._listener is not None:
             self._look()
             self._listener.close()
@@ -188,7 +188,7 @@ class ClusterLaunch:
             self._step = None
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """End it; the logs move to `keep_logs` where something failed."""
+        """End the launch; after a failure, move the logs to `keep_logs`."""
         self.kill()
         (self.logs / task.LAUNCH_FILE).unlink(missing_ok=True)
         if keep_logs is None:
@@ -202,7 +202,7 @@ class ClusterLaunch:
     # -- the tasks ---------------------------------------------------------------------------------
 
     def _lost(self, rank: int) -> str:
-        """How the task of a rank that has not ended was lost, with its node; empty while it is there."""
+        """Return the loss of the task of a rank that has not ended, with its node; empty while it is connected."""
         seen = self._ranks[rank]
         patience = LOST_TASK_GRACE_S if seen.ended_alone else 0.0
         if seen.code is not None or not seen.loss_reason or time.monotonic() - seen.lost_at < patience:
@@ -210,7 +210,7 @@ class ClusterLaunch:
         return f"{self._nodes[rank]}: {seen.loss_reason}"
 
     def _taken(self) -> bool:
-        """Whether rank 0 found its port in use, and another may be tried."""
+        """Return whether rank 0 found its port in use and another port may be tried."""
         first = self._ranks[0]
         said = f"{(first.report or {}).get('reason', '')} {first.errors}"
         return (
@@ -221,12 +221,12 @@ class ClusterLaunch:
         )
 
     def _look(self) -> None:
-        """Take in what the tasks say, and who is gone."""
+        """Read the messages of the tasks, and record lost tasks."""
         if self._listener is None or self._step is None:
             return
         now, starts = time.monotonic(), self._step.starts
         over = self._step.code is not None
-        if self._step.starts != starts:  # slurmctld is waited for: no hang of the ranks
+        if self._step.starts != starts:  # a restart of srun is no hang of the ranks
             self._ranks[0].position = _NO_POSITION._replace(seconds=now)
         for rank, message in self._listener.messages():
             if rank < self.world:
@@ -246,7 +246,7 @@ class ClusterLaunch:
         seen, what = self._ranks[rank], message["say"]
         if what == "position":
             position = Position(*message["at"])
-            # A word that was heard before keeps its time: only a new one is progress.
+            # A repeated report keeps its time: only a new one is progress.
             if position.seconds != seen.said:
                 seen.said = position.seconds
                 seen.position = position._replace(seconds=now - message["age"])
@@ -264,28 +264,28 @@ class ClusterLaunch:
 
 
 def free_port(address: str) -> int:
-    """A port that nobody uses on `address` now; the launch is tried again if somebody takes it before rank 0."""
+    """Return a free port of `address`; the launch is repeated if another process takes the port before rank 0."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])
 
 
 class ClusterLauncher:
-    """Starts jobs in one allocation.  Nothing else runs there, and a case is submitted once: no locks."""
+    """Launcher of jobs in one allocation, without locks: no other process runs there, and a case is submitted once."""
 
     def __init__(
         self, logs: Path, allocation: Allocation, nodes: list[str], target: str, stop: AllocationStop
     ):
-        """`nodes`: of every rank."""
+        """`nodes`: node of every rank."""
         self.logs, self._allocation, self._nodes = logs, allocation, nodes
         self._target, self._stop = target, stop
 
     def take(self, keys: list[str]) -> bool:
-        """There is nobody to keep them from."""
+        """Return True, because no other process can run these experiments."""
         return True
 
     def release(self) -> None:
-        """Nothing was taken."""
+        """Do nothing, because `take` locks nothing."""
 
     def launch(self, job: Job, logs: Path) -> ClusterLaunch:
-        """A launch on the first nodes."""
+        """Return a launch on the first nodes."""
         return ClusterLaunch(job, logs, self._allocation, self._nodes, target=self._target, stop=self._stop)

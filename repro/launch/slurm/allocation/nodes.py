@@ -95,7 +95,7 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
             match = found[int(entry)] if int(entry) < len(found) else None
         else:
             match = next((gpu for gpu in found if gpu["uuid"].startswith(entry)), None)
-        if match is None:  # CUDA stops at the first entry that it does not know
+        if match is None:  # CUDA stops at the first unknown entry
             break
         seen.append(match)
     return seen
@@ -141,7 +141,7 @@ def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
         return True
     try:
         expected = device.memory_bytes.known("device.memory_bytes", system=system.name)
-    except ConfigError:  # nobody published it
+    except ConfigError:  # the size is not published
         return False
     memory = gpu.get("memory_bytes")
     return memory is not None and abs(memory - expected) > _MEMORY_SLACK * expected
@@ -210,7 +210,7 @@ def report_path(folder: Path, task: int) -> Path:
 
 
 def switch_path(environment: dict[str, str]) -> str:
-    """Return the path of switches above this node, `core.rack1`; empty where SLURM knows none.
+    """Return the path of switches above this node, `core.rack1`; empty if SLURM has none.
 
     SLURM sets `SLURM_TOPOLOGY_ADDR` to `core.rack1.n1` and its pattern to `switch.switch.node`.
     """

@@ -1,7 +1,7 @@
 """A job step: tasks that SLURM places, starts, signals and reaps on the nodes of this job, by `srun --overlap`.
 
-Steps overlap, so that the controller, itself a task, keeps no core or GPU from the ranks, and a step whose node is
-cut off does not keep the next one from starting on other nodes.
+Steps overlap, so that the controller, which is also a task, takes no core or GPU from the ranks.  A step on an
+unreachable node then does not block the next step on other nodes.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ _CONTROLLER_VARIABLES = (
     *("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
     *("SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_WAIT", "SLURM_OVERLAP"),
 )
-"""What of the controller's own step srun would take for wishes about the next one."""
+"""Prefixes of variables of the controller's own step that srun would read as options of the next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The nodes that SLURM gave this job, and how steps are started on them."""
+    """Nodes of this job, and the settings of steps on them."""
 
     nodes: int
     per_node: int
     """Ranks of a node."""
     site: Profile
     address: str
-    """Of the first node, where the controller and rank 0 are."""
+    """Address of the first node, where the controller and rank 0 are."""
     umask: int
 
     @property
     def tasks(self) -> int:
-        """Ranks that all nodes hold."""
+        """Return the number of ranks on all nodes."""
         return self.nodes * self.per_node
 
     def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
-        """`python -m MODULE FOLDER`, `tasks` times, neighbours on one node; srun's words go to a file in `folder`."""
+        """Start `python -m MODULE FOLDER` in `tasks` tasks, neighbours on one node; srun's errors go to `folder`."""
         return SrunStep(
             srun_command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err"
         )
 
 
 def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
-    """The step's whole command line."""
+    """Return the full command line of the step."""
     environment = site.environment
     wanted = {
         "overlap": "",
-        "relative": "0",  # from the first node on, where the controller is
+        "relative": "0",  # from the first node, where the controller is
         "nodes": str(-(-tasks // per_node)),
         "ntasks": str(tasks),
-        # Neighbours by rank share a node, whatever way the site spreads tasks: layouts count on it.
+        # Neighbours by rank share a node, in any distribution of the site: layouts rely on this.
         "distribution": f"plane={per_node}",
-        # How a launch ends is judged by who watches it: the other ranks may still say what they saw.
+        # The supervisor judges the end of a launch: after a failure the other ranks may still report.
         "kill-on-bad-exit": "0",
         "wait": "0",
         "cpus-per-task": str(site.slurm.cpus_per_task or ""),
@@ -74,12 +74,12 @@ def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) ->
 
 
 class SrunStep:
-    """One `srun`, a child of this process."""
+    """One `srun` process, a child of this process."""
 
     def __init__(self, command: list[str], errors: Path):
         self._command, self._errors = command, errors
         self.starts = 0
-        """How often srun was started: again for as long as `SLURMCTLD_TIMEOUT_S` while slurmctld does not answer."""
+        """Number of starts of srun, which restarts for `SLURMCTLD_TIMEOUT_S` while slurmctld does not answer."""
         self._until = time.monotonic() + SLURMCTLD_TIMEOUT_S
         self._process = self._start()
 
@@ -101,7 +101,7 @@ class SrunStep:
 
     @property
     def code(self) -> int | None:
-        """Of the task that ended worst; None while any runs, or is yet to start."""
+        """Return the worst exit code of the tasks; None while a task runs or has not started."""
         code = self._process.poll()
         if code and time.monotonic() < self._until and _UNREACHABLE in self._words():
             self._process = self._start()
@@ -109,12 +109,12 @@ class SrunStep:
         return code
 
     def signal(self, number: int) -> None:
-        """Send `SIGUSR1` or `SIGUSR2` to all tasks: srun passes these on, straight to their nodes."""
+        """Send `SIGUSR1` or `SIGUSR2` to all tasks: srun forwards these signals to the nodes."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Wait until all tasks have ended; after `seconds` srun is killed, and SLURM kills what it can reach."""
+        """Wait for the end of all tasks; after `seconds` srun is killed, and SLURM kills the reachable tasks."""
         self._until = 0.0
         try:
             self._process.wait(seconds)
@@ -123,7 +123,7 @@ class SrunStep:
             self._process.wait()
 
     def last_error_line(self) -> str:
-        """The last line that srun or a task wrote to standard error."""
+        """Return the last line of srun and its tasks on standard error."""
         lines = self._words().strip().splitlines()
         return lines[-1][:300] if lines else ""
 

@@ -120,7 +120,7 @@ class RankProcess:
     def _pass_on_stop(self) -> None:
         """Forward the stop request. Ranks follow rank 0, whose task shares a node with the controller."""
         if self._folder is not None and (self._logs / STOP_FILE).exists():
-            with contextlib.suppress(OSError):  # then it is killed, and goes on from its last checkpoint
+            with contextlib.suppress(OSError):  # it is then killed, and resumes from its last checkpoint
                 (self._folder / STOP_FILE).touch()
 
     def _experiment_index(self) -> int:
@@ -139,7 +139,7 @@ class RankProcess:
             return
         self._said, self._stopped = position.seconds, stopped
         self._experiment = position.experiment if position.begun else -1
-        # Each node has its own clock: the age goes over, and the controller's clock makes a time of it.
+        # Each node has its own clock: the age is sent, and the controller converts it to its own time.
         yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
 
     def _results(self, last: bool = False) -> Iterator[Message]:
@@ -195,7 +195,7 @@ class RankProcess:
 def claim_rank_folder() -> tuple[Path, int]:
     """Return a folder in this node's memory and its lock, and remove the folders of killed tasks."""
     for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # somebody else's, or in use
+        with contextlib.suppress(OSError):  # of another user, or in use
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,7 +274,7 @@ def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) ->
         chosen |= threads
     else:
         defaults |= threads
-    if launch.interface:  # else NCCL finds the fast one by itself
+    if launch.interface:  # otherwise NCCL finds the fastest interface itself
         chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {**defaults, **os.environ, **chosen, **launch.variables, **ours}
 

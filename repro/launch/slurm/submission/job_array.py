@@ -28,7 +28,7 @@ class ArrayShape:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.tasks_per_node
 
 
@@ -47,7 +47,7 @@ class JobArray:
 def count_nodes(world: int, per_node: int, at_least: int = 0) -> int:
     """Return the fewest nodes, `at_least` or more, that hold `world` ranks evenly with at most `per_node` each.
 
-    SLURM starts the same number of tasks on every node, and the paper's layouts mean neighbours by rank.
+    SLURM starts the same number of tasks on every node, and the papers' layouts rely on neighbours by rank.
     """
     least = max(at_least, -(-world // per_node), 1)
     return next(nodes for nodes in range(min(least, world), world + 1) if world % nodes == 0)
@@ -105,11 +105,11 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
         # One task, the controller; it starts the ranks, and has no GPU or core for itself.
         "srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         "exclusive": slurm.exclusive,
-        # Neighbours by rank share a node: the layout's order says who they are.
+        # Neighbours by rank share a node, in the layout's order.
         "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
     }
     if slurm.gpus_per_node and slurm.gpu_request != "none":
-        # Whole nodes where they are exclusive; else what the ranks use.
+        # All GPUs of exclusive nodes; otherwise one for each rank.
         gpus = slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node
         key, value = ("gpus_per_node", f"{profile.gpu_type_prefix}{gpus}")
         if slurm.gpu_request == "gres":

@@ -23,7 +23,7 @@ PROBE_TIMEOUT_S = 300.0
 
 
 def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
-    """What `look` says on each of `nodes` nodes.  Raises `SchedulerError`."""
+    """Return the output of `inspect_node` on each of `nodes` nodes.  Raises `SchedulerError`."""
     token = secrets.token_hex(8)
     marker = results / f".probe-{token}"
     marker.write_text(token, encoding="utf-8")

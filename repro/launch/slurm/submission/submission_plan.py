@@ -58,7 +58,7 @@ class SubmissionPlan:
 
     @property
     def cases(self) -> list[Experiment]:
-        """Experiments of all arrays."""
+        """Return the experiments of all arrays."""
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
     def work(self) -> SubmissionWork:
@@ -169,7 +169,7 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
         experiment = wanted[key]
         seconds = record.metrics.get(STEP_SECONDS)
         hours = None
-        if seconds is not None and record.outcome == "ok":  # what does not fit ends at once
+        if seconds is not None and record.outcome == "ok":  # an experiment that does not fit ends at once
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)
     return found

@@ -51,7 +51,7 @@ def submit_suite(
     """Submit the cases of `suite` without a record and without a live job.  Returns 0, or 1 if `sbatch` failed.
 
     `exclude`: excluded nodes in addition to those of the profile, as `sbatch --exclude` writes them.
-    Raises `ConfigError` before anything is submitted.  With `dry`, nothing is asked of the cluster.
+    Raises `ConfigError` before the first submission.  `dry` queries nothing on the cluster.
     """
     site = profile.load_profile(profile_file)
     if exclude:
