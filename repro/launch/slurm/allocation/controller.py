@@ -232,7 +232,7 @@ def _wait_for_requeue_signal(stop: AllocationStop) -> None:
     """Wait for submitit's signal to follow SIGTERM."""
     end = time.monotonic() + REQUEUE_SIGNAL_TIMEOUT_S
     while time.monotonic() < end and not stop.requeue:
-        time.sleep(0.05)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _requeue(handler: Any, number: int) -> None:
