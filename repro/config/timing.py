@@ -59,8 +59,9 @@ ASSUMED: dict[str, Quantity] = {
 }
 """Assumed values, with their sources, for keys of `DeviceTime` that a system does not know.
 
-Two keys have none.  Without `unaligned_flops`, unaligned sizes are as fast as aligned ones.  Without
-`unthrottled_efficiency`, idle multiprocessors give no power to the others.
+Three keys have none.  Without `unaligned_flops`, unaligned sizes are as fast as aligned ones.  Without
+`unthrottled_efficiency`, idle multiprocessors give no power to the others.  Without `backward_launch_s`, `launch_s`
+counts in the backward pass, too.
 """
 
 
@@ -85,7 +86,9 @@ class DeviceTime:
     """Additional seconds of a kernel that moves bytes from memory: the time until all bytes are in flight, and after
     the first blocks are done."""
     launch_s: Quantity = UNSAID
-    """Seconds of the host for one operator of eager PyTorch."""
+    """Seconds of the host for one operator of eager PyTorch, in the forward pass and the optimizer."""
+    backward_launch_s: Quantity = UNSAID
+    """Seconds of the host for one operator of the backward pass, where autograd's one thread launches all operators."""
     pace: Quantity = UNSAID
     """Seconds of a run's kernels over those of the device that these numbers or a published point describe."""
     spread: Quantity = UNSAID
@@ -129,12 +132,15 @@ class Timing:
     kernel_s: float
     fill_s: float
     launch_s: float
+    backward_launch_s: float | None
     pace: float
     spread: float
     jitter_s: float
     unaligned_flops: float | None
 
 
+UNALIGNED_MATMUL = "unaligned_matmul"
+"""Operator for matrix products with a size that is no multiple of 8 elements, which tensor cores read slowly."""
 MESSAGE = "message"
 """Operator for a thread's own work to start and end a message, which is no operator of a step."""
 EXCHANGE = "exchange"
@@ -147,8 +153,8 @@ class OperatorRate:
     """`[device.operators.NAME]` of a calibrated file: seconds = fixed + bytes * per_byte + flops * per_flop.
 
     NAME is an operator's name in a trace (`aten.mm`, `repro.adamw_`, ...).  `matmul` and `elementwise` stand for all
-    other operators.  `message` and `exchange` are the work of the computing thread to start and end a message.
-    Bytes are those read and written.
+    other operators.  `unaligned_matmul` stands for products whose sizes are not multiples of 8.  `message` and
+    `exchange` are the work of the computing thread to start and end a message.  Bytes are those read and written.
     """
 
     fixed_s: float
