@@ -6,6 +6,7 @@ torch. `parallel`, `model` and all engines call the operators.
 
 from repro.kernels.adamw import adamw_
 from repro.kernels.attention import causal_attention
+from repro.kernels.column_sums import sum_rows
 from repro.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_max, cross_entropy_sums
 from repro.kernels.cuda.device import ran
 from repro.kernels.dropout import bias_dropout_residual
@@ -38,6 +39,7 @@ __all__ = [
     "ran",
     "rms_norm",
     "rotary",
+    "sum_rows",
     "swiglu",
     "uniform_bits",
 ]

@@ -1,12 +1,16 @@
-// Sums over the rows of fp32 matrices [count, rows, columns]: 32 columns a block, its warps sharing the rows.
-// TYPE: of the sums.
-#include "number.cuh"
+// Sums over the rows of matrices.  `partial_sums` adds the rows of one matrix [rows, columns] to fp32 [count, columns].
+// `column_sums` adds the rows of fp32 matrices [count, rows, columns]: 32 columns a block, its warps sharing the rows.
+// TYPE: of the matrix and of the sums; WIDTH: columns that a thread of `partial_sums` keeps, which divides them.
+#include "columns.cuh"
+#include "memory.cuh"
 
-constexpr int WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32, V = WIDTH;
 
 struct Arguments {
   const float* matrices;
   TYPE* sums;  // [count, columns]
+  const TYPE* matrix;
+  float* partials;
   int rows;
   int columns;
   int count;
@@ -31,4 +35,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_c
     }
     __syncthreads();
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) partial_sums(const __grid_constant__ Arguments a) {
+  const Place at = place(a.columns, V, a.count);
+  if (at.idle) return;
+  float sums[V] = {};
+#pragma unroll 4
+  for (long long row = at.row; row < a.rows; row += a.count) {
+    float values[V];
+    load(values, a.matrix + row * a.columns + at.column);
+#pragma unroll
+    for (int k = 0; k < V; ++k) sums[k] += values[k];
+  }
+  store(a.partials + at.row * a.columns + at.column, sums);
 }

@@ -9,27 +9,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import KernelLauncher, Loaded, Program
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, is_aligned, source_type
+from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
-ARGUMENTS = struct.Struct("@PPiii0q")
+ARGUMENTS = struct.Struct("@PPPPiii0q")
+SUM_THREADS_PER_PROCESSOR = 512
+"""Threads per multiprocessor of `sum_rows`: enough loads in flight for the bandwidth, and few partial sums."""
 
 
 @cache
-def program(kind: str) -> Program:
-    """Return the program for sums of this type."""
-    return Program("column_sums", (("TYPE", kind),), ARGUMENTS, ("column_sums",), 512)
+def program(kind: str, width: int = 1) -> Program:
+    """Return the program for sums of this type, of rows that threads read by `width` elements at once."""
+    definitions = (("TYPE", kind), ("WIDTH", width))
+    return Program("column_sums", definitions, ARGUMENTS, ("column_sums", "partial_sums"), 512)
 
 
 def examples() -> list[Program]:
-    """Return the program of 16-bit sums."""
-    return [program("half")]
+    """Return the programs of 16-bit sums."""
+    return [program("half"), program("bfloat16", 8)]
 
 
 def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Launch the kernel on fp32 [n, R, C] and return [n, C] in `dtype`, or [C] if n is 1; `loaded` has this type."""
     count, rows, columns = partials.shape
     sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
-    arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), rows, columns, count)
+    arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), 0, 0, rows, columns, count)
     loaded.launch("column_sums", count * -(-columns // 32), arguments)
     return sums
 
@@ -59,10 +63,58 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
     return None if best is None else (best[1], best[2])
 
 
-def row_grid(on: KernelLauncher, rows: int, columns: int, width: int, threads: int) -> tuple[int, int]:
-    """Return (blocks, rows at once) of a grid with `width` columns per thread and 2048 threads per multiprocessor."""
+def row_grid(
+    on: KernelLauncher, rows: int, columns: int, width: int, threads: int, per_processor: int = 2048
+) -> tuple[int, int]:
+    """Return (blocks, rows at once) of a grid: `width` columns per thread, `per_processor` threads per processor."""
     vectors = columns // width
-    work, room = rows * vectors, 2048 * on.processors
+    work, room = rows * vectors, per_processor * on.processors
     blocks = -(-(work if work < room else vectors if vectors > room else room) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows
+
+
+def launch_sum_rows(on: KernelLauncher, rows: Tensor) -> Tensor:
+    """Launch both kernels and return the sums."""
+    rows = rows.contiguous()
+    count, columns = rows.shape
+    if not rows.numel():
+        return rows.new_zeros(columns)
+    width = 16 // rows.element_size()
+    width = width if is_aligned(columns, (rows,), width) else 1
+    kind = program(source_type(rows), width)
+    loaded = on.load(kind)
+    blocks, at_once = row_grid(on, count, columns, width, kind.threads, SUM_THREADS_PER_PROCESSOR)
+    partials = rows.new_empty(1, at_once, columns, dtype=torch.float32)
+    arguments = ARGUMENTS.pack(0, 0, rows.data_ptr(), partials.data_ptr(), count, columns, at_once)
+    loaded.launch("partial_sums", blocks, arguments)
+    return launch_column_sums(loaded, partials, rows.dtype)
+
+
+def reference(rows: Tensor) -> Tensor:
+    """Compute the definition in the dtype of the argument."""
+    return rows.sum(0)
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    return rows.sum(0)
+
+
+def _shape(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[1:])
+
+
+sum_operator = operator("sum_rows(Tensor rows) -> Tensor", _sum_rows, _shape, launch_sum_rows)
+
+
+def sum_rows(x: Tensor, *, plain: bool = False) -> Tensor:
+    """Return the sums [C] of x [..., C] over all other dimensions, in its dtype, accumulated in fp32 at least.
+
+    It is the gradient of a bias. `plain`: use torch's sum on every device. Devices without a kernel use torch's sum.
+    """
+    return x.flatten(0, -2).sum(0) if plain or not x.is_cuda else sum_operator(flatten_rows(x))
+
+
+def cost(rows: Operand) -> Cost:
+    """Count 1 per element."""
+    return Cost(rows.numel, rows.nbytes, rows.shape[-1] * rows.itemsize)

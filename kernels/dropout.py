@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
 from repro.kernels import random
-from repro.kernels.column_sums import plain_column_sums
+from repro.kernels.column_sums import plain_column_sums, sum_rows
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
@@ -250,7 +250,7 @@ class _BiasDropoutResidual(torch.autograd.Function):
         if ctx.p == 0:
             dx = grad
             if ctx.bias_dtype is not None:
-                dbias = grad.flatten(0, -2).sum(0)
+                dbias = sum_rows(grad, plain=ctx.plain)
         else:
             backward = _backward if ctx.plain else backward_operator
             dx, dbias = backward(grad, ctx.bias_dtype is not None, ctx.p, *ctx.place)

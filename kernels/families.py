@@ -50,6 +50,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "cross_entropy_backward_": cross_entropy.gradient_cost,
     "adamw_": adamw.cost,
     "norm_squared": norm.cost,
+    "sum_rows": column_sums.cost,
 }
 """Operator name without `repro::` -> cost formula over the operator's arguments."""
 FAMILIES = {
@@ -157,9 +158,10 @@ def _vector_width(kind: str, size: int) -> int:
 
 
 def _programs_of_any_rows(kind: str) -> Iterator[Program]:
-    yield from (cross_entropy.program(kind), norm.program(kind), column_sums.program(kind))
+    yield from (cross_entropy.program(kind), norm.program(kind))
     yield from {adamw.program(kind, kind if kind != "float" else ""), adamw.program("float", kind)}
     for width in (16 // TYPE_BYTES[kind], 1):
+        yield column_sums.program(kind, width)
         yield from (gelu.program(kind, kind, width), glu.program(kind, width), rope.program(kind, width))
         for bias in ("", kind):
             for residual in (False, True):

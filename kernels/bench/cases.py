@@ -47,6 +47,18 @@ def _statistics(x: Tensor) -> Tensor:
     return torch.empty((*x.shape[:-1], 1), device="meta")
 
 
+def _bias_gradient() -> BenchCase:
+    def inputs(device: torch.device, dtype: torch.dtype, shrink: int) -> Inputs:
+        return {"rows": random_tensor(device, dtype, max(4, 8192 // shrink), max(8, 4096 // shrink))}
+
+    ways: dict[str, Way] = {
+        KERNEL: lambda i: kernels.sum_rows(i["rows"]),
+        PLAIN: lambda i: kernels.sum_rows(i["rows"], plain=True),
+        EAGER: lambda i: i["rows"].sum(0),
+    }
+    return BenchCase("bias gradient", 0.8, inputs, lambda i: moved_bytes("sum_rows", i["rows"]), ways)
+
+
 def _bias_gelu() -> list[BenchCase]:
     return forward_and_backward(
         "bias + GELU",
@@ -296,6 +308,7 @@ def cases() -> list[BenchCase]:
         _norm(),
         *_layer_norm(),
         *_rms_norm(),
+        _bias_gradient(),
         *_bias_gelu(),
         *_swiglu(),
         *_rotary(),

@@ -42,6 +42,7 @@ _REDUCED_AND_SCATTERED = Limit("zero1_reduce", ("reduce-scatter",))
 _BY_BLOCK = Limit("zero3_gather", ("block",))
 _NO_OFFLOAD = Limit("offload_optimizer", (False,))
 _VIEWS = Limit("gradient_as_bucket_view", (True,))
+_EAGER = Limit("cuda_graphs", (False,))
 
 ENGINES: dict[str, tuple[Limit, ...]] = {
     NATIVE: (_NO_OFFLOAD,),
@@ -56,10 +57,12 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("pa_cpu", (False,)),
         _BY_BLOCK,
         _NO_OFFLOAD,
+        _EAGER,
         Limit("kernels", (OperatorSet.FUSED,)),
     ),
     "deepspeed": (
         _NO_CONTEXT,
+        _EAGER,
         _NO_PIPELINE,
         _BY_BLOCK,
         Limit("sp", (False,)),
@@ -68,6 +71,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
     ),
     "megatron": (
         _NO_CONTEXT,
+        _EAGER,
         Limit("zero", (0, 1)),
         Limit("schedule", ("1f1b", "interleaved")),
         Limit("scatter_gather", (False,)),

@@ -96,6 +96,9 @@ class Layout:
     pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
     `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
     stages exchange messages in batches and compute nothing meanwhile, as Megatron-LM of 2021."""
+    cuda_graphs: bool = False
+    """Capture the forward and backward passes of a micro-batch in CUDA graphs, which the host launches at once (engine
+    `native`).  The record says why passes were not captured."""
     gather_overlap: bool = True
     """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
     complete before the next step begins; `overlap = false` implies it."""

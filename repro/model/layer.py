@@ -240,7 +240,7 @@ class Attention(nn.Module):
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         columns = self.columns()
         if self.setting.operators is not OperatorSet.UNFUSED:
-            products = tensor.column_linears(y, columns, tp, sp, "block")
+            products = tensor.column_linears(y, columns, tp, sp, "block", plain=self.setting.plain)
         else:
             ((weight, bias),) = columns
             products = tensor.column_linears(y, [(weight, None)], tp, sp, "block")
@@ -294,7 +294,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
-        (y,) = tensor.column_linears(y, self.columns(), tp, sp, "block")
+        (y,) = tensor.column_linears(y, self.columns(), tp, sp, "block", plain=self.setting.plain)
         y = self.activated(y)
         y = tensor.row_linear(y, self.down, tp, sp, "block")
         return dropout_add(y, self.down_bias, x, self.setting, place, self.layer, 2)
@@ -321,11 +321,13 @@ class Block(nn.Module):
         y = normalised(x, attention.norm, attention.norm_bias, setting)
         if setting.model.blocks == "parallel-one-norm":
             columns = [*attention.columns(), *mlp.columns()]
-            *products, up = tensor.column_linears(y, columns, tp, sp, "block")
+            *products, up = tensor.column_linears(y, columns, tp, sp, "block", plain=setting.plain)
         else:
-            products = [*tensor.column_linears(y, attention.columns(), tp, sp, "block")]
+            products = list(
+                tensor.column_linears(y, attention.columns(), tp, sp, "block", plain=setting.plain)
+            )
             y = normalised(x, mlp.norm, mlp.norm_bias, setting)
-            (up,) = tensor.column_linears(y, mlp.columns(), tp, sp, "block")
+            (up,) = tensor.column_linears(y, mlp.columns(), tp, sp, "block", plain=setting.plain)
         y = tensor.row_products(side_by_side(attention.attended(products, place, masks)), attention.out)
         y = tensor.reduce_output(y + tensor.row_products(mlp.activated(up), mlp.down), tp, sp, "block")
         biases = attention.out_bias, mlp.down_bias

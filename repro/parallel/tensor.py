@@ -71,11 +71,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: Group | None, sp: bool, purpose: str, *parameters: Tensor | None
+        ctx: Any, x: Tensor, tp: Group | None, sp: bool, purpose: str, plain: bool, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.tp, ctx.sp, ctx.purpose = tp, sp, purpose
+        ctx.tp, ctx.sp, ctx.purpose, ctx.plain = tp, sp, purpose, plain
         ctx.has_bias = [bias is not None for bias in biases]
         if sp and tp is not None:
             x, work = gather_sequence(x, tp, purpose)
@@ -105,9 +105,9 @@ class _Linear(torch.autograd.Function):
         for gradient, weight, has_bias in zip(gradients, weights, ctx.has_bias, strict=True):
             rows = gradient.flatten(0, -2)
             dw = weight_gradient(weight, rows, x.flatten(0, -2))
-            found += [dw, rows.sum(0) if has_bias else None]
+            found += [dw, kernels.sum_rows(rows, plain=ctx.plain) if has_bias else None]
         work.wait()
-        return dx, None, None, None, *found
+        return dx, None, None, None, None, *found
 
 
 class _ReduceOutput(torch.autograd.Function):
@@ -143,14 +143,16 @@ Column = tuple[Tensor, Tensor | None]
 
 
 def column_linears(
-    x: Tensor, columns: Sequence[Column], tp: Group, sp: bool, purpose: str
+    x: Tensor, columns: Sequence[Column], tp: Group, sp: bool, purpose: str, *, plain: bool = False
 ) -> tuple[Tensor, ...]:
     """Return x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
 
-    For any number of weights, x is gathered once and its gradient summed once.
+    For any number of weights, x is gathered once and its gradient summed once.  `plain`: sum the gradients of biases
+    by torch's operator.
     """
     parameters = [tensor for column in columns for tensor in column]
-    found: tuple[Tensor, ...] = _Linear.apply(x, tp if tp.size > 1 else None, sp, purpose, *parameters)
+    split = tp if tp.size > 1 else None
+    found: tuple[Tensor, ...] = _Linear.apply(x, split, sp, purpose, plain, *parameters)
     return found
 
 
@@ -163,7 +165,7 @@ def column_linear(
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
-    found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", weight, None)
+    found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", False, weight, None)
     return found[0]
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from repro.kernels import adamw, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
+from repro.kernels import (
+    adamw,
+    column_sums,
+    cross_entropy,
+    dropout,
+    gelu,
+    glu,
+    layernorm,
+    norm,
+    rope,
+    softmax,
+)
 
 BINDINGS: dict[str, Callable[..., Any]] = {
     "adamw_": adamw.launch_adamw_,
@@ -26,4 +37,5 @@ BINDINGS: dict[str, Callable[..., Any]] = {
     "cross_entropy_max": cross_entropy.launch_cross_entropy_max,
     "cross_entropy_sums": cross_entropy.launch_cross_entropy_sums,
     "cross_entropy_backward_": cross_entropy.launch_cross_entropy_backward_,
+    "sum_rows": column_sums.launch_sum_rows,
 }

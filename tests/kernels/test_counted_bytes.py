@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from repro.kernels import adamw, cost, cross_entropy, dropout, gelu, glu, layernorm, norm, rope, softmax
+from repro.kernels import (
+    adamw,
+    column_sums,
+    cost,
+    cross_entropy,
+    dropout,
+    gelu,
+    glu,
+    layernorm,
+    norm,
+    rope,
+    softmax,
+)
 from tests.kernels.on_cpu import COMPILER, HEADER, Host
 
 ACCESS = np.dtype([("address", np.uint64), ("size", np.uint32), ("write", np.uint32)])
@@ -134,6 +146,7 @@ SAMPLES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         ),
     ),
     "norm_squared": (norm.launch_norm_squared, lambda: ([sixteen(16391), sixteen(5)],)),
+    "sum_rows": (column_sums.launch_sum_rows, lambda: (sixteen(45, 64),)),
 }
 """Of every operator: its binding, and operands of which no two are the same tensor."""
 

@@ -166,3 +166,15 @@ def test_sums_of_columns(host: Host, dtype: torch.dtype, close: Callable[..., No
     loaded = host.load(column_sums.program(TYPES[dtype]))
     found = host.call(lambda on, x: column_sums.launch_column_sums(loaded, x, dtype), matrices)
     close(found, matrices.double().sum(1), 2)
+
+
+@pytest.mark.parametrize("shape", [(45, 64), (3, 70), (1, 8), (700, 24)], ids=str)
+def test_sums_of_rows(
+    shape: tuple[int, int], host: Host, dtype: torch.dtype, close: Callable[..., None]
+) -> None:
+    rows = torch.randn(shape).to(dtype)
+    close(host.call(column_sums.launch_sum_rows, rows), rows.double().sum(0), 2)
+
+
+def test_sums_of_no_rows_are_zero(host: Host) -> None:
+    assert host.call(column_sums.launch_sum_rows, torch.ones(0, 5)).tolist() == [0] * 5

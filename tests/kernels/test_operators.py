@@ -57,6 +57,7 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
             *(torch.tensor(v, device=device) for v in (2.0, 0.0)),
         ),
         "norm_squared": ([x, h],),
+        "sum_rows": (tensor(6, 8),),
     }
 
 
@@ -140,6 +141,7 @@ def test_costs_by_hand() -> None:
     assert cost("causal_softmax", (2, 8, 8), 0.5, itemsize=2) == Cost(6 * 128, 256, 256)
     assert cost("causal_softmax_backward", (2, 8, 8), (2, 8, 8), 0.5, itemsize=2) == Cost(5 * 128, 512, 256)
     assert cost("norm_squared", [(4, 10), (3,)]) == Cost(86, 4 * 43, 4)
+    assert cost("sum_rows", (6, 8), itemsize=2) == Cost(48, 96, 16)
     row, statistic = (2, 3, 8), (2, 3, 1)
     # Three of 48 elements go in or out, two of 6 statistics, and three of 8 weights.
     assert cost("layer_norm_backward", row, row, statistic, statistic, (8,)) == Cost(

@@ -14,6 +14,7 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.engines import EngineReport
+from repro.engines.native.cuda_graphs import CapturedMicroBatches, capture_obstacle
 from repro.engines.native.model_part import MicroBatch, ModelPart, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
@@ -68,13 +69,21 @@ class NativeEngine:
             self.scaler = LossScaler(
                 training.loss_scale, training.loss_scale_window, training.loss_scale_hysteresis, device
             )
+        self.captured: CapturedMicroBatches | None = None
+        """Micro-batches as CUDA graphs, if the layout requests them and nothing prevents the capture."""
+        self._capture_obstacle = capture_obstacle(layout, training, mesh, device)
+        if layout.cuda_graphs and not self._capture_obstacle:
+            self.captured = CapturedMicroBatches(self.parts[0], layout.accumulation, self.loss_scale())
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
         """Run the passes with gradient averaging, then norm, clipping and AdamW, and gather the parameters."""
         own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
-        for part in self.parts:
-            part.micro_batches = own
-        loss = self.pipeline.run(None if self.scaler is None else self.scaler.scale, observe)
+        if self.captured is not None and self.captured.begin_step():
+            loss = self.captured.run(own, observe)
+        else:
+            for part in self.parts:
+                part.micro_batches = own
+            loss = self.pipeline.run(self.loss_scale(), observe)
         for part in self.parts:
             part.finish()
         observe(Phase.OPTIMIZER)
@@ -128,9 +137,10 @@ class NativeEngine:
         """Do nothing: the buffers are marked at their creation."""
 
     def report(self) -> EngineReport:
-        """Report this suite's own software."""
+        """Report this suite's own software, and whether the layout's CUDA graphs were captured."""
+        graphs = {"cuda_graphs": self._capture_obstacle or "captured"} if self.layout.cuda_graphs else {}
         return EngineReport(
-            "repro", "none: model, strategy and kernels are this suite's, on torch's operators"
+            "repro", "none: model, strategy and kernels are this suite's, on torch's operators", graphs
         )
 
     def pipeline_report(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ class GradientReducer:
             for s, parameter in enumerate(bucket.parameters):
                 if in_products and getattr(parameter, "used_once", False):
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                vars(parameter)["reducer"] = self  # lives as long as its parameters
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))
             for b, bucket in enumerate(self.buckets)
@@ -84,6 +88,7 @@ class GradientReducer:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 vars(parameter).pop("gradient_sink", None)
+                vars(parameter).pop("reducer", None)
 
     def _set_aside(self) -> None:
         """Give full gradients a pool (1910.02054 sec. 6.3): one allocation of the largest buckets' sizes.
@@ -167,29 +172,42 @@ class GradientReducer:
             self._works.popleft().wait()
 
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
+        """Return the hook of slot `s`.
+
+        torch holds a hook where the garbage collector does not look.  A hook that referred to this reducer, and so to
+        its own parameter, would never be freed.
+        """
+        reducer = ref(self)
+
         def collect(parameter: Parameter) -> None:
-            gradient = parameter.grad
-            if gradient is None:  # the sink took it, or autograd found that it is zero
-                return
-            parameter.grad = None
-            if gradient.layout != torch.strided:
-                raise RuntimeError(
-                    f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
-                )
-            self.on_gradient()
-            # The division for the mean over n replicas costs nothing in this copy.
-            bucket = self.buckets[b]
-            add = self._adds(b, s)
-            view = self._view(bucket, s)
-            if add:
-                view.add_(gradient, alpha=1 / bucket.group.size)
-            elif bucket.group.size > 1:
-                torch.mul(gradient, 1 / bucket.group.size, out=view)
-            else:
-                view.copy_(gradient)
-            self._arrive(b, s)
+            found = reducer()
+            if found is not None:
+                found._collect(b, s, parameter)
 
         return collect
+
+    def _collect(self, b: int, s: int, parameter: Parameter) -> None:
+        """Move the gradient that autograd computed to the bucket."""
+        gradient = parameter.grad
+        if gradient is None:  # the sink took it, or autograd found that it is zero
+            return
+        parameter.grad = None
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
+            )
+        self.on_gradient()
+        # The division for the mean over n replicas costs nothing in this copy.
+        bucket = self.buckets[b]
+        add = self._adds(b, s)
+        view = self._view(bucket, s)
+        if add:
+            view.add_(gradient, alpha=1 / bucket.group.size)
+        elif bucket.group.size > 1:
+            torch.mul(gradient, 1 / bucket.group.size, out=view)
+        else:
+            view.copy_(gradient)
+        self._arrive(b, s)
 
     def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
         def add_product(rows: Tensor, x: Tensor) -> None:

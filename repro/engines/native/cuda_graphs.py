@@ -1,0 +1,113 @@
+"""Captured micro-batches: the host launches a forward or a backward pass as one CUDA graph.
+
+One micro-batch of GPT-2 1.5B is about 5,000 operators.  A host needs longer to launch them one by one than a GPU
+needs to compute them for a single sample.  A pass whose shapes, addresses and arguments repeat is therefore captured
+once (`torch.cuda.CUDAGraph`) and replayed for every further micro-batch.
+
+The first and the last micro-batch of a step differ from the others: the first writes gradients and the others add to
+them, and the last reduces them.  Each kind of micro-batch has its own pair of graphs.  All graphs share one memory
+pool, because only one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from repro.config import Layout, Training
+from repro.config.enums import Phase
+from repro.engines.native.model_part import MicroBatch, ModelPart
+from repro.parallel.mesh import Mesh
+from repro.parallel.pipeline.runner import Observer
+
+EAGER_STEPS = 1
+"""Steps before the capture, in which libraries load kernels, choose algorithms and allocate workspaces."""
+
+
+def capture_obstacle(layout: Layout, training: Training, mesh: Mesh, device: torch.device) -> str:
+    """Return why the passes of a micro-batch cannot be captured, or an empty string."""
+    if device.type != "cuda":
+        return f"the device is {device.type}, and CUDA graphs need a GPU"
+    if mesh.world.size > 1:
+        return "collectives between several ranks are not captured"
+    if training.dropout or training.attention_dropout:
+        return "dropout draws from a key that changes with each micro-batch"
+    if layout.pa_cpu:
+        return "checkpoints are copied to host memory on a stream of their own"
+    return ""
+
+
+class _CapturedPasses(NamedTuple):
+    """Graphs of one kind of micro-batch."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    loss: Tensor
+    """Mean loss of the micro-batch, 0-dim fp32, written by `forward`."""
+
+
+class CapturedMicroBatches:
+    """Micro-batches of one rank that holds the full model, as CUDA graphs."""
+
+    def __init__(self, part: ModelPart, micro_batches: int, scale: Tensor | None):
+        """`micro_batches`: number in a step.  `scale`: loss scale, 0-dim, whose value may change between steps."""
+        self._part, self._count, self._scale = part, micro_batches, scale
+        self._passes: dict[tuple[bool, bool], _CapturedPasses] = {}
+        """Graphs by (first of the step, last of the step)."""
+        self._inputs: MicroBatch | None = None
+        """Micro-batch whose memory the graphs read."""
+        self._pool: Any = None
+        self._steps = 0
+
+    def begin_step(self) -> bool:
+        """Count a step, and return whether its micro-batches are replayed or captured."""
+        self._steps += 1
+        return self._steps > EAGER_STEPS
+
+    def run(self, batches: Sequence[MicroBatch], observe: Observer) -> Tensor:
+        """Run forward and backward of the step's micro-batches; return the mean loss (0-dim fp32)."""
+        self._part.sharded.wait()
+        total = torch.zeros((), dtype=torch.float32, device=batches[0].tokens.device)
+        for i, batch in enumerate(batches):
+            observe(Phase.FORWARD)
+            passes = self._load(batch, i)
+            passes.forward.replay()
+            total += passes.loss
+            observe(Phase.BACKWARD)
+            passes.backward.replay()
+        return total / self._count
+
+    def _load(self, batch: MicroBatch, i: int) -> _CapturedPasses:
+        """Copy micro-batch number `i` to the memory that the graphs read, and return its graphs."""
+        inputs = self._inputs
+        if inputs is None:
+            inputs = replace(batch, tokens=batch.tokens.clone(), targets=batch.targets.clone())
+            self._inputs = inputs
+        else:
+            inputs.tokens.copy_(batch.tokens)
+            inputs.targets.copy_(batch.targets)
+        kind = (i == 0, i == self._count - 1)
+        if kind not in self._passes:
+            self._passes[kind] = self._capture(inputs, i)
+        return self._passes[kind]
+
+    def _capture(self, inputs: MicroBatch, i: int) -> _CapturedPasses:
+        """Capture both passes of micro-batch number `i`; a capture computes nothing."""
+        part = self._part
+        part.micro_batches = [inputs]
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            loss = part.forward(0, None)
+            scaled = loss / self._count if self._count > 1 else loss
+            scaled = scaled if self._scale is None else scaled * self._scale
+        self._pool = forward.pool()
+        part.before_backward(i, self._count)
+        with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+            scaled.backward()
+            part.after_backward()
+            part.finish()
+        return _CapturedPasses(forward, backward, loss.detach())
