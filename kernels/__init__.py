@@ -15,7 +15,7 @@ from repro.kernels.gelu import bias_gelu
 from repro.kernels.glu import swiglu
 from repro.kernels.layernorm import layer_norm
 from repro.kernels.norm import norm_squared
-from repro.kernels.random import derive_key, keep_mask, normal, normal_at, uniform_bits
+from repro.kernels.random import derive_key, device_key, keep_mask, normal, normal_at, uniform_bits
 from repro.kernels.rmsnorm import rms_norm
 from repro.kernels.rope import rotary
 from repro.kernels.softmax import causal_softmax
@@ -31,6 +31,7 @@ __all__ = [
     "cross_entropy_max",
     "cross_entropy_sums",
     "derive_key",
+    "device_key",
     "keep_mask",
     "layer_norm",
     "norm_squared",

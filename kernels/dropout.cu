@@ -13,6 +13,7 @@ struct Arguments {
   const TYPE* residual;
   TYPE* y;                 // dx in backward
   float* partials;         // [at_once, columns]: each thread's sums of dx
+  const long long* device_key;  // [2], mixed key and first sample, which a replayed launch reads; null: as below
   unsigned long long key;  // mixed
   long long origin;        // row 0 of x in the global batch; its rows are `positions` of every `seq` from there,
   unsigned rows, positions;
@@ -36,12 +37,19 @@ __device__ inline Words hash(long long index, unsigned long long key) {
 }
 
 struct Mask {
+  unsigned long long key;
+  long long origin;
   unsigned low[V], even[V];  // of the thread's columns
 
-  __device__ Mask(const Arguments& a, int column) {
+  __device__ Mask(const Arguments& a, int column) : key(a.key), origin(a.origin) {
+    if (!DROP) return;
+    if (a.device_key) {
+      key = (unsigned long long)a.device_key[0];
+      origin += a.device_key[1] * a.seq;
+    }
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const Words words = hash(-1 - (long long)(column + k), a.key);
+      const Words words = hash(-1 - (long long)(column + k), key);
       low[k] = words.low, even[k] = words.high & ~1u;
     }
   }
@@ -50,7 +58,7 @@ struct Mask {
   __device__ void apply(const Arguments& a, unsigned row, float (&values)[V]) const {
     const unsigned position = row % a.positions;
     const int further = position >= (unsigned)a.split ? a.jump : 0;
-    const Words words = hash(a.origin + row / a.positions * a.seq + position + further, a.key);
+    const Words words = hash(origin + row / a.positions * a.seq + position + further, key);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const int bits = (int)((words.low + low[k]) * ((words.high | 1u) ^ even[k]));

@@ -20,13 +20,18 @@ from repro.kernels.column_sums import plain_column_sums, sum_rows
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
+PLACE_NUMBERS = 5
+"""Numbers of a row's place: first_sample, seq, first_position, split and jump."""
+
 
 @cache
 def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Program:
     """Return the program for rows that threads read by `width` elements at once; an empty `bias` means no bias."""
     flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
     definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
-    return Program("dropout", definitions, struct.Struct("@PPPPPQqIIqiiiiif0q"), ("forward", "backward"), 256)
+    return Program(
+        "dropout", definitions, struct.Struct("@PPPPPPQqIIqiiiiif0q"), ("forward", "backward"), 256
+    )
 
 
 def examples() -> list[Program]:
@@ -46,6 +51,7 @@ def launch_bias_dropout_residual(
     first_position: int,
     split: int = 0,
     jump: int = 0,
+    device_key: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel and return y."""
     x = x.contiguous()
@@ -61,10 +67,10 @@ def launch_bias_dropout_residual(
         kind = program(source_type(x), kind_of_bias, residual is not None, p > 0, width)
         loaded, rows = on.load(kind), _count_rows(x)
         blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
-        pointers = [0 if t is None else t.data_ptr() for t in (x, bias, residual, y)]
-        origin = first_sample * seq + first_position
+        pointers = [_pointer(t) for t in (x, bias, residual, y)]
+        origin = first_position + (first_sample * seq if device_key is None else 0)
         place = _scalar_arguments(p, key, origin, rows, x.shape[1], seq, split, jump, columns, at_once)
-        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, *place))
+        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, _pointer(device_key), *place))
     return y
 
 
@@ -79,6 +85,7 @@ def launch_bias_dropout_residual_backward(
     first_position: int,
     split: int = 0,
     jump: int = 0,
+    device_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel and return dx and dbias, which is empty without a bias."""
     grad = grad.contiguous()
@@ -92,13 +99,17 @@ def launch_bias_dropout_residual_backward(
     adding = on.load(sums.program(source_type(grad))) if has_bias else None
     blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
     partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
-    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), 0 if partials is None else partials.data_ptr())
-    origin = first_sample * seq + first_position
+    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), _pointer(partials))
+    origin = first_position + (first_sample * seq if device_key is None else 0)
     place = _scalar_arguments(p, key, origin, rows, grad.shape[1], seq, split, jump, columns, at_once)
-    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, *place))
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, _pointer(device_key), *place))
     if adding is None or partials is None:
         return dx, grad.new_empty(0)
     return dx, sums.launch_column_sums(adding, partials, grad.dtype)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _count_rows(x: Tensor) -> int:
@@ -160,7 +171,7 @@ def _forward(
     residual: Tensor | None,
     p: float,
     key: int,
-    *place: int,
+    *place: Any,
 ) -> Tensor:
     if p == 0:
         y = x.contiguous() if bias is None else torch.add(x.contiguous(), bias.to(x.dtype))
@@ -173,7 +184,7 @@ def _forward(
     base = None if residual is None else residual.contiguous().view(-1, columns)
     wide = accumulation_dtype(x.dtype)
     wide_bias = None if bias is None else bias.to(wide)
-    words = random.factors(global_rows(x, *place), columns, key)
+    words = random.factors(global_rows(x, *_host_place(place)), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], x.device):
         keep = _keep(words, first, last, p, wide)
         value = flat[first:last].to(wide) if wide_bias is None else flat[first:last] + wide_bias
@@ -194,12 +205,19 @@ def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: tor
     return bits.ge_(random.threshold(p)).to(dtype)
 
 
-def _backward(grad: Tensor, has_bias: bool, p: float, key: int, *place: int) -> tuple[Tensor, Tensor]:
+def _host_place(place: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the place without `device_key`, which only the CUDA kernel reads."""
+    if len(place) > PLACE_NUMBERS and place[PLACE_NUMBERS] is not None:
+        raise RuntimeError("a dropout key in device memory needs the CUDA kernel, which is not available")
+    return place[:PLACE_NUMBERS]
+
+
+def _backward(grad: Tensor, has_bias: bool, p: float, key: int, *place: Any) -> tuple[Tensor, Tensor]:
     columns = grad.shape[-1]
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     out, flat = dx.view(-1, columns), grad.contiguous().view(-1, columns)
     wide = accumulation_dtype(grad.dtype)
-    words = random.factors(global_rows(grad, *place), columns, key)
+    words = random.factors(global_rows(grad, *_host_place(place)), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], grad.device):
         keep = _keep(words, first, last, p, wide).mul_(1 / (1 - p))
         if grad.dtype == wide:
@@ -219,14 +237,15 @@ def _backward_shape(grad: Tensor, has_bias: bool, *_: Any) -> tuple[Tensor, Tens
 
 forward_operator = operator(
     "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, float p, int key,"
-    " int first_sample, int seq, int first_position, int split=0, int jump=0) -> Tensor",
+    " int first_sample, int seq, int first_position, int split=0, int jump=0, Tensor? device_key=None) -> Tensor",
     _forward,
     _forward_shape,
     launch_bias_dropout_residual,
 )
 backward_operator = operator(
     "bias_dropout_residual_backward(Tensor grad, bool has_bias, float p, int key,"
-    " int first_sample, int seq, int first_position, int split=0, int jump=0) -> (Tensor dx, Tensor dbias)",
+    " int first_sample, int seq, int first_position, int split=0, int jump=0, Tensor? device_key=None)"
+    " -> (Tensor dx, Tensor dbias)",
     _backward,
     _backward_shape,
     launch_bias_dropout_residual_backward,
@@ -236,7 +255,7 @@ backward_operator = operator(
 class _BiasDropoutResidual(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, plain: bool, p: float, *place: int
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, plain: bool, p: float, *place: Any
     ) -> Tensor:
         ctx.p, ctx.place, ctx.plain = p, place, plain
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -271,6 +290,7 @@ def bias_dropout_residual(
     split: int = 0,
     jump: int = 0,
     *,
+    device_key: Tensor | None = None,
     plain: bool = False,
 ) -> Tensor:
     """Return y = residual + dropout(x + bias), [b, s, h] as x; bias is [h], residual [b, s, h], both optional.
@@ -279,8 +299,9 @@ def bias_dropout_residual(
     `first_sample` is the index of the first sample in the global batch and `seq` the length of a full sequence.
     `first_position` is the start of this rank's part of it (0 for a full sequence). From j = `split` on, row numbers
     are `jump` larger (context parallelism). Retained elements are scaled by 1 / (1 - p). With p == 0 or outside
-    training, the operator is an addition. Backward needs no saved tensor. `plain`: use torch's operators on every
-    device. Raises ValueError if the sizes do not agree or p is not in [0, 1).
+    training, the operator is an addition. Backward needs no saved tensor. `device_key`: int64 [2] of
+    `random.device_key` on the GPU, read in place of `key` and `first_sample` at every launch and replay. `plain`: use
+    torch's operators on every device. Raises ValueError if the sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
@@ -294,7 +315,7 @@ def bias_dropout_residual(
     rate = p if training else 0.0
     if rate == 0.0 and bias is None and residual is None:
         return x
-    place = (first_sample, seq, first_position, split, jump)
+    place = (first_sample, seq, first_position, split, jump, *(() if device_key is None else (device_key,)))
     return _BiasDropoutResidual.apply(x, bias, residual, plain, rate, key, *place)
 
 

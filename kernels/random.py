@@ -73,6 +73,11 @@ def derive_key(*parts: int) -> int:
     return state >> 1
 
 
+def device_key(key: int, first_sample: int) -> tuple[int, int]:
+    """Return the int64 numbers that a dropout kernel reads from device memory: mix(key) and the first sample."""
+    return _signed(mixed(key)), first_sample
+
+
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])

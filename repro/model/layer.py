@@ -38,6 +38,13 @@ class BatchPosition:
     step: int
     first_sample: int
     """Index of the first sample in the step's global batch."""
+    keys: Tensor | None = None
+    """Keys of all dropouts in device memory, int64 [layers + 1, DROPOUT_SITES, 2] (`dropout_keys`), for passes that are
+    replayed; None: launches have the keys of `step` and `first_sample` as arguments."""
+
+
+DROPOUT_SITES = 3
+"""Dropouts of a layer: of attention weights (in layer 0: of the embedding), and of both residual branches."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,18 @@ class Setting:
         """Return the key of the random numbers of one dropout in one step."""
         return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
 
+    def dropout_keys(self, place: BatchPosition) -> Tensor:
+        """Return the keys of all dropouts of a micro-batch, int64 [layers + 1, DROPOUT_SITES, 2] on the CPU."""
+        return torch.tensor(
+            [
+                [
+                    kernels.device_key(self.key(place, layer, site), place.first_sample)
+                    for site in range(DROPOUT_SITES)
+                ]
+                for layer in range(self.model.layers + 1)
+            ]
+        )
+
 
 def dropout_add(
     x: Tensor,
@@ -80,7 +99,7 @@ def dropout_add(
     """Return residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
     at = setting.positions(x.shape[1])
     seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
-    key = setting.key(place, layer, site) if setting.dropout else 0
+    key = setting.key(place, layer, site) if setting.dropout and place.keys is None else 0
 
     def fused(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         return kernels.bias_dropout_residual(
@@ -95,6 +114,7 @@ def dropout_add(
             True,
             at.split,
             at.jump,
+            device_key=None if place.keys is None else place.keys[layer, site],
             plain=setting.plain,
         )
 
@@ -254,9 +274,11 @@ class Attention(nn.Module):
         p = self.setting.attention_dropout
         if not p:
             return None
-        key = self.setting.key(place, self.layer, 0)
+        key = self.setting.key(place, self.layer, 0) if place.keys is None else 0
         first_head = self.setting.tp.rank * self.heads
-        return WeightDropout(p, key, place.first_sample, self.setting.model.heads, first_head)
+        device_key = None if place.keys is None else place.keys[self.layer, 0]
+        heads = self.setting.model.heads
+        return WeightDropout(p, key, place.first_sample, heads, first_head, device_key)
 
 
 class Mlp(nn.Module):

@@ -76,6 +76,8 @@ class WeightDropout:
     """Heads of the model."""
     first_head: int
     """First head of this rank."""
+    device_key: Tensor | None = None
+    """Key and first sample in device memory, int64 [2], in place of the numbers above; None: the numbers count."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
         """Drop weights of all queries in one operator; `plain`: use torch's own operators."""
@@ -83,8 +85,9 @@ class WeightDropout:
         # A head is a stretch of s rows of its sample.
         rows, first = self.heads * s, self.first_head * s
         flat = weights.view(b, a * s, s)
+        place = (self.first_sample, rows, first, True)
         dropped = kernels.bias_dropout_residual(
-            flat, None, None, self.p, self.key, self.first_sample, rows, first, True, plain=plain
+            flat, None, None, self.p, self.key, *place, device_key=self.device_key, plain=plain
         )
         return dropped.view(b, a, s, s)
 

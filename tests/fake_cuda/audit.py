@@ -5,7 +5,7 @@ Reads cases as JSON lines {"name", "layout", "model", "training", "kernels", "fa
 (`repro.kernels.ran`), how often torch's AdamW was called, what the last step asked of the device (`counts.Pass`), and
 the operators of a pass to which the host told something else than in the step before.  The operators of `repro::` run
 as on a GPU, down to the launch, by the bindings; or, where "kernels" is false, as on one without NVRTC.  "fault" is
-Python that runs first.
+Python that runs first.  With "device_keys" the keys of dropouts are in device memory, as for captured passes.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from repro.kernels.cuda import device as cuda_device  # noqa: E402
 from repro.kernels.cuda.program import Program, Unavailable  # noqa: E402
 from repro.launch.rank.step_data import BatchLoader  # noqa: E402
 from repro.model.data import open_stream  # noqa: E402
+from repro.model.layer import DROPOUT_SITES  # noqa: E402
 from repro.parallel import mesh as meshes  # noqa: E402
 from repro.parallel import tensor  # noqa: E402
 from repro.parallel.transports import NoTransport, Work  # noqa: E402
@@ -251,7 +252,16 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
                 for step in range(2):
                     audit.counts.passes = []
                     audit.counts.begins("input")
-                    engine.step(inputs.micro_batches(step), audit.counts.begins)
+                    batches = inputs.micro_batches(step)
+                    if case.get("device_keys"):
+                        keys = torch.empty(
+                            model.layers + 1, DROPOUT_SITES, 2, dtype=torch.int64, device=device
+                        )
+                        places = [replace(batch.place, keys=keys) for batch in batches]
+                        batches = [
+                            replace(batch, place=place) for batch, place in zip(batches, places, strict=True)
+                        ]
+                    engine.step(batches, audit.counts.begins)
                     inputs.prefetch(step + 1)
                     steps.append(audit.counts.passes)
                 engine.synchronize()

@@ -187,8 +187,8 @@ def test_forward_and_backward_can_be_captured(quick: Answers, kernels: str) -> N
 
 
 @pytest.mark.slow
-def test_so_they_can_of_any_layer_by_any_set_but_with_dropout(runtime: Path) -> None:
-    """Which elements are dropped is an argument of the launch, which a replay would repeat."""
+def test_so_they_can_of_any_layer_by_any_set(runtime: Path) -> None:
+    """Elements to drop are an argument of the launch, which a replay would repeat, unless the key is on the device."""
     cases = [case(kernels=kernels, dropout=0.0) for kernels in SETS]
     cases += [
         case(name, kernels=kernels, dropout=0.0) for name in LAYERS for kernels in ("fused", "reference")
@@ -198,3 +198,11 @@ def test_so_they_can_of_any_layer_by_any_set_but_with_dropout(runtime: Path) -> 
         assert can_be_captured(answer), name
     (dropped,) = audited(runtime, [case()]).values()
     assert dropped["told"] == ["dropout.backward", "dropout.forward"]
+    with_keys = [
+        {**case(kernels=kernels, layout=layout), "device_keys": True}
+        for kernels in ("fused", "softmax", "unfused")
+        for layout in ("alone", "recompute")
+    ]
+    for each in with_keys:
+        (answer,) = audited(runtime, [each]).values()
+        assert can_be_captured(answer), each["name"]

@@ -73,12 +73,14 @@ GRAPH_LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
 @pytest.mark.parametrize("name", GRAPH_LAYOUTS)
-def test_captured_micro_batches_train_like_eager_ones(name: str) -> None:
+def test_captured_micro_batches_train_like_eager_ones(name: str, training: dict[str, float]) -> None:
     layout = GRAPH_LAYOUTS[name]
     supported(layout.precision)
     eager, captured = (
-        train(tiny(replace(layout, cuda_graphs=graphs), steps=5), "cuda") for graphs in (False, True)
+        train(tiny(replace(layout, cuda_graphs=graphs), steps=5, **training), "cuda")
+        for graphs in (False, True)
     )
     # Attention's backward adds in another order from run to run.
     torch.testing.assert_close(captured.loss, eager.loss, rtol=4 * UNIT[layout.precision], atol=0.0)

@@ -106,11 +106,17 @@ def test_dropout(
     y = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, *arguments, *further)
     tolerance = 2e-6 if kind == torch.float32 else 2e-3
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    # With the key in memory the arguments' key and sample do not count.
+    replayed = (p, 0, 0, *arguments[3:], *further, torch.tensor(random.device_key(key, first_sample)))
+    again = host.call(dropout.launch_bias_dropout_residual, x, bias, residual, *replayed)
+    assert torch.equal(again, y)
     grad = torch.randn(shape).to(kind)
     asked = [t for t in wide[:2] if t is not None]
     slopes = torch.autograd.grad(expected, asked, grad.double())
     has_bias = bias is not None
     results = host.call(dropout.launch_bias_dropout_residual_backward, grad, has_bias, *arguments, *further)
+    repeated = host.call(dropout.launch_bias_dropout_residual_backward, grad, has_bias, *replayed)
+    assert all(torch.equal(*pair) for pair in zip(repeated, results, strict=True))
     # The same elements are dropped, to the last one.
     assert torch.equal(results[0] == 0, (slopes[0] == 0) | (grad == 0))
     for actual, slope in zip(results, slopes, strict=has_bias):

@@ -2,7 +2,8 @@
 
 One micro-batch of GPT-2 1.5B is about 5,000 operators.  A host needs longer to launch them one by one than a GPU
 needs to compute them for a single sample.  A pass whose shapes, addresses and arguments repeat is therefore captured
-once (`torch.cuda.CUDAGraph`) and replayed for every further micro-batch.
+once (`torch.cuda.CUDAGraph`) and replayed for every further micro-batch.  Tokens and the keys of dropouts are copied to
+fixed places in device memory before each replay.
 
 The first and the last micro-batch of a step differ from the others: the first writes gradients and the others add to
 them, and the last reduces them.  Each kind of micro-batch has its own pair of graphs.  All graphs share one memory
@@ -34,8 +35,8 @@ def capture_obstacle(layout: Layout, training: Training, mesh: Mesh, device: tor
         return f"the device is {device.type}, and CUDA graphs need a GPU"
     if mesh.world.size > 1:
         return "collectives between several ranks are not captured"
-    if training.dropout or training.attention_dropout:
-        return "dropout draws from a key that changes with each micro-batch"
+    if layout.kernels.plain and (training.dropout or training.attention_dropout):
+        return "torch's operators take the keys of dropout, which change with each micro-batch, from the host"
     if layout.pa_cpu:
         return "checkpoints are copied to host memory on a stream of their own"
     return ""
@@ -85,15 +86,24 @@ class CapturedMicroBatches:
         """Copy micro-batch number `i` to the memory that the graphs read, and return its graphs."""
         inputs = self._inputs
         if inputs is None:
-            inputs = replace(batch, tokens=batch.tokens.clone(), targets=batch.targets.clone())
-            self._inputs = inputs
-        else:
-            inputs.tokens.copy_(batch.tokens)
-            inputs.targets.copy_(batch.targets)
+            inputs = self._inputs = self._static_copy(batch)
+        inputs.tokens.copy_(batch.tokens)
+        inputs.targets.copy_(batch.targets)
+        if inputs.place.keys is not None:
+            # From pageable memory, which may be freed when this call returns.
+            inputs.place.keys.copy_(self._part.model.setting.dropout_keys(batch.place), non_blocking=True)
         kind = (i == 0, i == self._count - 1)
         if kind not in self._passes:
             self._passes[kind] = self._capture(inputs, i)
         return self._passes[kind]
+
+    def _static_copy(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch like `batch` in memory of its own, with the keys of its dropouts if there are any."""
+        setting, keys = self._part.model.setting, None
+        if setting.dropout or setting.attention_dropout:
+            keys = setting.dropout_keys(batch.place).to(batch.tokens.device)
+        place = replace(batch.place, keys=keys)
+        return MicroBatch(torch.empty_like(batch.tokens), torch.empty_like(batch.targets), place)
 
     def _capture(self, inputs: MicroBatch, i: int) -> _CapturedPasses:
         """Capture both passes of micro-batch number `i`; a capture computes nothing."""
