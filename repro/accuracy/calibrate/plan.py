@@ -73,6 +73,7 @@ def step_experiments(
     """
     tp = per_node or gpus
     on_cpu = system == "local"
+    sizes: Sequence[tuple[int, int, int, int]]
     if quick:
         sizes = CPU_QUICK_SIZES if on_cpu else GPU_QUICK_SIZES
     else:
