@@ -36,12 +36,14 @@ WARM_S = 20e-3
 """Duration of the products before the clock rate is compared with the settled one, in seconds."""
 SAMPLE_S = 0.1
 """Duration of the products between two samples of the clock rate, in seconds."""
-MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 8.0
+MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 6.0
 """Minimum and maximum duration of the first load, in seconds."""
 MAX_REWARM_S = 1.0
 """Maximum duration of a later load, in seconds."""
-MAX_LOAD_S = 20.0
+MAX_LOAD_S = 15.0
 """Total duration of all loads, in seconds, above which no later load follows."""
+RECORD_INTERVAL_S = 0.1
+"""Minimum time between two records of clock rate and power, in seconds."""
 SETTLED_SAMPLES = 4
 """Number of samples whose mean is compared with the mean of the same number before them."""
 MAX_CLOCK_DRIFT = 0.01
@@ -77,7 +79,7 @@ class SustainedLoad:
         self._product, self._synchronize, self._state = product, synchronize, state
         self._settled_mhz: float | None = None
         """Settled clock rate; 0 if it is unknown, None before the first load."""
-        self._loaded_s = 0.0
+        self._loaded_s = self._next_record_s = 0.0
         self._states: list[dict[str, float]] = []
         for count in (1, 20):  # the first product includes the library's initialisation
             synchronize()
@@ -116,9 +118,11 @@ class SustainedLoad:
         self._loaded_s += time.perf_counter() - began
 
     def record(self) -> None:
-        """Record clock rate and power while the device measures."""
-        if found := self._state():
+        """Record clock rate and power while the device is busy, at most once in `RECORD_INTERVAL_S`."""
+        now = time.perf_counter()
+        if now >= self._next_record_s and (found := self._state()):
             self._states.append(found)
+            self._next_record_s = now + RECORD_INTERVAL_S
 
     def medians(self) -> dict[str, float]:
         """Return the medians of the recorded clock rates and powers; empty without NVML."""

@@ -53,7 +53,12 @@ def test_the_load_lasts_until_the_clock_rate_has_settled(time: Clock) -> None:
     assert gpu.state()["sm_mhz"] == LOADED_MHZ
     assert gpu.loaded_s < clock_module.MAX_SETTLE_S
     gpu.load.record()
+    gpu.loaded_s = 0.5
+    gpu.load.record()  # too early for another record
     assert gpu.load.medians() == {"sm_mhz": LOADED_MHZ, "power_w": 700.0}
+    time.now += clock_module.RECORD_INTERVAL_S
+    gpu.load.record()
+    assert gpu.load.medians()["sm_mhz"] == (LOADED_MHZ + gpu.state()["sm_mhz"]) / 2
 
 
 def test_an_idle_device_is_loaded_again_and_a_busy_one_is_not(time: Clock) -> None:
