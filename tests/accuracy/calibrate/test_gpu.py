@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from repro import cli
+from repro.accuracy.calibrate import calibration, document, plan, target
 from repro.accuracy.calibrate import clock as clock_module
-from repro.accuracy.calibrate import document, plan, target
+from repro.accuracy.calibrate.calibration import LocalMachine
 from repro.accuracy.calibrate.clock import OperatorClock, OperatorTiming, SustainedLoad
 from repro.config import Layout
-from repro.config.systems import parse_system
+from repro.config.systems import load_system_file, parse_system
 from repro.config.timing import UNALIGNED_MATMUL
+from repro.launch import local_launch
+from repro.launch.job import Interrupt, Job
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
 from tests.training import tiny
@@ -199,11 +204,24 @@ def test_an_unaligned_vocabulary_adds_only_its_products(monkeypatch: pytest.Monk
     assert all(nbytes % 8 == 0 for nbytes in losses)
 
 
-def test_a_gpu_has_models_with_whole_heads() -> None:
-    for quick in (True, False):
-        for ranks in (1, 2, 8):
-            for experiment in plan.step_experiments("local-gpu", ranks, "bf16", quick):
-                assert experiment.model.heads * plan.GPU_HEAD == experiment.model.hidden
+@pytest.mark.parametrize("options", [["--quick"], []], ids=["quick", "full"])
+def test_the_command_on_a_gpu(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine has one GPU, whose rank returns the results of the planned steps."""
+
+    def measure(self: LocalMachine, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        heads = {e.model.hidden // e.model.heads for e in job.experiments}
+        assert heads == {plan.GPU_HEAD}
+        return {"outcome": "ok", "results": [fake_rank(monkeypatch, bool(options))], "load": 0.0}
+
+    monkeypatch.setattr(local_launch, "count_cuda_devices", lambda: 1)
+    monkeypatch.setattr(calibration, "discover", lambda: SimpleNamespace(best_precision="bf16"))
+    monkeypatch.setattr(LocalMachine, "measure", measure)
+    path = tmp_path / "gpu.toml"
+    status = cli.main(["calibrate", "--system", "local-gpu", "--output", str(path), *options])
+    assert (status, capsys.readouterr().err) == (0, "")
+    assert load_system_file(path).device.name == "NVIDIA Test"
 
 
 def test_the_backward_pass_of_the_host_is_timed_apart() -> None:
