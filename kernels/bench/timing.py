@@ -1,7 +1,8 @@
-"""Seconds that a device spends on a call, without the time of the host, and the table of all cases.
+"""Clock of a device and clock of the host, and the table of all cases.
 
-Before each call, the clock writes a buffer larger than the last-level cache. Operands are then not cached, and the call
-starts as soon as the device has written the buffer. Two events around the call are the device's clock.
+The device is busy with other work until the host has queued the timed calls, so its seconds do not contain the host's
+time. Before the calls, a buffer larger than the last-level cache is written, so that operands are not cached. Two
+events around the calls are the device's clock. `repro calibrate` measures with the same clock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from torch import Tensor
 from repro.kernels.bench.case import KERNEL
 
 FLUSH_BYTES = 2**29
-"""Size of the buffer: several times the last-level cache (50 MiB on H100), and 0.1 ms or more to write."""
+"""Size of the buffer: several times the last-level cache (50 MiB on H100)."""
+MAX_TRIES = 4
+"""Maximum number of measurements until one has queued all calls before the device reached them."""
+HOLD_MARGIN = 2.0
+"""Ratio of the time that the device is occupied to the host's time for the calls."""
+MAX_HOLD_S = 50e-3
+"""Maximum duration of the work before the calls, in seconds: compilation at a first call takes seconds."""
+SLEEP_HZ = 2e9
+"""Upper bound of the clock rate of a GPU, in hertz: a sleep that counts cycles takes at least the given time."""
 
 
 class HostClock:
@@ -26,6 +35,8 @@ class HostClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.host_s = 0.0
+        """Host time of the last run, in seconds."""
 
     def total_seconds(self) -> float:
         """Return the seconds of all calls, a timer for pytest-benchmark, which takes differences."""
@@ -35,32 +46,70 @@ class HostClock:
         """Run the call and add its seconds."""
         began = time.perf_counter()
         call()
-        self.seconds += time.perf_counter() - began
+        self.host_s = time.perf_counter() - began
+        self.seconds += self.host_s
 
 
 class DeviceClock(HostClock):
-    """Clock of a device."""
+    """Clock of a device, whose seconds contain no host time."""
 
-    def __init__(self, event: Callable[[], Any] | None = None, flush: Callable[[], Any] | None = None):
-        """Measure torch's current device; tests pass their own events and flush."""
+    def __init__(
+        self,
+        event: Callable[[], Any] | None = None,
+        flush: Callable[[], Any] | None = None,
+        hold: Callable[[float], Any] | None = None,
+    ):
+        """Measure torch's current device.
+
+        `flush` queues a write of the last-level cache. `hold` queues work of at least the given seconds, by default a
+        sleep. Tests pass their own `event`, `flush` and `hold`.
+        """
         super().__init__()
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._flush = flush or self._write
+        self._hold = hold or _sleep
         self._buffer: Tensor | None = None
 
     def run(self, call: Callable[[], Any]) -> None:
-        start, stop = self._event(), self._event()
-        self._flush()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        self.seconds += start.elapsed_time(stop) / 1e3
+        self.seconds += self.queued_seconds([call])
+
+    def queued_seconds(
+        self, calls: Sequence[Callable[[], Any]], queued: Callable[[], Any] = lambda: None
+    ) -> float:
+        """Return the device's seconds of all `calls`.
+
+        `queued` runs when all calls are queued and the device is busy. If the device reaches the calls before all are
+        queued, the measurement is repeated after a longer hold. A call that waits for the device is never queued in
+        time; then the last measurement counts.
+        """
+        hold_s = HOLD_MARGIN * self.host_s
+        for _ in range(MAX_TRIES):
+            start, stop = self._event(), self._event()
+            self._hold(min(hold_s, MAX_HOLD_S))
+            self._flush()
+            start.record()
+            began = time.perf_counter()
+            for call in calls:
+                call()
+            self.host_s = time.perf_counter() - began
+            stop.record()
+            is_late = start.query()
+            queued()
+            stop.synchronize()
+            if not is_late:
+                break
+            hold_s = HOLD_MARGIN * max(hold_s, self.host_s)
+        return float(start.elapsed_time(stop)) / 1e3
 
     def _write(self) -> None:
         if self._buffer is None:
             self._buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._buffer.zero_()
+
+
+def _sleep(seconds: float) -> None:
+    """Let the device sleep."""
+    torch.cuda._sleep(int(SLEEP_HZ * seconds))
 
 
 def benchmark_clock(device: torch.device) -> HostClock:
@@ -84,22 +133,6 @@ def copy_bandwidth(clock: HostClock, device: torch.device, size: int = 2**29, ro
     return 2 * size / median_seconds(clock, [lambda: target.copy_(source)], rounds)
 
 
-def overhead_seconds(
-    call: Callable[[], Any], calls: int = 200, rounds: int = 5, wait: Callable[[], Any] | None = None
-) -> float:
-    """Return the host's seconds per call without waiting for the device, the best of `rounds` of `calls`."""
-    wait = wait or (torch.cuda.synchronize if torch.cuda.is_available() else lambda: None)
-    best = float("inf")
-    for _ in range(rounds):
-        wait()
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - began) / calls)
-    wait()
-    return best
-
-
 @dataclass(frozen=True)
 class BenchRow:
     """Time of one case by one implementation."""
@@ -112,7 +145,7 @@ class BenchRow:
     nbytes: int
     goal: float
     overhead_s: float | None = None
-    """Seconds of the host to queue a call on small tensors; None except for our kernels."""
+    """Median seconds of the host to queue a call; None if the host is the device."""
 
     @property
     def bandwidth(self) -> float:
@@ -124,7 +157,7 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
     """Return the lines of a table. `copy` is in bytes/s. Each case begins with our kernel."""
     lines = [
         f"copy: {copy / 1e9:,.0f} GB/s",
-        f"{'':<32}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'queue us':>10}",
+        f"{'':<32}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'host us':>10}",
     ]
     last = ("", "")
     for row in _sorted_rows(rows):
@@ -135,10 +168,10 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
         share, goal = row.bandwidth / copy, f"{row.goal:.0%}" if row.goal and row.who == KERNEL else ""
         missed = " *" if row.who == KERNEL and row.goal and share < row.goal else ""
         times = f"{row.seconds / ours.seconds:.2f}" if ours else ""
-        queue = f"{row.overhead_s * 1e6:.1f}" if row.overhead_s is not None else ""
+        host = f"{row.overhead_s * 1e6:.1f}" if row.overhead_s is not None else ""
         lines.append(
             f"{name:<32}{dtype:<6}{row.who:<16}{row.seconds * 1e6:>10.1f}{row.bandwidth / 1e9:>9.0f}"
-            f"{share:>9.0%}{goal:>7}{times:>10}{queue:>10}{missed}"
+            f"{share:>9.0%}{goal:>7}{times:>10}{host:>10}{missed}"
         )
     if any(line.endswith(" *") for line in lines):
         lines.append("* below its goal, which is for an H200 or A100")

@@ -118,6 +118,13 @@ def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
     return build_mesh(layout, dist.get_rank(), members.__getitem__)
 
 
+def ensure_process_group(device: torch.device) -> None:
+    """Initialise the default process group of a single process, which libraries need even with one rank."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 """Process groups of each default group, by their ranks and purpose."""

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from repro.kernels.cuda import device
-from tests.kernels.test_operators import NAMES, samples
+from tests.kernels.test_operators import NAMES, results_of, samples
 
 pytestmark = pytest.mark.gpu
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What an operator returns and what it has made of its arguments."""
-    result = getattr(torch.ops.repro, name).default(*arguments)
-    return [leaf for leaf in tree_leaves((result, arguments)) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16", "fp16"])
@@ -28,9 +20,9 @@ def call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 def test_values_and_shapes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
     arguments = samples(dtype)[name]
     before = device.ran()
-    found = call(name, tree_map_only(Tensor, lambda t: t.cuda(), arguments))
+    found = results_of(name, tree_map_only(Tensor, lambda t: t.cuda(), arguments))
     assert set(device.ran() - before) == {(name, "cuda")}
-    expected = call(name, tree_map_only(Tensor, torch.clone, arguments))
+    expected = results_of(name, tree_map_only(Tensor, torch.clone, arguments))
     for a, e in zip(found, expected, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
         torch.testing.assert_close(a.cpu(), e, rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True)
@@ -47,12 +39,12 @@ def test_work_is_queued_on_the_current_stream_and_may_be_captured(name: str) -> 
             if isinstance(a, Tensor):
                 a.copy_(s)
 
-    expected = [t.clone() for t in call(name, arguments)]
+    expected = [t.clone() for t in results_of(name, arguments)]
     restore()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = call(name, arguments)
+        captured = results_of(name, arguments)
     restore()
     graph.replay()
     torch.cuda.synchronize()

@@ -19,7 +19,6 @@ from repro.kernels.bench.timing import (
     HostClock,
     copy_bandwidth,
     median_seconds,
-    overhead_seconds,
     render_table,
 )
 from repro.results.select import by_key
@@ -31,11 +30,28 @@ CASES = cases()
 
 
 class Device:
-    """A queue whose work takes the time that it says."""
+    """A device whose work has given durations, and a host whose calls take `host_ms` each.
 
-    def __init__(self) -> None:
-        self.time_ms = 0.0
+    `reached` is the time at which the device reaches an event; `host_time_ms` is the time of the host.
+    """
+
+    def __init__(self, host_ms: float = 0.0) -> None:
+        self.time_ms = self.host_time_ms = 0.0
+        self.host_ms = host_ms
         self.log: list[str] = []
+
+    def hold(self, seconds: float) -> None:
+        """Start after the host, as an idle device does."""
+        self.time_ms = max(self.time_ms, self.host_time_ms) + seconds * 1e3
+
+    def call(self, ms: float) -> None:
+        """Queue `ms` of work, which the device cannot start before the host has queued the call."""
+        self.host_time_ms += self.host_ms
+        self.log.append("call")
+        self.time_ms = max(self.time_ms, self.host_time_ms) + ms
+
+    def perf_counter(self) -> float:
+        return self.host_time_ms / 1e3
 
     def work(self, name: str, ms: float) -> None:
         self.log.append(name)
@@ -51,8 +67,12 @@ class Device:
                 device.log.append("event")
                 self.at = device.time_ms
 
+            def query(self) -> bool:
+                return device.host_ms > 0 and self.at <= device.host_time_ms
+
             def synchronize(self) -> None:
                 device.log.append("wait")
+                device.host_time_ms = max(device.host_time_ms, device.time_ms)
 
             def elapsed_time(self, later: Event) -> float:
                 return later.at - self.at
@@ -62,17 +82,41 @@ class Device:
 
 def test_the_clock_counts_the_call_and_not_the_flush() -> None:
     device = Device()
-    clock = DeviceClock(device.event, lambda: device.work("flush", 7.0))
+    clock = DeviceClock(device.event, lambda: device.work("flush", 7.0), lambda s: device.log.append("hold"))
     clock.run(lambda: device.work("call", 2.0))
-    assert device.log == ["flush", "event", "call", "event", "wait"]
+    assert device.log == ["hold", "flush", "event", "call", "event", "wait"]
     assert clock.total_seconds() == pytest.approx(2e-3)
     clock.run(lambda: device.work("call", 3.0))
     assert clock.total_seconds() == pytest.approx(5e-3)
 
 
+@pytest.mark.parametrize("calls", [1, 5])
+def test_the_device_s_seconds_contain_no_host_time(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host needs ten times as long for a call as the device; its time is a number of its own."""
+    device = Device(host_ms=1.0)
+    monkeypatch.setattr(clocks, "time", device)
+    clock = DeviceClock(device.event, lambda: None, device.hold)
+    found = clock.queued_seconds([lambda: device.call(0.1)] * calls)
+    assert found == pytest.approx(calls * 0.1e-3)
+    assert clock.host_s == pytest.approx(calls * 1e-3)
+
+
+def test_a_call_that_waits_for_the_device_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(host_ms=1.0)
+    monkeypatch.setattr(clocks, "time", device)
+
+    def waiting() -> None:
+        device.call(2.0)
+        device.host_time_ms = device.time_ms
+
+    clock = DeviceClock(device.event, lambda: None, device.hold)
+    assert clock.queued_seconds([waiting]) >= 2e-3
+    assert device.log.count("call") == clocks.MAX_TRIES
+
+
 def test_the_median_of_inputs_that_take_turns() -> None:
     device, turns = Device(), []
-    clock = DeviceClock(device.event, lambda: None)
+    clock = DeviceClock(device.event, lambda: None, device.hold)
 
     def call(name: str, ms: float) -> None:
         turns.append(name)
@@ -85,16 +129,10 @@ def test_the_median_of_inputs_that_take_turns() -> None:
 
 def test_a_copy_reads_and_writes() -> None:
     device = Device()
-    clock = DeviceClock(device.event, lambda: None)
+    clock = DeviceClock(device.event, lambda: None, device.hold)
     whole = clock.run
     clock.run = lambda call: whole(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)
-
-
-def test_the_overhead_is_that_of_the_best_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 4.0, 10.0, 12.0])
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(times))
-    assert overhead_seconds(lambda: None, calls=2, rounds=2, wait=lambda: None) == 1.0
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

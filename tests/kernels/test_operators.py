@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import repro.kernels as kernels
@@ -27,8 +28,9 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
         return tensor(*shape, kind=torch.float32).abs()
 
     x, h, flat = tensor(2, 3, 8), tensor(8), [wide(5), wide(2)]
+    weights = softmax.reference(tensor(2, 4, 4, kind=torch.float32), 0.5).to(dtype)
     targets = torch.tensor([0, 5, 9, 2], device=device)
-    narrow = [t.to(dtype) for t in flat]
+    narrow = [t.to(dtype, copy=True) for t in flat]
     return {
         "layer_norm": (x, h, h, 1e-5),
         "layer_norm_backward": (x, x, wide(2, 3, 1), wide(2, 3, 1), h),
@@ -42,7 +44,7 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
         "bias_dropout_residual": (x, h, x, 0.3, 7, 1, 4, 1),
         "bias_dropout_residual_backward": (x, True, 0.3, 7, 1, 4, 1),
         "causal_softmax": (tensor(2, 3, 4, 4), 0.5),
-        "causal_softmax_backward": (tensor(2, 4, 4), tensor(2, 4, 4), 0.5),
+        "causal_softmax_backward": (tensor(2, 4, 4), weights, 0.5),
         "cross_entropy_max": (tensor(4, 6),),
         "cross_entropy_sums": (tensor(4, 6), wide(4), targets, 3),
         "cross_entropy_backward_": (tensor(4, 6), wide(4), wide(2, 4), targets, 3, wide(4)),
@@ -62,6 +64,38 @@ def samples(dtype: torch.dtype, device: str = "cpu") -> dict[str, tuple[Any, ...
 
 
 NAMES = sorted(samples(torch.float32))
+
+
+def results_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Call an operator and return its results: returned tensors, and arguments after the call.
+
+    The gradients of AdamW are left out, because its contract allows any content after the call.
+    """
+    returned = getattr(torch.ops.repro, name).default(*arguments)
+    if name == "adamw_":
+        arguments = tuple(argument for i, argument in enumerate(arguments) if i != 1)
+    return [leaf for leaf in tree_leaves((returned, arguments)) if isinstance(leaf, Tensor)]
+
+
+def test_weights_of_the_softmax_are_causal(dtype: torch.dtype) -> None:
+    """The backward pass may leave future weights unread."""
+    _, weights, _ = samples(dtype)["causal_softmax_backward"]
+    assert weights.dtype == dtype
+    assert not weights.triu(1).any()
+    torch.testing.assert_close(weights.float().sum(-1), torch.ones(2, 4), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_exclude_overwritten_gradients_only(name: str) -> None:
+    """A fused AdamW stores scaled gradients, other implementations do not."""
+    arguments = samples(torch.float32)[name]
+    gradients = arguments[1] if name == "adamw_" else []
+    found = {id(tensor) for tensor in results_of(name, arguments)}
+    others = [
+        t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not any(t is g for g in gradients)
+    ]
+    assert {id(tensor) for tensor in others} <= found
+    assert not {id(gradient) for gradient in gradients} & found
 
 
 def test_every_operator_is_sampled() -> None:

@@ -12,15 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from repro import kernels
 from repro.config import Experiment
+from repro.simulate.time.device import ALIGNMENT, MATMULS, product_sizes
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
 from repro.simulate.trace.shapes import call_key
 
+POSITIVE_ARGUMENTS = {
+    "aten.div": (1,),
+    "aten.log": (0,),
+    "aten.reciprocal": (0,),
+    "aten.rsqrt": (0,),
+    "aten.sqrt": (0,),
+    "repro.adamw_": (3,),
+    "repro.cross_entropy_backward_": (2,),
+}
+"""Positions of arguments that are positive in training: radicands, divisors, second moments, sums of exponentials."""
 ATTENTION = "aten._scaled_dot_product_flash_attention"
 
 
@@ -52,6 +63,15 @@ class Call:
     @property
     def name(self) -> str:
         return self.operator.name
+
+    @property
+    def is_unaligned_product(self) -> bool:
+        """Whether the call is a product of half precision with a size that is no multiple of `ALIGNMENT`."""
+        operator = self.operator
+        if operator.name not in MATMULS or operator.itemsize == 4:
+            return False
+        _, *sizes = product_sizes(operator)
+        return any(size % ALIGNMENT for size in sizes)
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +145,8 @@ def bind(call: Call, device: torch.device, generator: torch.Generator) -> Callab
         return device if isinstance(value, torch.device) else value
 
     args, kwargs = tree_map(real, (call.args, call.kwargs))
+    for position in POSITIVE_ARGUMENTS.get(call.name, ()):
+        tree_map_only(Tensor, Tensor.abs_, args[position])
     if call.name == "repro.adamw_" and args[-1] is not None:
         args[-1].zero_()  # found_inf: without an overflow AdamW updates
     return lambda: call.function(*args, **kwargs)
@@ -159,10 +181,13 @@ def _index_bound(call: Call) -> int:
 
 
 def _tensor(shape: OperandShape, device: torch.device, generator: torch.Generator, below: int = 2) -> Tensor:
-    """Return a tensor whose values lead to no infinities, NaN or denormal numbers, which are slow."""
+    """Return a tensor of normal numbers with mean 0, as in training; indices are uniform below `below`.
+
+    The power of a product, and with it the clock rate of a GPU, depends on the bits of its operands.
+    """
     flat = torch.empty(shape.extent, dtype=shape.dtype, device=device)
     if shape.dtype.is_floating_point:
-        flat.uniform_(0.25, 1.0, generator=generator) if shape.sizes else flat.fill_(1.0)
+        flat.normal_(generator=generator) if shape.sizes else flat.fill_(1.0)
     else:
         flat.random_(0, below, generator=generator)
     return flat.as_strided(shape.sizes, shape.strides)

@@ -1,4 +1,7 @@
-"""Clock for single operators: warm-up, empty caches before each repeat, all ranks at once."""
+"""Clock for single operators: warm-up, empty caches before each repeat, all ranks at once.
+
+On a GPU, large matrix products run before each repeat, so that operators are measured at the clock rate of training.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 
+from repro.kernels.bench.timing import DeviceClock
+from repro.measure.provenance import nvml
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group
 from repro.util.processes import usable_cores
@@ -22,8 +28,135 @@ REPEAT_S = 2e-3
 CROWDED_S = 40e-3
 """Minimum duration of a repeat if ranks outnumber cores, in seconds: most ranks are busy most of this time."""
 MOST_CALLS = 64
-SLEEP_HZ = 4e9
-"""Twice the clock rate of any GPU, in hertz: the GPU sleeps until the host has enqueued the calls."""
+LOAD_SIZE = 4096
+"""Rows and columns of the products that load a GPU."""
+HOLD_S = 5e-3
+"""Minimum duration of the products before a repeat, in seconds."""
+WARM_S = 20e-3
+"""Duration of the products before the clock rate is compared with the settled one, in seconds."""
+SAMPLE_S = 0.1
+"""Duration of the products between two samples of the clock rate, in seconds."""
+MIN_SETTLE_S, MAX_SETTLE_S = 1.0, 6.0
+"""Minimum and maximum duration of the first load, in seconds."""
+MAX_REWARM_S = 1.0
+"""Maximum duration of a later load, in seconds."""
+MAX_LOAD_S = 15.0
+"""Total duration of all loads, in seconds, above which no later load follows."""
+RECORD_INTERVAL_S = 0.1
+"""Minimum time between two records of clock rate and power, in seconds."""
+SETTLED_SAMPLES = 4
+"""Number of samples whose mean is compared with the mean of the same number before them."""
+MAX_CLOCK_DRIFT = 0.01
+"""Maximum relative difference of the two means at which the clock rate has settled."""
+MAX_CLOCK_DIFFERENCE = 0.05
+"""Maximum relative difference of a clock rate from the settled one at which no load is necessary."""
+
+
+def gpu_state(device: torch.device) -> dict[str, float]:
+    """Return `sm_mhz` and `power_w` of a GPU; empty if NVML does not report them."""
+    with nvml() as n:
+        if n is None:
+            return {}
+        try:
+            return {
+                "sm_mhz": float(torch.cuda.clock_rate(device)),
+                "power_w": torch.cuda.power_draw(device) / 1e3,
+            }
+        except (n.NVMLError, RuntimeError, ImportError):
+            return {}
+
+
+class SustainedLoad:
+    """Products that hold a device at the clock rate and power of training."""
+
+    def __init__(
+        self,
+        product: Callable[[], Any],
+        synchronize: Callable[[], Any],
+        state: Callable[[], dict[str, float]],
+    ):
+        """Measure the duration of `product`; `state` returns clock rate and power, see `gpu_state`."""
+        self._product, self._synchronize, self._state = product, synchronize, state
+        self._settled_mhz: float | None = None
+        """Settled clock rate; 0 if it is unknown, None before the first load."""
+        self._loaded_s = self._next_record_s = 0.0
+        self._states: list[dict[str, float]] = []
+        for count in (1, 20):  # the first product includes the library's initialisation
+            synchronize()
+            began = time.perf_counter()
+            for _ in range(count):
+                product()
+            synchronize()
+            self._product_s = (time.perf_counter() - began) / count
+
+    def hold(self, seconds: float) -> None:
+        """Queue products of at least `seconds` and `HOLD_S`."""
+        for _ in range(math.ceil(max(seconds, HOLD_S) / self._product_s)):
+            self._product()
+
+    def settle(self) -> None:
+        """Run products until the clock rate has settled, and in later calls until it has the settled rate.
+
+        Without NVML, the first call runs products for `MIN_SETTLE_S` and later calls do nothing.
+        """
+        began = time.perf_counter()
+        if self._settled_mhz is None:
+            samples: list[float] = []
+            while True:
+                samples.append(self._sample(SAMPLE_S))
+                spent = time.perf_counter() - began
+                if spent >= MIN_SETTLE_S and (_has_settled(samples) or spent >= MAX_SETTLE_S):
+                    break
+            self._settled_mhz = fmean(samples[-SETTLED_SAMPLES:])
+        elif self._settled_mhz and self._loaded_s < MAX_LOAD_S:
+            now = self._sample(WARM_S)
+            while abs(now / self._settled_mhz - 1) > MAX_CLOCK_DIFFERENCE:
+                if time.perf_counter() - began >= MAX_REWARM_S:
+                    self._settled_mhz = now or self._settled_mhz  # a warmer device has another rate
+                    break
+                now = self._sample(SAMPLE_S)
+        self._loaded_s += time.perf_counter() - began
+
+    def record(self) -> None:
+        """Record clock rate and power while the device is busy, at most once in `RECORD_INTERVAL_S`."""
+        now = time.perf_counter()
+        if now >= self._next_record_s and (found := self._state()):
+            self._states.append(found)
+            self._next_record_s = now + RECORD_INTERVAL_S
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians of the recorded clock rates and powers; empty without NVML."""
+        return {key: median(state[key] for state in self._states) for key in (self._states or [{}])[0]}
+
+    def _sample(self, seconds: float) -> float:
+        """Return the clock rate, in MHz, after products of `seconds`; 0 if it is unknown."""
+        self.hold(seconds)
+        found = self._state().get("sm_mhz", 0.0)
+        self._synchronize()
+        return found
+
+
+def _has_settled(clocks: Sequence[float]) -> bool:
+    """Return whether the last samples and the samples before them have equal means; true if there is no clock rate."""
+    if not all(clocks):
+        return True
+    if len(clocks) < 2 * SETTLED_SAMPLES:
+        return False
+    before, last = clocks[-2 * SETTLED_SAMPLES : -SETTLED_SAMPLES], clocks[-SETTLED_SAMPLES:]
+    return abs(fmean(last) / fmean(before) - 1) <= MAX_CLOCK_DRIFT
+
+
+def gpu_load(device: torch.device) -> SustainedLoad:
+    """Return the load of a GPU: products of normal numbers in half precision."""
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
+    a, b = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return SustainedLoad(
+        lambda: torch.mm(a, b, out=out),
+        lambda: torch.cuda.synchronize(device),
+        lambda: gpu_state(device),
+    )
 
 
 class OperatorTiming(NamedTuple):
@@ -60,9 +193,10 @@ class OperatorClock:
         )
         self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
         """This rank's part of the last-level cache, in bytes; the ranks of a node flush their parts at once."""
-        self._host_s = 0.0
-        """Host time of one call, in seconds."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
+        self.load = gpu_load(device) if device.type == "cuda" else None
+        """Load of a GPU; None on processors."""
+        self._device_clock = DeviceClock(flush=self.flush, hold=self.load.hold) if self.load else None
 
     def flush(self) -> None:
         """Overwrite the last-level cache, together with the other ranks of the node."""
@@ -80,11 +214,8 @@ class OperatorClock:
         find its operands in the cache either.
         """
         first = make()
-        first()
-        self.synchronize()
-        began = time.perf_counter()
-        first()
-        self._host_s = time.perf_counter() - began
+        for _ in range(2):
+            first()
         once = self._run([first], 1)
         sets = min(MOST_CALLS, 1 + self.cache // max(1, nbytes))
         calls = max(sets, min(MOST_CALLS, math.ceil(REPEAT_S / max(once, 1e-7))))
@@ -94,6 +225,8 @@ class OperatorClock:
             return lambda: results.append(function())
 
         functions = [keeping(function) for function in (first, *(make() for _ in range(sets - 1)))]
+        if self.load:
+            self.load.settle()  # the preparation of the operands leaves the device idle
         self._run(functions, sets)
         found = []
         for _ in range(self.repeats):
@@ -121,19 +254,13 @@ class OperatorClock:
 
     def _run(self, functions: Sequence[Callable[[], object]], calls: int) -> float:
         """Return the seconds of one of `calls` calls, which rotate through `functions`."""
-        if self.device.type != "cuda":
+        if self.load is None or self._device_clock is None:
             began = time.perf_counter()
             for i in range(calls):
                 functions[i % len(functions)]()
             return (time.perf_counter() - began) / calls
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(SLEEP_HZ * self._host_s * calls))
-        begin.record()
-        for i in range(calls):
-            functions[i % len(functions)]()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return float(begin.elapsed_time(end)) / 1e3 / calls
+        turns = [functions[i % len(functions)] for i in range(calls)]
+        return self._device_clock.queued_seconds(turns, self.load.record) / calls
 
 
 def cache_bytes(device: torch.device) -> int:

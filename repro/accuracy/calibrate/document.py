@@ -14,7 +14,7 @@ from typing import Any
 from repro.accuracy.calibrate import fit, link_tables
 from repro.accuracy.calibrate.fit import TimedCall, quantity, round_digits
 from repro.config.network import core_share
-from repro.config.timing import EXCHANGE, MESSAGE, OperatorRate
+from repro.config.timing import EXCHANGE, MESSAGE, UNALIGNED_MATMUL, OperatorRate
 from repro.emulate.compute_rate import COMPUTE_RATE_FACT
 from repro.measure.statistics import quantile
 from repro.simulate.time.device import expected_maximum
@@ -59,7 +59,7 @@ def system_tables(
         rates[MESSAGE] = OperatorRate(fixed_s=statistics.median(rank["message_s"] for rank in ranks))
         rates[EXCHANGE] = OperatorRate(fixed_s=statistics.median(rank["exchange_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / statistics.median(rank["copy"]["median"] for rank in ranks)
-    peak = max(row["flops"] / row["median"] for row in rows if row["name"] in fit.PRODUCTS)
+    peak = max(row["flops"] / row["median"] for row in rows if _is_aligned_product(row))
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
     links = link_tables.link_tables(ranks, device.pop("links"), together)
@@ -77,7 +77,7 @@ def system_tables(
         "error_of_rates": round_digits(statistics.median(errors)),
         "error_of_rates_90": round_digits(quantile(errors, 0.9)),
         **link_tables.link_facts(ranks),
-        **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(here)),
+        **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(ranks)),
         **site,
         **({"quick": 1} if quick else {}),
     }
@@ -109,6 +109,7 @@ def system_tables(
                 "fill_s": quantity(0, "the operators' own seconds have it"),
                 **(_rank_differences(silent) if silent else {}),
                 "launch_s": quantity(0 if on_cpu else launch_s, f"measured: {launched}"),
+                **({} if on_cpu else {"backward_launch_s": _backward_launch(ranks, together)}),
             },
             "operators": {
                 name: {
@@ -148,7 +149,8 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
     """Return the rates, and the absolute relative error at each call."""
     points: dict[str, list[TimedCall]] = {}
     for row in rows:
-        points.setdefault(row["name"], []).append(TimedCall(row["nbytes"], row["flops"], row["median"]))
+        name = UNALIGNED_MATMUL if row["is_unaligned"] else row["name"]
+        points.setdefault(name, []).append(TimedCall(row["nbytes"], row["flops"], row["median"]))
     rates = fit.operator_rates(points)
     errors = [
         abs(error)
@@ -158,17 +160,32 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
     return rates, errors
 
 
+def _is_aligned_product(row: dict[str, Any]) -> bool:
+    return row["name"] in fit.PRODUCTS and not row["is_unaligned"]
+
+
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:
-    """Return the host seconds per operator of an empty step; on processors without the operators' own."""
+    """Return the host seconds per operator of an empty step.
+
+    On processors, the operators' own seconds are subtracted. On a GPU, the backward pass is left out.
+    """
     launch = ranks[0]["launch"]
     step = statistics.median(rank["launch"]["median"] for rank in ranks)
     operators = launch["operators"]
-    inside = 0.0
     if on_cpu:
         inside = sum(
             fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes) for name, nbytes, flops in operators
         )
-    return max(0.0, step - inside) / len(operators)
+        return max(0.0, step - inside) / len(operators)
+    others = len(operators) - launch["backward_operators"]
+    return max(0.0, step - statistics.median(rank["launch"]["backward_s"] for rank in ranks)) / others
+
+
+def _backward_launch(ranks: Sequence[dict[str, Any]], together: str) -> dict[str, Any]:
+    """Return the host seconds per operator of the backward pass of an empty step."""
+    seconds = statistics.median(rank["launch"]["backward_s"] for rank in ranks)
+    operators = ranks[0]["launch"]["backward_operators"]
+    return quantity(seconds / operators, f"measured: the backward pass, {together}")
 
 
 SilentSteps = Sequence[tuple[dict[str, Any], ...]]
@@ -264,7 +281,9 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     }
 
 
-def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:
+def _gpu_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return driver, limits, and clock rate and power during the measurement, as medians over the ranks."""
+    here = ranks[0]["machine"]
     first = here["gpus"][0]
     names = {
         "driver": first["driver"],
@@ -272,7 +291,12 @@ def _gpu_facts(here: dict[str, Any]) -> dict[str, Any]:
         "max_sm_mhz": first["max_sm_mhz"],
     }
     nccl = {f"nccl {name}": text for name, text in here["versions"].items() if "nccl" in name}
-    return {key: value for key, value in {**names, **nccl}.items() if value is not None}
+    states = {
+        key: round_digits(statistics.median(rank["gpu_state"][key] for rank in ranks))
+        for key in ("sm_mhz", "power_w")
+        if all(key in rank["gpu_state"] for rank in ranks)
+    }
+    return {key: value for key, value in {**names, **states, **nccl}.items() if value is not None}
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from repro.config.timing import OperatorRate
+from repro.config.timing import UNALIGNED_MATMUL, OperatorRate
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
@@ -59,8 +59,12 @@ def median_error(rate: OperatorRate, points: Sequence[TimedCall]) -> float:
 
 
 def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, OperatorRate]:
-    """Return the common rates `matmul` and `elementwise`, and a rate for each operator that differs from them."""
-    pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: []}
+    """Return the common rates and a rate for each operator that differs from them.
+
+    The common rates are `matmul`, `elementwise`, and `unaligned_matmul` if there are such points.
+    """
+    pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
+    pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
     for name, found in points.items():
         if name in PRODUCTS:
             pools[MATMUL] += found
@@ -69,6 +73,8 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
     common = {name: fit_rate(found) for name, found in pools.items() if found}
     own = {}
     for name, found in sorted(points.items()):
+        if name == UNALIGNED_MATMUL:
+            continue
         shared = common.get(MATMUL if name in PRODUCTS else ELEMENTWISE)
         if shared is None:
             own[name] = fit_rate(found)

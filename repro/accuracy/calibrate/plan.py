@@ -24,7 +24,10 @@ CPU_SIZES = ((64, 64, 1, 512), (256, 128, 4, 2048), (768, 256, 4, 8192))
 """(width, tokens of a sample, samples of a micro-batch, vocabulary) of the models measured on processors: from the size
 of a test to the largest size for a laptop."""
 GPU_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304), (3072, 1024, 4, 8192))
-QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
+CPU_QUICK_SIZES = ((32, 32, 1, 128), (64, 64, 4, 512))
+GPU_QUICK_SIZES = ((256, 128, 4, 2048), (1024, 1024, 4, 50304))
+UNALIGNED_SIZES = ((256, 128, 4, 2049), (1024, 1024, 4, 50257), (2048, 1024, 8, 50257))
+"""Sizes whose products with the vocabulary are not multiples of 8, which tensor cores read slowly."""
 CPU_HEAD, GPU_HEAD = 32, 64
 """Widths of an attention head."""
 PAYLOADS = tuple(2**k for k in range(10, 27, 2))
@@ -65,11 +68,16 @@ def step_experiments(
 
     Every size runs with data parallelism. The smaller sizes also run with every strategy that has operators of its own:
     ZeRO 3 with recomputation, dropout, the kernels of earlier software, and tensor, sequence and pipeline parallelism.
-    `gpus` counts all ranks. Tensor parallelism stays on a node of `per_node` ranks; 0 stands for all ranks.
+    On GPUs, models with `UNALIGNED_SIZES` follow. `gpus` counts all ranks. Tensor parallelism stays on a node of
+    `per_node` ranks; 0 stands for all ranks.
     """
     tp = per_node or gpus
     on_cpu = system == "local"
-    sizes = QUICK_SIZES if quick else CPU_SIZES if on_cpu else GPU_SIZES
+    sizes: Sequence[tuple[int, int, int, int]]
+    if quick:
+        sizes = CPU_QUICK_SIZES if on_cpu else GPU_QUICK_SIZES
+    else:
+        sizes = CPU_SIZES if on_cpu else GPU_SIZES
     head = CPU_HEAD if on_cpu else GPU_HEAD
     repeats = QUICK_REPEATS if quick else REPEATS
     found = []
@@ -107,6 +115,9 @@ def step_experiments(
             add(f"sp-{size[0]}", size, tp=tp, dp=gpus // tp, sp=True)
     if gpus > 1:
         add("pp", sizes[0], layers=gpus, pp=gpus)
+    if not on_cpu:
+        for size in UNALIGNED_SIZES[: 2 if quick else None]:
+            add(f"unaligned-{size[0]}", size, layers=1, dp=gpus)
     return found
 
 

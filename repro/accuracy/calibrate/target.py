@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
 from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
+from repro.simulate.time.device import ALIGNMENT
 from repro.simulate.time.emulated import RING_COLLECTIVE
 from repro.util import processes
 from repro.util.processes import CoreAssignment, count_compute_cores, usable_cores
@@ -130,6 +132,8 @@ def _measure(
                         for op in (OVERLAPPED if collectives else (RING_COLLECTIVE,))
                     }
             result["links_s"] = time.perf_counter() - began
+        if clock.load:
+            result["gpu_state"] = clock.load.medians()
         if device == "cuda":
             result["context_bytes"] = meshes.non_torch_bytes(place)
     return {experiment.key: result if i == 0 else {} for i, experiment in enumerate(job.experiments)}
@@ -150,20 +154,27 @@ def operators(
 ) -> list[dict[str, Any]]:
     """Return a row for each measured call: name, bytes, flops, shapes and timing.
 
-    Dropout makes some operators slower without a difference in the trace, so experiments without dropout come first.
-    `beat` is called often, `between` after each operator.
+    Dropout makes some operators slower without a difference in the trace, and so does a vocabulary that is no multiple
+    of 8. Experiments without them come first, and experiments with them add only operators that are still unknown. On a
+    GPU, unaligned products are operators of their own. `beat` is called often, `between` after each operator.
     """
-    by_name: dict[str, list[Call]] = {}
-    for experiment in sorted(experiments, key=lambda e: e.training.dropout):
-        with_dropout = experiment.training.dropout > 0
-        known = set(by_name) if with_dropout else set()
-        for call in calls_of(experiment, gloo=clock.device.type == "cpu"):
-            if call.name not in known:
-                by_name.setdefault(call.name, []).append(call)
-        beat()
+    on_gpu = clock.device.type == "cuda"
+    by_name: dict[tuple[str, bool], list[Call]] = {}
+
+    def kind(experiment: Experiment) -> tuple[bool, bool]:
+        return experiment.training.dropout > 0, on_gpu and experiment.model.vocab % ALIGNMENT > 0
+
+    for special, alike in groupby(sorted(experiments, key=kind), key=kind):
+        known = set(by_name) if any(special) else set()
+        for experiment in alike:
+            for call in calls_of(experiment, gloo=not on_gpu):
+                key = call.name, on_gpu and call.is_unaligned_product
+                if key not in known:
+                    by_name.setdefault(key, []).append(call)
+            beat()
     rows = []
     generator = torch.Generator(device=clock.device).manual_seed(0)
-    for name, calls in sorted(by_name.items()):
+    for (name, is_unaligned), calls in sorted(by_name.items()):
         few = QUICK_CALLS_PER_OPERATOR if quick else CALLS_PER_OPERATOR
         most = 2 * few if any(call.operator.shapes for call in calls) else few
         for call in choose(calls, most):
@@ -174,6 +185,7 @@ def operators(
                     "nbytes": call.nbytes,
                     "flops": call.operator.flops,
                     "shapes": call.operator.shapes,
+                    "is_unaligned": is_unaligned,
                     **found._asdict(),
                 }
             )

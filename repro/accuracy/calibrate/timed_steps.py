@@ -20,13 +20,14 @@ from torch import Tensor
 
 from repro.accuracy.calibrate.clock import OperatorClock, timing
 from repro.config import Experiment, Layout, Model
+from repro.config.enums import Phase
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.model_part import MicroBatch
 from repro.measure.memory import MemoryTracker
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.transports import NoTransport, Work
-from repro.simulate.trace.events import Operator
+from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
 from repro.util import processes
 
@@ -52,6 +53,14 @@ class LaunchBench:
         tokens = torch.zeros(1, WIDTH, dtype=torch.int64, device=clock.device)
         self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
         self._seconds: list[float] = []
+        self._backward_s: list[float] = []
+        """Seconds of the backward pass of every step."""
+        self._backward_operators = 0
+        is_backward = False
+        for event in traced.step:
+            if isinstance(event, PhaseStart):
+                is_backward = event.name == Phase.BACKWARD
+            self._backward_operators += is_backward and isinstance(event, Operator)
         for _ in range(2):
             self._step()
 
@@ -63,13 +72,25 @@ class LaunchBench:
         self._seconds.append(self.clock.in_a_crowd(lambda i: self._step(), self._step))
 
     def result(self) -> dict[str, Any]:
-        """Return the step's operators as (name, bytes, FLOP) and its timing; on a GPU the time to enqueue the step."""
-        return {"operators": self._operators, **timing(self._seconds)._asdict()}
+        """Return the step's operators as (name, bytes, FLOP), its timing, and the same of the backward pass.
+
+        On a GPU, the seconds are those to enqueue the operators. `backward_operators` is a number.
+        """
+        return {
+            "operators": self._operators,
+            **timing(self._seconds)._asdict(),
+            "backward_operators": self._backward_operators,
+            "backward_s": statistics.median(self._backward_s),
+        }
 
     def _step(self) -> float:
+        marks: list[tuple[str, float]] = []
         began = time.perf_counter()
-        self._engine.step(self._batches, lambda phase: None)
+        self._engine.step(self._batches, lambda phase: marks.append((phase, time.perf_counter())))
         self._engine.synchronize()
+        self._backward_s.append(
+            sum(end - start for (phase, start), (_, end) in pairwise(marks) if phase == Phase.BACKWARD)
+        )
         return time.perf_counter() - began
 
 

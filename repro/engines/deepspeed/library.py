@@ -65,9 +65,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
 def join_process_group(device: torch.device) -> None:
     """Join a process group, which DeepSpeed needs even with one rank."""
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's number here
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    meshes.ensure_process_group(device)
     from deepspeed import comm
 
     comm.init_distributed(verbose=False)

@@ -41,7 +41,7 @@ class MegatronEngine:
         self.active = exchange.Exchange(values)
         """Context in which the library has the state of this experiment."""
         with self.active:
-            exchange.initialize_groups(experiment.layout)
+            exchange.initialize_groups(experiment.layout, device)
             exchange.seed_random_states(device, experiment.training.seed)
             self.config = settings.transformer_config(experiment, device, self.passes)
             self.models = [chunk.to(device) for chunk in model.build_chunks(experiment, self.config)]

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from repro.config import Layout
-from repro.parallel.mesh import make_process_group
+from repro.parallel.mesh import ensure_process_group, make_process_group
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
@@ -86,8 +86,9 @@ def _create_group(
     return make_process_group(tuple(ranks), purpose)
 
 
-def initialize_groups(layout: Layout) -> None:
+def initialize_groups(layout: Layout, device: torch.device) -> None:
     """Create the library's groups, inside the exchange."""
+    ensure_process_group(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

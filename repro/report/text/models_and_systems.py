@@ -260,6 +260,7 @@ FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
     "kernel_s": _seconds,
     "fill_s": _seconds,
     "launch_s": _seconds,
+    "backward_launch_s": _seconds,
     "latency_s": _seconds,
     "start_s": _seconds,
     "chunk_s": _seconds,

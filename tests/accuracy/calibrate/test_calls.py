@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from repro.accuracy.calibrate import clock as clock_module
 from repro.accuracy.calibrate import plan, target
@@ -48,6 +51,28 @@ def test_every_traced_operator_runs(layout: Layout) -> None:
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and "empty" not in call.name:
                 assert tensor.isfinite().all(), call
+
+
+def test_operands_are_distributed_as_in_training() -> None:
+    """Normal numbers with mean 0; second moments and sums of exponentials are positive."""
+    given: dict[str, list[torch.Tensor]] = {}
+
+    def remember(name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> None:
+            given.setdefault(name, []).extend(leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf))
+
+        return function
+
+    generator = torch.Generator().manual_seed(0)
+    for call in calls_of(tiny(LAYOUTS["dp"]), gloo=True):
+        if call.name in ("aten.mm", "repro.adamw_", "repro.cross_entropy_backward_"):
+            bind(replace(call, function=remember(call.name)), CPU, generator)()
+    factors = torch.cat([tensor.flatten() for tensor in given["aten.mm"]])
+    assert abs(factors.mean()) < 0.02
+    assert abs(factors.std() - 1) < 0.02
+    moments = [tensor for tensor in given["repro.adamw_"] if tensor.dim()]
+    assert sum(bool((tensor >= 0).all()) for tensor in moments) * 4 == len(moments), "one of four lists"
+    assert bool((given["repro.cross_entropy_backward_"][2] > 0).all())
 
 
 def test_every_call_is_seen_after_its_block_was_traced_before() -> None:

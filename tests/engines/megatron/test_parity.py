@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -49,6 +51,32 @@ LAYOUTS = {
         pp=4, schedule="interleaved", chunks=2, micro_batch=1, overlap=False, global_batch=B
     ),
 }
+
+
+ONE_RANK = """
+import torch
+from repro.config import Layout
+from repro.engines import build_engine
+from repro.parallel import mesh as meshes
+from tests.engines.megatron.both import finish, take
+from tests.training import Trained, tiny
+
+for name in ("megatron", "native"):
+    experiment, trained = tiny(Layout(micro_batch=8), engine=name), Trained([], [], {})
+    engine = build_engine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
+    for step in range(experiment.training.steps):
+        take(engine, experiment, trained, step)
+    finish(engine, trained)
+    print(*trained.loss)
+"""
+
+
+def test_one_rank_without_a_process_group() -> None:
+    """The process starts as a rank of a job of one rank starts, which joins no process group."""
+    done = subprocess.run([sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, expected = ([float(loss) for loss in line.split()] for line in done.stdout.splitlines())
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
