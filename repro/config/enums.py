@@ -70,6 +70,9 @@ class OperatorSet(StrEnum):
     FUSED_2024 = "fused-2024"
     """Operators of `fused`, as compiled code and the libraries of 2024 run them.  They are identical here, but
     predictions use a separate published point for them."""
+    FUSED_2026 = "fused-2026"
+    """Operators of `fused`, as this suite's kernels and the libraries of 2026 run them on Hopper.  They are identical
+    here, but predictions use measured kernel times for them."""
     REFERENCE = "reference"
     """Operators of `fused`, each by torch's own, on every device; on a CPU `fused` runs these too."""
     SOFTMAX = "softmax"

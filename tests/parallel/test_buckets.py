@@ -59,7 +59,10 @@ def bucket(
     parameters = [Parameter(torch.empty(size)) for size in sizes]
     plan = plan_bucket([(i, n, tags[i] if tags else Tag(0)) for i, n in enumerate(sizes)], of.size)
     given = {"dtype": torch.float32, "master_weights": False, **settings}
-    return Bucket(plan, parameters, value, stage=stage, group=of, device=CPU, **given)  # type: ignore[arg-type]
+    made = Bucket(plan, parameters, stage=stage, group=of, device=CPU, **given)  # type: ignore[arg-type]
+    with torch.no_grad():
+        made.fill(value, made.master)
+    return made
 
 
 WHOLE = [*map(float, range(5)), *map(float, range(100, 110)), *[0.0] * 9]

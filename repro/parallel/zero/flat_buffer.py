@@ -30,20 +30,19 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
-from repro.parallel.zero.flat_parameters import FlatParameters, InitialValues, RankParts, Tag
+from repro.parallel.zero.flat_parameters import FlatParameters, RankParts, Tag
 from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 
 class Bucket(FlatParameters):
-    """Storage of one bucket of trained parameters."""
+    """Storage of one bucket of trained parameters, without values before `fill`."""
 
     def __init__(
         self,
         plan: BucketPlan[Tag],
         parameters: Sequence[Parameter],
-        values: InitialValues,
         *,
         stage: int,
         group: Group,
@@ -78,7 +77,6 @@ class Bucket(FlatParameters):
         """Parameters that the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
         if master_weights:
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
-        self.fill(values, self.master)
         self._place_gradients()
         self.copy: Tensor | None = None
         """Copy of the gradients [padded] that is reduced, if the gradients are not views of it."""

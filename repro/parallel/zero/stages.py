@@ -158,13 +158,11 @@ class ShardedModule:
                     dtype=dtype,
                     by_parameter=sharding.by_parameter,
                 )
-                flat.fill(initial, flat.shard)
                 self.frozen.append(flat)
                 return flat
             bucket = Bucket(
                 plan,
                 chosen,
-                initial,
                 stage=sharding.stage,
                 group=sharding.group,
                 device=sharding.device,
@@ -186,6 +184,11 @@ class ShardedModule:
             else:
                 for plan in self._plans(tags):
                     make(plan)
+            # The temporaries of the values would leave larger free blocks, which later buckets would take apart.
+            for bucket in self.buckets:
+                bucket.fill(initial, bucket.master)
+            for flat in self.frozen:
+                flat.fill(initial, flat.shard)
         self.reducer = GradientReducer(
             self.buckets,
             by_arrival=sharding.stage < 3,

@@ -1,8 +1,8 @@
 """Calibration points of software generations, their unknowns, and the basis of a predicted time.
 
 The device model gives the time that shapes, arithmetic and bandwidth allow. A calibration point gives one factor for a
-generation's kernels: published seconds over modelled seconds of one step (`calibration_points.toml`). This module does
-not import torch.
+generation's kernels: published seconds over modelled seconds of one step (`calibration_points.toml`). Kernel times of a
+profile give one factor for each kind of kernel. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.errors import ConfigError
@@ -119,6 +120,64 @@ class CalibrationPoint:
         )
 
 
+@dataclass(frozen=True)
+class MeasuredKernels:
+    """Kernels of a generation of software on one kind of device, calibrated by the kernel times of a profile.
+
+    The factors are measured seconds over modelled seconds, by kind of kernel. They need no published step.
+    """
+
+    name: str
+    compute_capability: str
+    kernels: tuple[OperatorSet, ...]
+    """Sets of operators that this software runs."""
+    products: Quantity
+    """Ratio of the time of matrix products to the modelled time."""
+    others: Quantity
+    """Ratio of the time of all other kernels except passes and attention to the modelled time."""
+    passes: Quantity
+    """Ratio of the time of passes over parameters and gradients to the time of their bytes."""
+    attention: Quantity
+    """Rate of fused attention in FLOP/s in the limit of many keys, forward and backward, without masked scores."""
+    operator_s: Quantity
+    """Host time of an operator of a layer in seconds, forward and backward."""
+    source: str
+    attention_start: float = 0.0
+    """Number of keys at which fused attention reaches half of `attention`."""
+    only_software_of: str = ""
+    """Prefix of the name of devices on which no published run calibrates an older generation. There, `fused` is this
+    software."""
+    note: str = ""
+    """Conditions of the measurement that predicted steps may not share."""
+
+    @property
+    def unknowns(self) -> tuple[Unknown, ...]:
+        """Uncertain numbers of the kernels."""
+        found = map(self.unknown, ("products", "others", "passes", "operator_s", "attention"))
+        return tuple(one for one in found if one.low < one.high)
+
+    def unknown(self, key: str) -> Unknown:
+        """Return the unknown of a number."""
+        return make_unknown(f"{self.name}: {key}", getattr(self, key))
+
+    def runs(self, kernels: OperatorSet, device: str) -> bool:
+        """Return whether layouts with these kernels run this software on the device of that name."""
+        if kernels is OperatorSet.FUSED:
+            return bool(self.only_software_of) and device.startswith(self.only_software_of)
+        return kernels in self.kernels
+
+
+Generation: TypeAlias = CalibrationPoint | MeasuredKernels
+"""Software whose kernels are calibrated on a device."""
+
+
+@cache
+def measured_kernels() -> tuple[MeasuredKernels, ...]:
+    """Return all generations that a profile calibrates, in the order of the file."""
+    found = read_toml(CALIBRATION_FILE)["measured"]
+    return tuple(build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name) for entry in found)
+
+
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
     """Return all points in the order of the file, except that points of one card are last and have priority."""
@@ -129,16 +188,19 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
     return tuple(sorted(found, key=lambda point: len(point.card)))
 
 
-def calibration_point_of(kernels: OperatorSet, system: System) -> CalibrationPoint | None:
-    """Return the calibration point of a layout's kernels on a system's device, or None if no point is known.
+def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | None:
+    """Return the calibration of a layout's kernels on a system's device, or None if none is known.
 
-    A point of the device's card has priority. Megatron-LM's two generations differ by operators, which the trace shows.
+    Measured kernels have priority over published points, and a point of the device's card over other points. Megatron-LM's two generations differ by operators, which the trace shows.
     If one has no point on a device, the point of the other one shows how well the other kernels ran there (`unfused` on
     an A100, to predict the gain of fusing).
     """
     if system.device.operators:  # measured operators need no correction
         return None
-    device = system.device
+    device, kernels = system.device, OperatorSet(kernels)
+    for measured in measured_kernels():
+        if measured.compute_capability == device.compute_capability and measured.runs(kernels, device.name):
+            return measured
     points = {
         known.layout.kernels: known
         for known in calibration_points()
@@ -163,7 +225,7 @@ UNCALIBRATED_KERNELS = make_unknown(
 """Ratio of the time of kernels without a published point to the modelled time."""
 
 
-def uncertain_numbers(system: System, generation: CalibrationPoint | None) -> list[Unknown]:
+def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
     """Return the uncertain numbers on which the time of a step on `system` depends."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     if system.device.operators:
@@ -172,17 +234,19 @@ def uncertain_numbers(system: System, generation: CalibrationPoint | None) -> li
 
 
 CALIBRATED = "calibrated"
+KERNEL_TIMES = "kernel times"
 PUBLISHED_POINT = "published point"
 UPPER_BOUND = "upper bound"
 BASES = {
     CALIBRATED: "operators and messages as `repro calibrate` measured them on such a machine",
+    KERNEL_TIMES: "kernels as much slower than shapes and bandwidth allow as in a profile of a step on such a device",
     PUBLISHED_POINT: "kernels as much slower than shapes and bandwidth allow as in one published run of one GPU "
     "or node",
     UPPER_BOUND: "no run calibrates these kernels on this device; they take what shapes and bandwidth allow, and real "
     "ones take longer: a rate at most, a time and a cost at least",
 }
 """Meaning of each basis, the firmest first."""
-BASIS_LABELS = {CALIBRATED: "calibrated", PUBLISHED_POINT: "published", UPPER_BOUND: "bound", "": "–"}
+BASIS_LABELS = {CALIBRATED: "calibrated", KERNEL_TIMES: "kernels", PUBLISHED_POINT: "published", UPPER_BOUND: "bound", "": "–"}
 """One word for each basis, as a table column; a dash without a prediction."""
 
 
@@ -190,7 +254,10 @@ def prediction_basis(kernels: OperatorSet, system: System) -> str:
     """Return the basis (of `BASES`) of a prediction with these kernels on `system`."""
     if system.device.operators:
         return CALIBRATED
-    return UPPER_BOUND if calibration_point_of(kernels, system) is None else PUBLISHED_POINT
+    generation = calibration_point_of(kernels, system)
+    if generation is None:
+        return UPPER_BOUND
+    return KERNEL_TIMES if isinstance(generation, MeasuredKernels) else PUBLISHED_POINT
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.config.system import System
-from repro.config.timing import EXCHANGE, MESSAGE
+from repro.config.timing import EXCHANGE, MESSAGE, UNALIGNED_MATMUL
 from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
 
 Lanes: TypeAlias = npt.NDArray[Any]
@@ -172,6 +172,7 @@ class DeviceCost:
         self.slowest = slowest_device_factor(time.spread, devices)
         self.rates = system.device.operators
         self.launch_s, self.operator_s = time.launch_s, kernels.operator_s or time.launch_s
+        self.backward_s = kernels.operator_s or time.backward_launch_s or time.launch_s
         self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
         self.exchange_s = self.rates[EXCHANGE].fixed_s if EXCHANGE in self.rates else 0.0
         self.jitter_s = time.jitter_s
@@ -239,6 +240,8 @@ class DeviceCost:
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]
+        if kind == "matmul" and UNALIGNED_MATMUL in self.rates and is_unaligned(operator):
+            rate = self.rates[UNALIGNED_MATMUL]
         calls, work = operator.calls, float(operator.flops)
         if operator.name.startswith(ATTENTION):  # measured rates belong to square scores, half of them masked
             work = 2 * work * causal_share(operator)
@@ -258,11 +261,8 @@ class DeviceCost:
         return maximum(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
-        """Return whether a product of half precision has sizes that this device's tensor cores do not support."""
-        _, *sizes = product_sizes(operator)
-        return (
-            in_any_lane(self.unaligned) and operator.itemsize != 4 and any(size % ALIGNMENT for size in sizes)
-        )
+        """Return whether this device multiplies a product of half precision without the rate of its tensor cores."""
+        return in_any_lane(self.unaligned) and is_unaligned(operator)
 
     def _product(self, operator: Operator, peak: float) -> float:
         batch, m, n, k = product_sizes(operator)
@@ -307,6 +307,11 @@ class SeveralDevices(DeviceCost):
 def bytes_moved(operator: Operator) -> int:
     """Return the bytes between the device and its memory; an embedding reads only the rows that it returns."""
     return 2 * operator.written if operator.name == "aten.embedding" else operator.read + operator.written
+
+
+def is_unaligned(operator: Operator) -> bool:
+    """Return whether a product of half precision has a size whose rows are no multiple of 16 bytes."""
+    return operator.itemsize != 4 and any(size % ALIGNMENT for size in product_sizes(operator)[1:])
 
 
 def _shared_memory_cost(rows: int, columns: int) -> float:

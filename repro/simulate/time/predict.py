@@ -25,6 +25,8 @@ from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.calibration import (
     UNCALIBRATED_KERNELS,
     CalibrationPoint,
+    Generation,
+    MeasuredKernels,
     calibration_point_of,
     prediction_basis,
     uncertain_numbers,
@@ -39,10 +41,10 @@ SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
 """Numbers of layers of the two calibration traces. Step time is linear in the number of layers."""
 
 
-def calibrated_kernels(generation: CalibrationPoint) -> Kernels:
-    """Return the kernels with which the published step takes its published time.
+def calibrated_kernels(generation: Generation) -> Kernels:
+    """Return the kernels with which the published step takes its published time, or the measured kernels.
 
-    The kernels get all remaining time. On a node, messages therefore have to overlap with the kernels
+    Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
     return calibrated_kernels_in(generation, (QuantileCase(),))[0]
@@ -50,7 +52,7 @@ def calibrated_kernels(generation: CalibrationPoint) -> Kernels:
 
 @cache
 def calibrated_kernels_in(
-    generation: CalibrationPoint, cases: Sequence[QuantileCase], doubted: frozenset[str] = frozenset()
+    generation: Generation, cases: Sequence[QuantileCase], doubted: frozenset[str] = frozenset()
 ) -> tuple[Kernels, ...]:
     """Return `calibrated_kernels` in each of `cases`, [cases].
 
@@ -60,6 +62,8 @@ def calibrated_kernels_in(
     `doubted`: keys of the unknowns of the timed system. All other numbers of the measured system have their best
     values, because known properties of a device hold for both systems.
     """
+    if isinstance(generation, MeasuredKernels):
+        return tuple(_measured_kernels_in(generation, case) for case in cases)
     system = systems.load_system_file(generation.system)
     whole, layout = models.load_model(generation.model), generation.layout
     work = counts.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
@@ -92,6 +96,12 @@ def calibrated_kernels_in(
         Kernels(1 + products, 1 + others, passes, host, rate, start)
         for products, others, (passes, host, rate) in found
     )
+
+
+def _measured_kernels_in(generation: MeasuredKernels, case: QuantileCase) -> Kernels:
+    found = map(generation.unknown, ("products", "others", "passes", "operator_s", "attention"))
+    numbers = (one.value_at(case.quantile_of(one.key)) for one in found)
+    return Kernels(*numbers, attention_start=generation.attention_start)
 
 
 def _seconds_of_layers(
@@ -141,7 +151,7 @@ def all_cases(found: Sequence[Unknown]) -> tuple[QuantileCase, ...]:
 
 
 def systems_and_kernels(
-    system: System, generation: CalibrationPoint | None, cases: Sequence[QuantileCase]
+    system: System, generation: Generation | None, cases: Sequence[QuantileCase]
 ) -> tuple[list[System], Sequence[Kernels]]:
     """Return the system and its kernels in each of `cases`."""
     systems = [drawn(system, case) for case in cases]
@@ -176,8 +186,8 @@ class Prediction:
     system: System
     timeline: Timeline
     roles: list[Trace]
-    generation: CalibrationPoint | None
-    """Calibration point of the kernels; None if they have none."""
+    generation: Generation | None
+    """Calibration of the kernels; None if they have none."""
     kernels: Kernels
     interval: StepInterval | None = None
     """Interval of the step time, if it was requested and a number is uncertain."""

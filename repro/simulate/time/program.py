@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import Action
+from repro.parallel.pipeline.schedule import BACKWARD, Action
 from repro.simulate.time.device import (
     ATTENTION,
     MATMULS,
@@ -101,17 +101,27 @@ def label_of(message: Message) -> str:
 
 
 def compile_program(
-    traced: Trace, whole: int, cost: DeviceCost, seconds: CollectiveSeconds, messages: MessageCount
+    traced: Trace,
+    whole: int,
+    cost: DeviceCost,
+    seconds: CollectiveSeconds,
+    messages: MessageCount,
+    *,
+    captured: bool = False,
 ) -> StageProgram:
-    """Return the program of a trace. `whole` is the number of micro-batches of the real step."""
+    """Return the program of a trace. `whole` is the number of micro-batches of the real step.
+
+    `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
+    """
     micro_batches = traced.layout.accumulation
     found = StageProgram(micro_batches=micro_batches, last=whole - 1)
     compiler = _ProgramCompiler(cost, seconds, traced.keys, traced.role.stage, messages)
     shown = {found.shown(micro_batch) for micro_batch in range(whole)}
     for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
         if action.micro_batch in shown:
-            found.segments[action] = compiler.items(piece)
-    found.tail = compiler.items(traced.pieces[-1], tail=True)
+            host_s = cost.backward_s if action.kind == BACKWARD else cost.operator_s
+            found.segments[action] = compiler.items(piece, host_s=0.0 if captured else host_s)
+    found.tail = compiler.items(traced.pieces[-1], host_s=cost.launch_s, tail=True)
     return found
 
 
@@ -130,8 +140,11 @@ class _ProgramCompiler:
         self.messages = messages
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
 
-    def items(self, events: Sequence[Timed], *, tail: bool = False) -> list[Item]:
-        """Return the items of a piece; with `tail`, its operators are the optimizer's."""
+    def items(self, events: Sequence[Timed], *, host_s: float, tail: bool = False) -> list[Item]:
+        """Return the items of a piece; with `tail`, its operators are the optimizer's.
+
+        `host_s`: host time of an operator of the piece in seconds. The host runs ahead of the device inside a block.
+        """
         found: list[Item] = []
         parts: dict[str, float] = {}
         host = device = apart = 0.0
@@ -160,8 +173,8 @@ class _ProgramCompiler:
                 parts[kind] = parts.get(kind, 0.0) + took
                 device += took
                 apart += took
-                of_layer = not tail and event.calls == 1
-                host += self.cost.operator_s if of_layer else self.cost.launch_s * event.calls
+                # Repeated views and copies are no operators of a layer, and each takes the host as long as any.
+                host += host_s if event.calls == 1 else self.cost.launch_s * event.calls
             elif isinstance(event, Message):
                 if self._own:
                     own = self._own_seconds(event)
@@ -179,7 +192,7 @@ class _ProgramCompiler:
                     apart = 0.0
                     parts[label] = parts.get(label, 0.0) + took
                     device += took
-                    host += self.cost.operator_s
+                    host += host_s
                     continue
                 close()
                 late = self._late(event, apart)

@@ -28,7 +28,7 @@ from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND
 from repro.simulate.plan.closed_form import ALL, FIRST, LAST
 from repro.simulate.time import calibration
-from repro.simulate.time.calibration import CalibrationPoint
+from repro.simulate.time.calibration import Generation
 from repro.simulate.time.device import (
     ATTENTION,
     BIASED_ATTENTION,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
 
-def kernels_of(generation: CalibrationPoint) -> Kernels:
+def kernels_of(generation: Generation) -> Kernels:
     """Return `calibrated_kernels`, whose module needs torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
@@ -56,7 +56,7 @@ def kernels_of(generation: CalibrationPoint) -> Kernels:
 class SystemRates:
     """Rates of devices and links of one system, with a cache that layouts share."""
 
-    def __init__(self, system: System, kernels: Callable[[CalibrationPoint], Kernels] = kernels_of):
+    def __init__(self, system: System, kernels: Callable[[Generation], Kernels] = kernels_of):
         """`kernels`: `kernels_of`, or a function that calls it in a worker."""
         self.system, self._kernels = system, kernels
         self._costs: dict[tuple[str, str], DeviceCost] = {}

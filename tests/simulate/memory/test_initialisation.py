@@ -1,0 +1,50 @@
+"""Memory that the initialisation reserves: temporaries of the initial values leave no blocks that buckets take apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from repro.config import Layout
+from repro.parallel import mesh as meshes
+from repro.parallel.zero.flat_parameters import INITIALISED_ELEMENTS, InitialValues, Tag
+from repro.parallel.zero.partition import default_units
+from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.simulate.memory.allocator import replay
+from repro.simulate.memory.pools import round_up
+from repro.simulate.trace.recorder import TraceRecorder
+
+META = torch.device("meta")
+WIDTH = 3200
+"""Width of a layer whose parameters fill 20.5 MB in 16 bits, less than one temporary of 64-bit indices."""
+
+
+def without_temporaries(index: int, start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, device=META)
+
+
+def with_temporaries(index: int, start: int, stop: int) -> Tensor:
+    """Return values like those of a GPT on a device, by way of two tensors of 64-bit integers."""
+    indices = torch.empty(stop - start, dtype=torch.int64, device=META)
+    words = indices.clone()
+    return (words >> 40).float()
+
+
+def reserved_bytes(layers: int, stage: int, values: InitialValues) -> int:
+    """Return the reserved bytes after the initialisation of `layers` layers in 16 bits."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=META) for _ in range(layers)))
+    sharding = Sharding.from_layout(Layout(zero=stage), meshes.single_rank_mesh().dp, META, torch.bfloat16)
+    with TraceRecorder() as recorder:
+        sharded = ShardedModule(module, default_units(module), sharding, lambda p: Tag(0), lambda _: values)
+    assert len(sharded.buckets) == layers
+    return replay(recorder.finish()).peak_reserved
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_buckets_do_not_lie_in_blocks_of_the_temporaries(stage: int) -> None:
+    """The temporaries add their own bytes once, however many buckets there are."""
+    at_once = INITIALISED_ELEMENTS * (8 + 8 + 8 + 4)
+    for layers in (4, 16):
+        added = reserved_bytes(layers, stage, with_temporaries) - reserved_bytes(layers, stage, without_temporaries)
+        assert 0 <= added <= round_up(at_once, 2 << 20)
