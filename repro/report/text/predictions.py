@@ -143,7 +143,9 @@ def print_measured_fit(
     else:
         print_fit_table(trials.question, document)
         if not interrupt:
-            print(f"Recorded in {results}; `repro claims --results {results}` compares it with published limits.")
+            print(
+                f"Recorded in {results}; `repro claims --results {results}` compares it with published limits."
+            )
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
