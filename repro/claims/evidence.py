@@ -8,6 +8,7 @@ from typing import Any
 from repro.claims.expression import ExpressionError, Result, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import EMULATED, ITSELF, Claim, Evidence, Row
+from repro.claims.one_device import device_functions, scale_of_fits
 from repro.claims.published import UNITS, digitised, format_value, printed
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import (
@@ -31,7 +32,8 @@ from repro.claims.verdicts import (
     InputUncertainty,
 )
 from repro.results.interval import Case, likely_range, possible_range
-from repro.results.schema import MEASURED, SIMULATED
+from repro.results.reference_records import device_of
+from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, FitRecord
 
 _INPUTS = {"printed": printed, "digitised": digitised}
 
@@ -41,8 +43,20 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
-    Missing records give the verdict `not run`. A predicted miss that unknown inputs explain gives `possible`.
+    Measured evidence comes from the reader's own records, or else from the reference records of one machine, newest
+    first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain gives `possible`.
     """
+    found = _evaluate_on(records, evidence, row, claim, read)
+    if evidence.kind != MEASURED or found.decided:
+        return found
+    others = (_evaluate_on(reference, evidence, row, claim, read) for reference in records.references)
+    return next((other for other in others if other.decided), found)
+
+
+def _evaluate_on(
+    records: Records, evidence: Evidence, row: Row, claim: Claim, read: Sequence[str]
+) -> Finding:
+    """Evaluate one piece of evidence on the records of one store or of one reference file."""
     common: dict[str, Any] = {
         "kind": evidence.kind,
         "scale": evidence.scale,
@@ -54,8 +68,9 @@ def evaluate_evidence(
     }
     yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
     functions: dict[str, Any] = {**FORMULAS, **SCRIPT_COUNTS, **_INPUTS}
+    used: list[ExperimentRecord | FitRecord] = []
     if evidence.kind != "analytic":
-        functions |= records.functions(evidence.kind)
+        functions |= records.functions(evidence.kind) | device_functions(records.selection, used)
     variables = {**CONSTANTS, **row.variables}
     calibration = ""
     if row.calibrates and evidence.kind == SIMULATED:
@@ -63,6 +78,7 @@ def evaluate_evidence(
     try:
         value = evaluate_expression(evidence.value, functions, variables)
         expected = evaluate_expression(evidence.expect, functions, variables) if evidence.expect else None
+        common |= _measured_where(evidence, records, used)
     except Missing as missing:
         return Finding(
             verdict=NOT_COMPARABLE if calibration else NOT_RUN,
@@ -132,6 +148,18 @@ def evaluate_evidence(
         text=_text(value, row),
         **common,
     )
+
+
+def _measured_where(
+    evidence: Evidence, records: Records, used: Sequence[ExperimentRecord | FitRecord]
+) -> dict[str, Any]:
+    """Return scale and machine of measured evidence: reference records name both, own records the device of a fit."""
+    device = device_of(used[0]) if used else ""
+    return {
+        "scale": scale_of_fits(used) or evidence.scale,
+        "measured_on": records.label or device,
+        "is_reference": bool(records.label),
+    }
 
 
 def _judge_miss(

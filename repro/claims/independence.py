@@ -29,6 +29,7 @@ from typing import Any
 from repro.claims.expression import Expression, Uncertain, arguments, literals, parse
 from repro.claims.formulas import FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF, KINDS, Row
+from repro.claims.one_device import DEVICE_FUNCTIONS
 from repro.claims.published import UNITS
 from repro.claims.tolerance import COUNT_UNITS
 from repro.claims.verdicts import GOOD, NOT_COMPARABLE, POSSIBLE, ClaimResult, Finding, RowResult
@@ -89,7 +90,8 @@ def shared_input(row: Row) -> str:
         if evidence.expect is not None and evidence.expect.text == evidence.value.text:
             return "what is expected is the value itself"
         called = arguments(evidence.value, row.variables)
-        read = {f for f, texts in called if f == SCORE_FUNCTION or "/" in "".join(texts)}
+        by_condition = DEVICE_FUNCTIONS | {SCORE_FUNCTION}
+        read = {f for f, texts in called if f in by_condition or "/" in "".join(texts)}
         if read <= {"setting"}:
             return "it reads nothing but settings of the suite"
         if read <= {"setting", "parameters"} and row.unit == "parameters":
@@ -207,7 +209,15 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
             found.append(("score", *texts))
         elif function == "metric" and len(texts) == 2 and not texts[1].startswith("model."):
             found.append(_quantity(*texts))
+    found += _device_results(expression)
     return [(*quantity, *finding.libraries) for quantity in found] or [(finding.expression,)]
+
+
+def _device_results(expression: Expression) -> list[Quantity]:
+    """Return one quantity for each search or pair of runs that an expression finds by its conditions."""
+    calls = [node for node in ast.walk(expression.tree) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in DEVICE_FUNCTIONS]
+    return [("one device", *sorted(map(ast.unparse, call.keywords))) for call in named]
 
 
 def _quantity(experiment: str, metric: str) -> Quantity:

@@ -51,12 +51,18 @@ from repro.claims.verdicts import (
     KindResult,
     RowResult,
 )
+from repro.results.reference_records import ReferenceFile
 from repro.results.schema import MEASURED, SIMULATED, Record
 
 
-def judge(ledger: Ledger, records: Iterable[Record]) -> list[ClaimResult]:
-    """Return a result for every claim of `ledger`, in its order."""
-    seen = Records(records)
+def judge(
+    ledger: Ledger, records: Iterable[Record], references: Iterable[ReferenceFile] = ()
+) -> list[ClaimResult]:
+    """Return a result for every claim of `ledger`, in its order.
+
+    `references`: results of other machines, which count where `records` have no result.
+    """
+    seen = Records(records, references)
     return [judge_claim(claim, seen) for claim in ledger.claims]
 
 
@@ -142,11 +148,13 @@ def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
         origin = RUN if one.origin == TRACE else one.origin
         value = one.value
         turns = quotient(value, row.variables)
-        if turns and records.interleaved(*turns):
-            value = parse(f'compared("{turns[0]}", "{turns[1]}")')
-        elif not all(map(records.measured, read)):
-            continue
-        yield replace(one, kind="measured", scale=PUBLISHED_SCALE, origin=origin, value=value)
+        for machine in (records, *records.references):
+            if turns and machine.interleaved(*turns):
+                value = parse(f'compared("{turns[0]}", "{turns[1]}")')
+            elif not all(map(machine.measured, read)):
+                continue
+            yield replace(one, kind="measured", scale=PUBLISHED_SCALE, origin=origin, value=value)
+            break
 
 
 def _read(evidence: Evidence, row: Row) -> list[str]:
@@ -169,9 +177,7 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
         verdict = POSSIBLE
     else:
         verdict = CONSISTENT if name == ITSELF else REPRODUCED
-    scales = dict.fromkeys(
-        part for found in decided or tested for f in found for part in (f.scale, *f.libraries)
-    )
+    scales = dict.fromkeys(part for found in decided or tested for f in found for part in f.scale_parts)
     return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
 
 

@@ -12,15 +12,17 @@ from repro.claims import ledger
 from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check_expression, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.independence import LARGE_RESULT_UNITS, analytic_origin, shared_input
+from repro.claims.one_device import device_functions
 from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS
 from repro.config.errors import ConfigError
 from repro.results.schema import EMULATED
+from repro.results.select import select
 
 LEDGER_DIRECTORY = Path(__file__).parent
 _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
-_WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured")}
+_WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 

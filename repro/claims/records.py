@@ -18,6 +18,7 @@ from repro.results.metrics import (
     metric_at_step_seconds,
     relative_loss_distance,
 )
+from repro.results.reference_records import ReferenceFile
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select
 
@@ -35,30 +36,34 @@ class Missing(Exception):
 
 
 class Records:
-    """Records selected by `repro.results.select`."""
+    """Records selected by `repro.results.select`, and reference records of other machines."""
 
-    def __init__(self, records: Iterable[Record]):
-        self._selection = select(records)
+    def __init__(self, records: Iterable[Record], references: Iterable[ReferenceFile] = (), label: str = ""):
+        self.selection = select(records)
+        self.references = tuple(Records(file.records, label=file.label) for file in references)
+        """Records of other machines, for measured evidence that these records lack; newest first."""
+        self.label = label
+        """Device and day of reference records; empty for the reader's own records."""
 
     def measured(self, experiment: str) -> bool:
         """Return whether the experiment has been run, with any outcome."""
-        return (MEASURED, experiment) in self._selection.by_name
+        return (MEASURED, experiment) in self.selection.by_name
 
     def libraries(self, experiments: Iterable[str]) -> list[str]:
         """Return the libraries other than this suite that were measured: `DeepSpeed 0.19.8`."""
-        records = (self._selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
+        records = (self.selection.by_name.get((MEASURED, experiment)) for experiment in experiments)
         found = {r.software["name"] for r in records if r and r.software and r.experiment.engine != NATIVE}
         return sorted(found)
 
     def interleaved(self, subject: str, baseline: str, metric: str) -> bool:
         """Return whether two experiments were interleaved in one run and compared by `metric`."""
-        pairs = self._selection.by_pair
+        pairs = self.selection.by_pair
         record = pairs.get((subject, baseline)) or pairs.get((baseline, subject))
         return record is not None and record.metric == metric
 
     def intervals(self, experiments: Iterable[str]) -> list[StepInterval]:
         """Return the intervals from unknown inputs of the simulated steps among `experiments`."""
-        records = (self._selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
+        records = (self.selection.by_name.get((SIMULATED, experiment)) for experiment in experiments)
         return [record.interval for record in records if record is not None and record.interval is not None]
 
     def functions(self, kind: str, case: Case | None = None) -> dict[str, Callable[..., Value | Uncertain]]:
@@ -69,7 +74,7 @@ class Records:
 
         def find(experiment: str) -> ExperimentRecord:
             stored = MEASURED if kind == EMULATED else kind
-            record = self._selection.by_name.get((stored, experiment))
+            record = self.selection.by_name.get((stored, experiment))
             if record is None:
                 raise Missing(experiment, "no record")
             _of_kind(record)
@@ -208,12 +213,12 @@ class Records:
         def compared(subject: str, baseline: str) -> Value | Uncertain:
             """Return throughput of `subject` over `baseline` in one interleaved run, with its 95 % interval."""
             for experiment in (subject, baseline):
-                if found := self._selection.by_name.get((MEASURED, experiment)):
+                if found := self.selection.by_name.get((MEASURED, experiment)):
                     _of_kind(found)
-            record = self._selection.by_pair.get((subject, baseline))
+            record = self.selection.by_pair.get((subject, baseline))
             if record is not None:
                 return Uncertain(*_interval(record))
-            record = self._selection.by_pair.get((baseline, subject))
+            record = self.selection.by_pair.get((baseline, subject))
             if record is not None:
                 ratio, low, high = _interval(record)
                 return Uncertain(1 / ratio, 1 / high, 1 / low)
@@ -226,7 +231,7 @@ class Records:
             The vocabulary may have another padding.
             """
             sizes = _sizes(asdict(models.load_model(model)))
-            for record in reversed(self._selection.evaluations):
+            for record in reversed(self.selection.evaluations):
                 if (record.task, record.way.get("name")) == (task, way) and _sizes(record.model) == sizes:
                     value = record.metrics.get(metric)
                     if isinstance(value, int | float):

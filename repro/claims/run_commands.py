@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from repro.claims.expression import arguments
+from repro.claims.expression import arguments, evaluate_expression
+from repro.claims.formulas import CONSTANTS
 from repro.claims.independence import SCORE_FUNCTION
 from repro.claims.ledger import Claim
-from repro.claims.records import evaluation
+from repro.claims.one_device import DEVICE_FUNCTIONS, device_functions
+from repro.claims.records import Missing, evaluation
 from repro.config import suites
 from repro.config.files import read_toml
 from repro.config.suites import PROFILES, SUITES, Suite
 from repro.config.systems import LOCAL_SYSTEMS
+from repro.results.select import select
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +106,24 @@ def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
                     found.setdefault(
                         text, EvidenceCommand(kind="measured", text=text, needs=needs, suite="", names=())
                     )
+    return list(found.values())
+
+
+def device_commands(claim: Claim) -> list[EvidenceCommand]:
+    """Return the commands that measure values of a claim on one device."""
+    empty = device_functions(select([]), [])
+    found: dict[str, EvidenceCommand] = {}
+    for row in claim.rows:
+        for evidence in row.evidence:
+            if not evidence.value.calls & DEVICE_FUNCTIONS:
+                continue
+            try:
+                evaluate_expression(evidence.value, empty, {**CONSTANTS, **row.variables})
+            except Missing as missing:
+                command = EvidenceCommand(
+                    kind="measured", text=missing.remedy, needs="one GPU", suite="", names=()
+                )
+                found.setdefault(missing.remedy, command)
     return list(found.values())
 
 

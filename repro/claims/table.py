@@ -93,6 +93,19 @@ def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts)
     }
 
 
+def results_by_machine(
+    results: Sequence[ClaimResult],
+) -> dict[str, list[tuple[ClaimResult, RowResult, Finding]]]:
+    """Return the decided values of each machine that is part of their evidence (`Finding.machine`)."""
+    machines: dict[str, list[tuple[ClaimResult, RowResult, Finding]]] = {}
+    for result in results:
+        for row in result.rows:
+            for finding in row.findings:
+                if finding.machine and finding.decided:
+                    machines.setdefault(finding.machine, []).append((result, row, finding))
+    return machines
+
+
 def totals(counts: dict[str, Any]) -> str:
     """Return one sentence with the counts of independent quantities in `summary`."""
     evidence, itself = counts["evidence"], counts["against_itself"]
@@ -267,6 +280,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "scale": finding.scale_label,
+        "measured_on": finding.measured_on,
+        "is_reference": finding.is_reference,
         "origin": finding.origin,
         "value": _json(finding.value),
         "low": _json(finding.low),

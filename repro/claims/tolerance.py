@@ -25,6 +25,7 @@ No row of the ledger has a tolerance of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from repro.claims.ledger import Claim, Evidence, Row
@@ -49,7 +50,8 @@ RELATIVE_TOLERANCE: dict[str, float] = {
 (loss, norm) that a real step adds; a missing or doubled term of any formula here is at least a hundred times larger.
 `parity`: the same loss from another layout in fp32.  `size`: the name that a source gives a model ("100B"), against
 its true parameter count; as memory.  `limit`: the largest model that fits, within one step of the sizes that the
-source tried.  `quality`: scores of weights; never compared without the weights.
+source tried; a limit from a search over all layers counts as the largest tried size that it holds.  `quality`: scores
+of weights; never compared without the weights.
 """
 TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
@@ -96,12 +98,14 @@ def accepted_range(
     error: float = 0.0,
     steps: tuple[float, ...] = (),
     count: bool = False,
+    between: bool = False,
 ) -> AcceptedRange:
     """Return the values that agree with `published` under the rule above, all in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: error of digitisation, or of a rounding that the source
     mentions. `steps`: the sizes that the source tried, for class `limit`.  `count`: the value is a number of items,
-    a multiple or a coefficient, which must be equal.
+    a multiple or a coefficient, which must be equal.  `between`: the value may lie between two sizes that the source
+    tried, for class `limit`, and then counts as the lower one.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS_METRICS
@@ -129,8 +133,12 @@ def accepted_range(
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
     if metric == "limit" and steps and (bound or not closed_form):
         below = max((step for step in steps if step < low), default=low)
-        above = min((step for step in steps if step > high), default=high)
-        widened.append((below, above, "one published step"))
+        higher = sorted(step for step in steps if step > high)
+        above = higher[0] if higher else high
+        if between and len(higher) > 1:
+            above = math.nextafter(higher[1], 0)
+        step = "one published step" + "; between two sizes, the lower one counts" * between
+        widened.append((below, above, step))
     # Truncation accepts everything below the next printed number; the end of a range is only rounded.
     truncated = closed_form and low == high
     half = 0.0 if count else published.step / 2
@@ -178,6 +186,7 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
         error=row.error,
         steps=tuple(step / UNITS[row.unit] for step in claim.steps),
         count=row.unit in COUNT_UNITS and not magnitude(row.printed)[0],
+        between="largest_fit" in evidence.value.calls,
     )
 
 

@@ -96,15 +96,31 @@ class Finding:
     """Experiments of the value as `suite/name`, each once; empty for a closed form."""
     libraries: tuple[str, ...] = ()
     """Measured libraries other than this suite's own step: `DeepSpeed 0.19.8`."""
+    measured_on: str = ""
+    """Device of measurements of one device, and device and day of reference records; otherwise empty."""
+    is_reference: bool = False
+    """Whether the value comes from reference records and not from the reader's own."""
     doubt: InputUncertainty | None = None
     """Uncertainty of a predicted time from unknown inputs, in the row's unit."""
     deciding: tuple[str, ...] = ()
     """Unknown that alone explains the published value, or the two with the largest effects; for `possible` only."""
 
     @property
+    def machine(self) -> str:
+        """Return `as measured on` a device of reference records, `on` an own device, or an empty text."""
+        if not self.measured_on:
+            return ""
+        return f"{'as measured on' if self.is_reference else 'on'} {self.measured_on}"
+
+    @property
+    def scale_parts(self) -> tuple[str, ...]:
+        """Return the scale of a measurement, the measured libraries, and the machine if it is part of the evidence."""
+        return tuple(part for part in (self.scale, *self.libraries, self.machine) if part)
+
+    @property
     def scale_label(self) -> str:
-        """Return the scale of a measurement, and the measured libraries."""
-        return ", ".join((self.scale, *self.libraries))
+        """Return the parts of the scale as one text."""
+        return ", ".join(self.scale_parts)
 
     @property
     def decided(self) -> bool:

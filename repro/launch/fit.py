@@ -19,12 +19,18 @@ from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.local_system import discover
+from repro.measure.provenance import cpu, provenance
+from repro.model.counts import total_parameters
+from repro.results.record_parts import MeasuredTrial, RankMemory
+from repro.results.schema import MEASURED, FitRecord
 from repro.simulate.plan import fit
 from repro.simulate.plan.candidates import LayoutQuery, parse_memory_size
 from repro.simulate.plan.closed_form import FRAGMENTATION
 
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
 TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
+RECORD_SUITE = "fit"
+"""Name of the suite in records of searches."""
 TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
@@ -111,6 +117,53 @@ class Trials:
             "seconds": round(seconds, 1),
         }
 
+    def record(self, answer: fit.FitAnswer, seconds: float) -> FitRecord:
+        """Return the record of the search."""
+        question, one = self.question, self.as_rank is not None
+        end = answer.largest or answer.first_failing
+        value = question.values()[0] if end is None else end.value
+        experiment = replace(question.experiment(value), system=self.system)
+        layout = experiment.layout
+        data = layout.world > 1 and not one
+        return FitRecord(
+            suite=RECORD_SUITE,
+            name=f"{experiment.model.name}-zero{layout.zero}-on-{layout.world}",
+            conditions=experiment.as_dict(),
+            evidence=MEASURED,
+            search=question.search,
+            device=self._device_name(),
+            limit_bytes=question.limit,
+            allocator_limit_bytes=self.limit_bytes,
+            ranks=layout.world,
+            one_rank=one,
+            rank=self.as_rank,
+            collectives="data" if data else "no data",
+            largest=self._measured_trial(answer.largest),
+            first_failing=self._measured_trial(answer.first_failing),
+            provenance=provenance(),
+            wall_s=round(seconds, 3),
+        )
+
+    def _device_name(self) -> str:
+        if local_launch.DEVICES[self.system] == "cpu":
+            return str(cpu()["model"] or "processor")
+        return self.question.system.device.name
+
+    def _measured_trial(self, trial: fit.FitTrial | None) -> MeasuredTrial | None:
+        if trial is None:
+            return None
+        experiment = self.question.experiment(trial.value)
+        memory = trial.detail.get("memory_of_process")
+        return MeasuredTrial(
+            layers=experiment.model.layers,
+            micro_batch=experiment.layout.micro_batch,
+            parameters=total_parameters(experiment.model),
+            outcome=trial.outcome,
+            reason=trial.reason,
+            binding=trial.binding,
+            memory=RankMemory.read(memory) if memory else None,
+        )
+
     def _attempt(self, value: int, interrupt: Interrupt) -> fit.FitTrial:
         if interrupt:
             return fit.FitTrial(value, "interrupted", None)
@@ -139,12 +192,13 @@ def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
     if not memories:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
-    for part in ("cuda", "beside_torch"):
+    for part in ("cuda", "beside_torch", "states"):
         largest: dict[str, int] = {}
         for memory in memories:
             for key, value in memory.get(part, {}).items():
                 largest[key] = max(value, largest.get(key, 0))
-        found[part] = largest
+        if largest or part != "states":
+            found[part] = largest
     return found
 
 

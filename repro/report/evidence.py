@@ -32,6 +32,7 @@ from repro.config import ConfigError, Experiment, Layout, Training, models
 from repro.measure.local_system import load_system
 from repro.results import tables
 from repro.results.metrics import shown
+from repro.results.reference_records import ReferenceFile, load_reference
 from repro.results.schema import MEASURED, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
@@ -55,11 +56,13 @@ class JudgedStore:
     torn: list[str]
     """Remark (file, line, reason) for each line that is not a record."""
     ledger: Ledger
+    references: Sequence[ReferenceFile] = ()
+    """Results of other machines, for measured evidence that the store lacks."""
 
     @cached_property
     def judged(self) -> list[ClaimResult]:
         """Return a result for every claim, in the ledger's order."""
-        return judge(self.ledger, self.records)
+        return judge(self.ledger, self.records, self.references)
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
         """Return the claims as `repro claims --json` prints them."""
@@ -205,10 +208,16 @@ class JudgedStore:
 
 
 def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> JudgedStore:
-    """Return the judged store at `results`; an empty or missing store has analytic evidence only."""
+    """Return the judged store at `results`; an empty store has analytic evidence and reference records only."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
-    return JudgedStore(results=store.root, records=records, torn=torn, ledger=load_ledger(own=tuple(own)))
+    return JudgedStore(
+        results=store.root,
+        records=records,
+        torn=torn,
+        ledger=load_ledger(own=tuple(own)),
+        references=load_reference(),
+    )
 
 
 def default_store() -> Path:

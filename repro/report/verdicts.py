@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
-from repro.claims.run_commands import evaluation_commands
+from repro.claims.run_commands import device_commands, evaluation_commands
 from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
@@ -78,7 +78,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
-        "commands": [*catalogue.commands(read), *evaluation_commands(claim)],
+        "commands": [*catalogue.commands(read), *evaluation_commands(claim), *device_commands(claim)],
     }
 
 

@@ -70,6 +70,22 @@ class RankMemory(RecordPart):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredTrial(RecordPart):
+    """One trial of `repro fit --measure`: its size, its outcome and the memory of its processes."""
+
+    layers: int
+    micro_batch: int
+    parameters: int
+    """Parameters of the full model, whatever share of them a rank holds."""
+    outcome: str
+    reason: str = ""
+    binding: str = ""
+    """Kind of the memory failure: `allocation`, `fragmentation` or `host memory`; else the outcome, or empty."""
+    memory: RankMemory | None = None
+    """Maximum of each number over the processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageReport(RecordPart):
     """Pipeline stage of a rank: micro-batches in flight, and the seconds of each timed step."""
 

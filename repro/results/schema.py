@@ -1,4 +1,4 @@
-"""Types of records: conditions, outcome, metrics and provenance of an experiment, a comparison or an evaluation.
+"""Types of records: experiments, comparisons, searches for the largest model, times of kernels, evaluations.
 
 A line of the store is one record, a JSON object whose keys are the fields here (`repro.results.json_fields`). A store
 outlives the program that wrote it, and people merge, cut and edit files. `read_record` accepts lines of every version
@@ -24,6 +24,7 @@ from repro.results.record_parts import (
     CheckpointReport,
     KernelsRan,
     LayerTraffic,
+    MeasuredTrial,
     NetworkReport,
     Provenance,
     RankMemory,
@@ -85,6 +86,17 @@ class RecordHead(RecordPart):
         return f"{self.suite}/{self.name}"
 
 
+def _experiment(conditions: dict[str, Any], name: str) -> Experiment:
+    """Return the experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
+    try:
+        return from_dict(conditions)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        right = f"conditions that this version knows: {error}"
+        raise ConfigError("experiment", name, right) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExperimentRecord(RecordHead):
     """Outcome and observations of one experiment. Measured and simulated evidence of one key are two records."""
@@ -125,13 +137,7 @@ class ExperimentRecord(RecordHead):
     @cached_property
     def experiment(self) -> Experiment:
         """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
-        try:
-            return from_dict(self.conditions)
-        except ConfigError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            right = f"conditions that this version knows: {error}"
-            raise ConfigError("experiment", self.name, right) from None
+        return _experiment(self.conditions, self.name)
 
     @property
     def shown_as(self) -> str:
@@ -183,6 +189,53 @@ class ComparisonRecord(RecordHead):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitRecord(RecordHead):
+    """Largest model or micro-batch that trains in a device's memory, and the smallest that does not.
+
+    `repro fit --measure` writes it. The record has no rate and no step time, because a trial has two steps. It is no
+    `ExperimentRecord`, so that one rank of a layout never counts as a run of the layout.
+    """
+
+    kind: str = field(default="fit", init=False)
+    conditions: dict[str, Any] = field(metadata={"key": "experiment"})
+    """Data from `Experiment.as_dict` of the largest trial that fits, or else of the smallest that does not."""
+    evidence: str
+    search: str
+    """Searched quantity: `layers` or `micro-batch`."""
+    device: str
+    limit_bytes: int
+    """Memory limit of a device, context included."""
+    allocator_limit_bytes: int | None = None
+    """Limit of a process's allocator; 0 without a limit, None in a record from notes."""
+    ranks: int
+    """Ranks of the layout."""
+    one_rank: bool
+    """Whether one process ran as one of the `ranks`; otherwise there was one process per rank."""
+    rank: int | None = None
+    """Rank of that process; None if unknown, or with one process per rank."""
+    collectives: str
+    """`no data`: collectives allocated their buffers and moved no data; `data`: collectives between processes."""
+    largest: MeasuredTrial | None = None
+    """Largest trial that fits; None: none fits."""
+    first_failing: MeasuredTrial | None = None
+    """Smallest trial that does not fit; None: all fit."""
+    note: str = ""
+    provenance: Provenance = field(default_factory=dict)
+    wall_s: float | None = None
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
+        return _experiment(self.conditions, self.name)
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether a size that fits is next to a size that runs out of memory."""
+        failing = self.first_failing
+        return self.largest is not None and failing is not None and failing.outcome == "oom"
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelsRecord(RecordHead):
     """Times of kernels on a device (`make bench-gpu`)."""
 
@@ -219,13 +272,18 @@ class EvaluationRecord(RecordHead):
     wall_s: float = 0.0
 
 
-Record: TypeAlias = ExperimentRecord | ComparisonRecord | KernelsRecord | EvaluationRecord
+Record: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord | KernelsRecord | EvaluationRecord
 _KINDS: dict[
     str,
-    type[ExperimentRecord] | type[ComparisonRecord] | type[KernelsRecord] | type[EvaluationRecord],
+    type[ExperimentRecord]
+    | type[ComparisonRecord]
+    | type[FitRecord]
+    | type[KernelsRecord]
+    | type[EvaluationRecord],
 ] = {
     "experiment": ExperimentRecord,
     "comparison": ComparisonRecord,
+    "fit": FitRecord,
     "kernels": KernelsRecord,
     "evaluation": EvaluationRecord,
 }
@@ -248,7 +306,7 @@ def read_record(document: Mapping[str, Any]) -> Record:
         lacking = "written: missing"
     if not lacking and not isinstance(document.get("sequence", 0), int):
         lacking = "sequence: of another type"
-    if not lacking and record is ExperimentRecord:
+    if not lacking and record in (ExperimentRecord, FitRecord):
         missing = [key for key in _CONDITIONS if key not in document["experiment"]]
         lacking = f"experiment.{missing[0]}: missing" if missing else _unknown(document)
     if lacking:
@@ -260,5 +318,5 @@ def _unknown(document: Mapping[str, Any]) -> str:
     """Return the unknown kind of evidence, or the first metric that is not a number; else an empty string."""
     if document["evidence"] not in (MEASURED, SIMULATED):
         return f"evidence: {document['evidence'][:20]!r}"
-    wrong = [name for name, value in document["metrics"].items() if type(value) not in (int, float)]
+    wrong = [name for name, value in document.get("metrics", {}).items() if type(value) not in (int, float)]
     return f"metrics.{wrong[0]}: of another type" if wrong else ""

@@ -18,6 +18,7 @@ from repro.results.schema import (
     ComparisonRecord,
     EvaluationRecord,
     ExperimentRecord,
+    FitRecord,
     Record,
 )
 
@@ -32,6 +33,8 @@ class Selection:
     """(subject, baseline) -> newest comparison."""
     evaluations: list[EvaluationRecord]
     """Evaluations with outcome `ok`, oldest first."""
+    fits: list[FitRecord]
+    """Searches for the largest model that fits, oldest first."""
     older: int
     """Number of records that a newer record of the same experiment replaces."""
     foreign: int
@@ -79,6 +82,7 @@ def select(records: Iterable[Record]) -> Selection:
             for suite, subject, baseline in sorted(by_pair)
         },
         evaluations=sorted(scored, key=lambda record: record.order),
+        fits=[record for record in _of_today(every) if isinstance(record, FitRecord)],
         older=len(ours) - len(by_name) - len(by_pair),
         foreign=len(seen) - len(ours),
     )

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from repro.config.errors import ConfigError
-from repro.results.schema import ExperimentRecord, NotARecord, Record, read_record
+from repro.results.schema import ExperimentRecord, FitRecord, NotARecord, Record, read_record
 from repro.util.files import sync_folder
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -127,7 +127,7 @@ class Store:
         for reading in self._read.values():
             for line, record in reading.records.items():
                 try:
-                    _ = record.experiment if isinstance(record, ExperimentRecord) else None
+                    _ = record.experiment if isinstance(record, ExperimentRecord | FitRecord) else None
                     found.append(record)
                 except ConfigError as error:
                     remarks.append(f"{reading.path}:{line}: {error}; skipped")

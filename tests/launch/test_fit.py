@@ -75,8 +75,8 @@ def test_one_rank_of_many_holds_what_that_rank_would(layout: Layout, tmp_path: P
         name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
         expected = measure_live_bytes(trace(experiment, PipelineRole(name, stage, 1)).events)
         tracker = MemoryTracker()
-        with tracker:
-            session._run_trial(experiment, as_rank, 0, torch.device("cpu"), heartbeat)
+        found = session._run_trial(experiment, as_rank, 0, torch.device("cpu"), heartbeat, tracker)
+        assert found["memory"]["states"] == expected.states
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]
         assert tracker.peak["total"] == pytest.approx(expected.peak_bytes, rel=0.01)

@@ -91,7 +91,7 @@ def test_needs_nothing_but_itself(text: str, page: Page) -> None:
 
 
 def test_says_what_the_judge_says(page: Page, text: str, found: JudgedStore) -> None:
-    judged = judge(found.ledger, found.records)
+    judged = judge(found.ledger, found.records, found.references)
     assert [row["data-verdict"] for row in page.rows] == [result.verdict for result in judged]
     for line in table(judged):
         assert f'id="claim-{line.id}"' in text

@@ -14,6 +14,7 @@ from repro.cli.commands.options import (
     Json,
     Ledger,
     ModelName,
+    Results,
     StoredResults,
     check_count,
     check_writable_file,
@@ -84,6 +85,7 @@ def fit(
         int,
         typer.Option(callback=check_count, help="The ranks of which --as-rank is one.", show_default=False),
     ] = 0,
+    results: Results = Path("results"),
     json: Json = False,
 ) -> int:
     """Find the largest model that fits, the first that does not, and the term that is too much.
@@ -98,7 +100,7 @@ def fit(
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
-        return print_measured_fit(asked, model, sizes, search, as_rank, of, json)
+        return print_measured_fit(asked, model, sizes, search, as_rank, of, results, json)
     from repro.report.text.predictions import print_fit
 
     return print_fit(asked, model, sizes, search, json)

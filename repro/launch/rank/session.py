@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from repro.config import Experiment
 from repro.config.engines import NATIVE
-from repro.config.enums import Phase
+from repro.config.enums import MODEL_STATES, Phase
 from repro.engines import import_libraries
 from repro.engines.native.engine import NativeEngine
 from repro.engines.native.model_part import MicroBatch
@@ -24,6 +24,7 @@ from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
 from repro.launch.rank_process import HeartbeatWriter
+from repro.measure.memory import MemoryTracker
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh, connect_communicators
@@ -225,19 +226,27 @@ def run_memory_trial(
 ) -> dict[str, dict[str, Any]]:
     """Run the memory trial of each experiment on this rank; return `{"memory", "parameters"}` per key, in bytes.
 
-    This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps. With
-    `job.as_rank`, the process allocates the memory of that rank of the layout, and its collectives have no data.
+    This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps; the model
+    states are those after the first step. With `job.as_rank`, the process allocates the memory of that rank of the
+    layout, and its collectives have no data.
     """
     place = rank_device(device)
     found = {}
     with joined_process_group(rank, world, place, rendezvous):
         for index, experiment in enumerate(job.experiments):
-            found[experiment.key] = _run_trial(experiment, job.as_rank, index, place, heartbeat)
+            found[experiment.key] = _run_trial(
+                experiment, job.as_rank, index, place, heartbeat, MemoryTracker()
+            )
     return found
 
 
 def _run_trial(
-    experiment: Experiment, as_rank: int, index: int, device: torch.device, heartbeat: HeartbeatWriter
+    experiment: Experiment,
+    as_rank: int,
+    index: int,
+    device: torch.device,
+    heartbeat: HeartbeatWriter,
+    tracker: MemoryTracker,
 ) -> dict[str, Any]:
     if as_rank >= 0:
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
@@ -250,14 +259,19 @@ def _run_trial(
         lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
     )
     heartbeat.phase(index, 0, Phase.INIT)
-    engine = NativeEngine(experiment, mesh, device)
-    layout, step = experiment.layout, 0
+    with tracker:
+        engine = NativeEngine(experiment, mesh, device)
+    layout = experiment.layout
     tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
     for step in range(TRIAL_STEPS):
         batches = [MicroBatch(tokens, tokens, BatchPosition(step, k)) for k in range(layout.accumulation)]
-        engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
-        engine.synchronize()
+        with tracker if step == 0 else nullcontext():
+            engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
+            engine.synchronize()
+        if step == 0:
+            live = tracker.live()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     heartbeat.phase(index, TRIAL_STEPS, Phase.DONE)
-    return {"memory": process_memory(device, mesh).as_dict(), "parameters": engine.local_parameters()}
+    memory = replace(process_memory(device, mesh), states={part: live[part] for part in MODEL_STATES})
+    return {"memory": memory.as_dict(), "parameters": engine.local_parameters()}

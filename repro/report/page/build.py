@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate import published
 from repro.claims.run_commands import SuiteCatalogue
-from repro.claims.table import summary
+from repro.claims.table import results_by_machine, summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
 from repro.report.page.context import context, render_page
@@ -128,7 +128,13 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         remarks.append(f"and {len(found.torn) - MAX_PRINTED_REMARKS} more lines that are no records")
     if not found.records:
         remarks.append(
-            f"no records in {found.results}: the page shows the ledger and its analytic evidence only"
+            f"no records in {found.results}: the page shows the ledger, analytic evidence and reference records only"
+        )
+    machines = [finding for values in results_by_machine(found.judged).values() for *_, finding in values]
+    if labels := dict.fromkeys(one.measured_on for one in machines if one.is_reference):
+        remarks.append(
+            f"values as measured on {'; '.join(labels)} come from reference records of this package: "
+            "this store has no such results"
         )
     if chosen.foreign:
         remarks.append(

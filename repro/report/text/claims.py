@@ -11,7 +11,7 @@ from repro.claims.judge import judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
-from repro.claims.table import Line, as_dict, summary, table, totals, why
+from repro.claims.table import Line, as_dict, results_by_machine, summary, table, totals, why
 from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
@@ -26,6 +26,7 @@ from repro.claims.verdicts import (
 )
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
+from repro.results.reference_records import load_reference
 from repro.results.store import read_records
 from repro.simulate.time.calibration import BASIS_LABELS, count_bases
 from repro.util import console as render
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
+REFERENCE_NOTE = (
+    "These are reference records, which are part of this package. Results of your own machine replace them."
+)
 VERDICT_STYLES = {
     REPRODUCED: "green",
     POSSIBLE: "blue",
@@ -60,7 +64,7 @@ def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[
     ledger = load_ledger(own=tuple(own))
     if claim_id:
         ledger.claim(claim_id)
-    judged = judge(ledger, read_records(results))
+    judged = judge(ledger, read_records(results), load_reference())
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
@@ -92,7 +96,25 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
                 itself = _count(line.itself, VERDICT_STYLES[CONSISTENT], VERDICT_STYLES[INCONSISTENT])
                 grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
         console.print(grid)
+    _print_device_results(results, console)
     _print_counts(results, console)
+
+
+def _print_device_results(results: list[ClaimResult], console: Console) -> None:
+    """Print every value that one device measured, and every value of reference records, by machine."""
+    from rich.text import Text
+
+    headings = ("claim", "row", "published", "measured", "verdict", "scale")
+    for machine, found in results_by_machine(results).items():
+        grid = render.new_table(*headings, left=set(headings) - {"measured"}, wrap={"row"})
+        for result, row, finding in found:
+            cells = (result.claim.id, row.row.label, _published(row), finding.text)
+            verdict = Text(finding.verdict, style=VERDICT_STYLES[finding.verdict])
+            grid.add_row(*cells, verdict, ", ".join((finding.scale, *finding.libraries)))
+        console.print(Text(f"\n{machine[0].upper()}{machine[1:]}", style="bold cyan"))
+        if found[0][2].is_reference:
+            console.print(REFERENCE_NOTE)
+        console.print(grid)
 
 
 def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:

@@ -117,22 +117,35 @@ def print_measured_fit(
     search: str,
     as_rank: int | None,
     of: int,
+    results: Path,
     json: bool,
 ) -> int:
-    """Try sizes on real devices; return 1 if nothing fits or a trial fails, 130 if interrupted."""
+    """Try sizes on real devices and record the answer; return 1 if nothing fits or a trial fails, 130 if interrupted.
+
+    An interrupted search leaves no record.
+    """
     from repro.launch.fit import plan_trials
     from repro.launch.job import Interrupt
     from repro.report.text.fit_and_plan import print_fit_table
+    from repro.results.store import Store
 
     trials = plan_trials(query, models.load_model(model) if model else None, sizes, search, as_rank, of)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = trials.run(interrupt)
-    document = trials.document(answer, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    document = trials.document(answer, seconds)
+    if not interrupt:
+        with Store(results) as store:
+            document["record"] = store.append(trials.record(answer, seconds)).id
     if json:
         print_json(document)
     else:
         print_fit_table(trials.question, document)
+        if not interrupt:
+            print(
+                f"Recorded in {results}; `repro claims --results {results}` compares it with published limits."
+            )
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"

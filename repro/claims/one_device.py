@@ -1,0 +1,225 @@
+"""Functions by which expressions of the ledger read results of one device.
+
+`largest_fit`, `fit_outcome` and `fit_states` read records of `repro fit --measure`, where one process may have run as
+one rank of N. `kernel_speedup` compares two runs that differ in nothing but their kernels. Expressions name conditions
+and no record, so that results of any machine answer them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from repro.claims.expression import Uncertain, Value
+from repro.claims.ledger import ONE_RANK
+from repro.claims.records import Missing
+from repro.config import ConfigError, Experiment, Layout
+from repro.config.engines import NATIVE
+from repro.results.schema import ExperimentRecord, FitRecord
+from repro.results.select import Selection
+
+FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
+"""Names of the missing evidence in a reason."""
+SIZE_TOLERANCE = 0.005
+"""Relative difference of parameters up to which a model has a published size."""
+LARGEST_GB_PER_GB = 1.024**3
+"""Bytes of a GiB over those of a GB: memory of "32 GB" is 32e9 to 32 * 2**30 bytes."""
+_NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
+"""Fields of a layout that do not decide what fits in memory."""
+
+
+def device_functions(
+    chosen: Selection, used: list[ExperimentRecord | FitRecord]
+) -> dict[str, Callable[..., Value | Uncertain]]:
+    """Return the functions on measured records. Each appends the records that it reads to `used`."""
+
+    def found(layout: Layout, memory: float, hidden: int) -> FitRecord:
+        for record in reversed(chosen.fits):
+            if _answers(record, layout, memory, hidden):
+                used.append(record)
+                return record
+        raise Missing(FIT_NAME, "no record of this search", _fit_command(layout, memory, hidden))
+
+    def largest_fit(
+        *,
+        ranks: int,
+        memory: float,
+        hidden: int,
+        zero: int,
+        tp: int = 1,
+        micro_batch: int = 1,
+        recompute: int = 1,
+        cb: int = 1,
+        precision: str = "fp16",
+    ) -> Value:
+        """Return the parameters of the largest model that trains in `memory` bytes of a device, layer by layer.
+
+        `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`.
+        """
+        layout = _layout(ranks, zero, tp, micro_batch, recompute, cb, precision)
+        record = found(layout, memory, hidden)
+        assert record.largest is not None
+        return record.largest.parameters
+
+    def fit_outcome(
+        layers: int,
+        *,
+        ranks: int,
+        memory: float,
+        hidden: int,
+        zero: int,
+        tp: int = 1,
+        micro_batch: int = 1,
+        recompute: int = 1,
+        cb: int = 1,
+        precision: str = "fp16",
+    ) -> Value:
+        """Return `"ok"` or `"oom"` for a number of layers, from the search of `largest_fit`."""
+        layout = _layout(ranks, zero, tp, micro_batch, recompute, cb, precision)
+        record = found(layout, memory, hidden)
+        assert record.largest is not None
+        return "ok" if layers <= record.largest.layers else "oom"
+
+    def fit_states(parameters: float, *, ranks: int, zero: int, tp: int = 1) -> Value:
+        """Return the bytes of model states of a model of that size on a rank, in 16 bits, from any search."""
+        for record in reversed(chosen.fits):
+            size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))
+            if size:
+                used.append(record)
+                return size
+        command = f"{_FIT} --as-rank 0 --of {ranks} --zero {zero} --precision fp16 --recompute"
+        command += " --model M --search micro-batch"
+        raise Missing(FIT_NAME, f"no record of a model of {parameters:.3g} parameters", command)
+
+    def kernel_speedup(
+        *, layers: int, hidden: int, vocab: int, micro_batch: int, precision: str = "bf16"
+    ) -> Value | Uncertain:
+        """Return samples/s by this suite's kernels over those by torch's operators, on one GPU.
+
+        The two runs differ in nothing but their kernels. If they took turns in one launch, the value has an interval.
+        """
+        sizes = (layers, hidden, vocab, micro_batch, precision)
+        for fused, reference in _kernel_pairs(chosen, sizes):
+            used.extend((fused, reference))
+            compared = chosen.by_pair.get((fused.label, reference.label))
+            if compared is None:
+                return fused.metrics["samples_per_s"] / reference.metrics["samples_per_s"]
+            low, high = compared.low, compared.high
+            ratio = compared.ratio
+            return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)
+        reason = f"no two runs of {layers} layers of {hidden} on one GPU"
+        raise Missing(KERNELS_NAME, reason, "repro run suites/one_gpu.toml --only '1.5b-*'")
+
+    return {
+        "largest_fit": largest_fit,
+        "fit_outcome": fit_outcome,
+        "fit_states": fit_states,
+        "kernel_speedup": kernel_speedup,
+    }
+
+
+DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})
+"""Functions that find records by conditions and not by the name of an experiment."""
+
+
+def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
+    """Return `one rank of 64` if one process ran as a rank of the layout, otherwise an empty text."""
+    ranks = {record.ranks for record in used if isinstance(record, FitRecord) and record.one_rank}
+    return f"{ONE_RANK}{max(ranks)}" if ranks else ""
+
+
+def _layout(
+    ranks: int, zero: int, tp: int, micro_batch: int, recompute: int, cb: int, precision: str
+) -> Layout:
+    dp = ranks // tp
+    return Layout(
+        dp=dp,
+        tp=tp,
+        zero=zero,
+        micro_batch=micro_batch,
+        global_batch=dp * micro_batch,
+        recompute=bool(recompute),
+        cb=bool(cb),
+        precision=precision,
+    )
+
+
+def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
+    """Return whether a conclusive search over layers has these conditions."""
+    experiment = _experiment(record)
+    return (
+        record.conclusive
+        and record.search == "layers"
+        and experiment is not None
+        and memory <= record.limit_bytes <= memory * LARGEST_GB_PER_GB
+        and experiment.model.hidden == hidden
+        and _memory_conditions(experiment.layout) == _memory_conditions(layout)
+    )
+
+
+def _memory_conditions(layout: Layout) -> dict[str, Any]:
+    return {key: value for key, value in asdict(layout).items() if key not in _NOT_COMPARED}
+
+
+def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
+    """Return the experiment of a record; None for conditions of a newer program."""
+    try:
+        return record.experiment
+    except ConfigError:
+        return None
+
+
+def _states(record: FitRecord, parameters: float, layout: Layout) -> int:
+    """Return the bytes of model states if the largest trial has that size and layout, else 0."""
+    experiment, trial = _experiment(record), record.largest
+    if experiment is None or trial is None or trial.memory is None or not trial.memory.states:
+        return 0
+    found = experiment.layout
+    same = (found.dp, found.tp, found.pp, found.zero) == (layout.dp, layout.tp, 1, layout.zero)
+    same = same and found.precision != "fp32" and not found.offload_optimizer
+    size = abs(trial.parameters - parameters) <= SIZE_TOLERANCE * parameters
+    return sum(trial.memory.states.values()) if same and size else 0
+
+
+_FIT = "repro fit --measure --system local-gpu --gpus 1"
+
+
+def _fit_command(layout: Layout, memory: float, hidden: int) -> str:
+    parts = [_FIT, f"--as-rank 0 --of {layout.world} --zero {layout.zero}"]
+    parts += [f"--tp {layout.tp}"] * (layout.tp > 1)
+    parts += ["--no-cb"] * (not layout.cb)
+    parts += [f"--precision {layout.precision}"] + ["--recompute"] * layout.recompute
+    parts += [f"--hidden {hidden} --micro-batch {layout.micro_batch} --memory-limit {memory / 1e9:g}GB"]
+    return " ".join(parts)
+
+
+def _kernel_pairs(
+    chosen: Selection, sizes: tuple[int, int, int, int, str]
+) -> Iterator[tuple[ExperimentRecord, ExperimentRecord]]:
+    """Yield (fused, reference) runs on one device that differ in their kernels only, newest first.
+
+    `sizes`: layers, hidden, vocabulary, micro-batch and precision of the runs.
+    """
+    sides: dict[str, list[ExperimentRecord]] = {}
+    for record in sorted(chosen.measured, key=lambda record: record.order, reverse=True):
+        experiment = _experiment(record)
+        if experiment is None or record.outcome != "ok":
+            continue
+        model, layout = experiment.model, experiment.layout
+        found = (model.layers, model.hidden, model.vocab, layout.micro_batch, layout.precision)
+        on_gpu = experiment.engine == NATIVE and experiment.system != "local" and layout.world == 1
+        if on_gpu and found == sizes and model.architecture == "gpt":
+            sides.setdefault(layout.kernels.value, []).append(record)
+    for fused in sides.get("fused", ()):
+        for reference in sides.get("reference", ()):
+            if _without_kernels(fused) == _without_kernels(reference):
+                yield fused, reference
+
+
+def _without_kernels(record: ExperimentRecord) -> dict[str, Any]:
+    """Return the conditions of a run that two compared runs have in common."""
+    experiment = record.experiment.as_dict()
+    layout = {key: value for key, value in experiment["layout"].items() if key != "kernels"}
+    named = {key: value for key, value in experiment.items() if key not in ("name", "limits")}
+    return {**named, "layout": layout, "suite": record.suite, "host": record.provenance.get("host")}
