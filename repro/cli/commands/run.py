@@ -82,6 +82,14 @@ def gpu_day(
             help="With --rehearse: replace a step by a failure or a hang.", metavar="STEP=fail|hang"
         ),
     ] = None,
+    scratch: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Folder for stores and caches, deleted at the end; by default a temporary one.",
+            metavar="DIR",
+            callback=check_folder,
+        ),
+    ] = None,
     take: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--import", help="Add the results of this folder to --results.", metavar="DIR"),
@@ -100,7 +108,7 @@ def gpu_day(
         return print_import(take, results, json)
     require(dry_run or out is not None, "--out", "", "a folder for the results, or use --dry-run or --import")
     faults = parse_faults(inject or [])
-    request = GpuDayRequest(minutes, out or Path("gpu-day"), only or [], rehearse, faults)
+    request = GpuDayRequest(minutes, out or Path("gpu-day"), only or [], rehearse, faults, scratch)
     return print_planned_steps(request, json) if dry_run else print_gpu_day(request, json)
 
 

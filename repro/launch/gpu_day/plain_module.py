@@ -107,7 +107,7 @@ def measure_plain_step(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)  # waits for the device
+        return loss.item()  # waits for the device
 
     began = time.perf_counter()
     for _ in range(UNTIMED_STEPS):

@@ -42,7 +42,6 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
     "TRITON_CACHE_DIR": "cache/triton",
     "HYPOTHESIS_STORAGE_DIRECTORY": "cache/hypothesis",
-    "PYTHONPYCACHEPREFIX": "cache/bytecode",
     "MPLCONFIGDIR": "cache/matplotlib",
     "TMPDIR": "tmp",
 }
@@ -62,6 +61,8 @@ class GpuDayRequest:
     rehearse: bool = False
     faults: Mapping[str, str] | None = None
     """Injected faults by step name, in a rehearsal."""
+    scratch: Path | None = None
+    """Folder of stores and caches, deleted at the end; None for a temporary one."""
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid options."""
@@ -107,7 +108,7 @@ def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]
     require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for processors")
     deadline = time.monotonic() + 60 * request.minutes
     _prepare(request.out)
-    with _scratch_folder() as scratch, Interrupt() as interrupt:
+    with _scratch_folder(request.scratch) as scratch, Interrupt() as interrupt:
         places = GpuDayPlaces(request.out.absolute(), scratch)
         steps = planned_steps(request, scratch)
         write_suites(places, rehearse=request.rehearse)
@@ -130,9 +131,9 @@ def _prepare(out: Path) -> None:
 
 
 @contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    """Return a temporary folder for stores and caches, deleted at the end."""
-    scratch = Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))
+def _scratch_folder(given: Path | None) -> Iterator[Path]:
+    """Return the folder for stores and caches, deleted at the end."""
+    scratch = given.absolute() if given is not None else Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))
     try:
         for folder in (*CACHES.values(), "home"):
             (scratch / folder).mkdir(parents=True, exist_ok=True)

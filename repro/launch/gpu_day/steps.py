@@ -102,7 +102,10 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
 def _tiny(step: GpuDayStep) -> GpuDayStep:
     """Return a step with the times of a rehearsal."""
     estimate = min(REHEARSAL_ESTIMATE_S, step.estimate_s)
-    return replace(step, estimate_s=estimate, basis=REHEARSAL_BASIS, limit_s=REHEARSAL_LIMIT_S)
+    environment = (*step.environment, ("OMP_NUM_THREADS", "1"))
+    return replace(
+        step, estimate_s=estimate, basis=REHEARSAL_BASIS, limit_s=REHEARSAL_LIMIT_S, environment=environment
+    )
 
 
 def _program(name: str, *arguments: object) -> tuple[str, ...]:
@@ -126,7 +129,7 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     )
     workers = min(TEST_WORKERS, max(1, usable_cores() - 2))
     parallel = ("-n", str(workers)) if is_installed("xdist") else ()
-    marked = ("-m", "gpu and not benchmarks", "tests/gpu", "tests/kernels", "tests/parallel", "tests/measure")
+    marked = ("-m", "gpu and not benchmarks", "tests/gpu", "tests/kernels", "tests/engines")
     few = ("tests/kernels/test_operators.py", "-k", "layer_norm")
     yield GpuDayStep(
         "gpu-tests",
@@ -209,25 +212,26 @@ def _prediction_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDaySt
 def _limit_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     """Yield the largest models in 32 GB under each strategy, as one rank of many."""
     basis = f"{FIRST_VISIT}: 3 or 4 trials of 8 to 13 s"
+    tp, ranks = (2, 4) if rehearse else (16, RANKS_OF_LIMIT)
     strategies: dict[str, tuple[list[str], int]] = {
         "plain-dp": (["--zero", "0"], 1600),
         "zero-1": (["--zero", "1"], 1600),
         "zero-2": (["--zero", "2"], 4096),
         "zero-3": (["--zero", "3"], 8192),
-        "activations-on-host": (["--zero", "2", "--tp", "16", "--pa", "--pa-cpu"], 8192),
+        "activations-on-host": (["--zero", "2", "--tp", str(tp), "--pa", "--pa-cpu"], 8192),
     }
-    limit = "300MB" if rehearse else MEMORY_LIMIT
+    limit = "700MB" if rehearse else MEMORY_LIMIT
     for name, (strategy, hidden) in strategies.items():
         system = ["--system", "local"] if rehearse else ["--system", "local-gpu"]
         tiny = ["--hidden", "1024", "--heads", "16", "--vocab", "1024", "--seq", "64", "--precision", "bf16"]
         heads = ["--heads", "16"] if hidden == 1600 else []
         sizes = tiny if rehearse else ["--hidden", str(hidden), *heads, "--precision", "fp16"]
-        one = ["--gpus", "1", "--as-rank", "0", "--of", str(RANKS_OF_LIMIT)]
+        one = ["--gpus", "1", "--as-rank", "0", "--of", str(ranks)]
         batch = ["--micro-batch", "1", "--recompute"]
         options = (*system, *one, "--memory-limit", limit, *strategy, *sizes, *batch)
         yield GpuDayStep(
             f"limit-{name}",
-            f"largest model in {MEMORY_LIMIT}: {name.replace('-', ' ')}, one rank of {RANKS_OF_LIMIT}",
+            f"largest model in {MEMORY_LIMIT}: {name.replace('-', ' ')}, one rank of {ranks}",
             (*REPRO, "fit", "--measure", *options),
             *(45, basis, 110),
         )
@@ -307,18 +311,16 @@ def _several_gpu_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayS
 
 
 def write_suites(places: GpuDayPlaces, *, rehearse: bool) -> None:
-    """Write the suites of a visit to the scratch folder."""
-    text = SUITES.find(Path("gpu_day")).read_text(encoding="utf-8")
-    places.suite.write_text(_with_tiny_sizes(text) if rehearse else text, encoding="utf-8")
-    smoke = (
-        SUITES.find(Path("smoke"))
-        .read_text(encoding="utf-8")
-        .replace('name = "smoke"', 'name = "gpu_smoke"', 1)
-    )
-    on = "local" if rehearse else "local-gpu"
-    places.smoke.write_text(
-        smoke.replace("[defaults]\n", f'[defaults]\nsystem = "{on}"\n', 1), encoding="utf-8"
-    )
+    """Write the suites of a visit to the scratch folder. The suites of a rehearsal have names of their own."""
+    system, ending = ("local", "_rehearsal") if rehearse else ("local-gpu", "")
+    for packaged, path in (("gpu_day", places.suite), ("smoke", places.smoke)):
+        text = SUITES.find(Path(packaged)).read_text(encoding="utf-8")
+        text = text.replace(f'name = "{packaged}"', f'name = "{path.stem}{ending}"', 1)
+        if packaged == "smoke":
+            text = text.replace("[defaults]\n", f'[defaults]\nsystem = "{system}"\n', 1)
+        elif rehearse:
+            text = _with_tiny_sizes(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def _with_tiny_sizes(text: str) -> str:

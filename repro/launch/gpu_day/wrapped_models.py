@@ -92,7 +92,7 @@ def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, se
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))  # waits for the device
+        losses.append(loss.item())  # waits for the device
         times.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {"losses": losses, "step_s": statistics.median(times[UNTIMED_STEPS:]), "peak_bytes": peak}
