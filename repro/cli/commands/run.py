@@ -1,4 +1,4 @@
-"""`repro run`, `results`, `init` and `doctor`: what is run, came of it, is begun with, and what could be run here."""
+"""`repro run`, `gpu-day`, `results`, `init` and `doctor`: what is run, came of it, is begun with, could be run here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from repro.cli.commands.options import (
     Results,
     StoredResults,
     SuiteFiles,
+    check_folder,
     check_writable_file,
 )
 from repro.config.errors import require
@@ -50,6 +51,65 @@ def run(
     from repro.report.text.results import print_run
 
     return print_run(suites, only or [], results, rerun, json, evidence, system)
+
+
+@app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")
+def gpu_day(
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Write the results to this new folder: at most 8 files of 16 MiB.",
+            metavar="DIR",
+            callback=check_folder,
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Time of the visit; steps that no longer fit are skipped.", metavar="N")
+    ] = 9.0,
+    only: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Only steps of this name or glob; may be repeated.", metavar="GLOB"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List every step with its estimated time; start nothing.")
+    ] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run the same steps with tiny sizes on processors.")
+    ] = False,
+    inject: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="With --rehearse: replace a step by a failure or a hang.", metavar="STEP=fail|hang"
+        ),
+    ] = None,
+    scratch: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Folder for stores and caches, deleted at the end; by default a temporary one.",
+            metavar="DIR",
+            callback=check_folder,
+        ),
+    ] = None,
+    take: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--import", help="Add the results of this folder to --results.", metavar="DIR"),
+    ] = None,
+    results: Results = Path("results"),
+    json: Json = False,
+) -> int:
+    """Measure on a GPU machine without internet: steps in order of value, within a given time.
+
+    Exit code 1: a step failed.
+    """
+    from repro.launch.gpu_day.runner import GpuDayRequest, parse_faults
+    from repro.report.text.gpu_day import print_gpu_day, print_import, print_planned_steps
+
+    if take is not None:
+        return print_import(take, results, json)
+    require(dry_run or out is not None, "--out", "", "a folder for the results, or use --dry-run or --import")
+    faults = parse_faults(inject or [])
+    request = GpuDayRequest(minutes, out or Path("gpu-day"), only or [], rehearse, faults, scratch)
+    return print_planned_steps(request, json) if dry_run else print_gpu_day(request, json)
 
 
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")

@@ -1,0 +1,252 @@
+"""Run the steps of a visit within its minutes: one process per step, results written while the step runs.
+
+No failure ends the visit. A signal (SIGINT, SIGTERM) ends the running step and names the steps that were not started.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+from repro.config.errors import ConfigError, require
+from repro.launch.gpu_day.result_files import ResultWriter, StepOutcome
+from repro.launch.gpu_day.steps import CHECKOUT, GpuDayPlaces, GpuDayStep, gpu_day_steps, write_suites
+from repro.launch.job import Interrupt
+from repro.launch.local_launch import count_cuda_devices
+from repro.util.processes import die_with_parent
+
+STEP_POLL_INTERVAL_S = 0.2
+STEP_END_GRACE_S = 3.0
+"""Time between SIGTERM and SIGKILL for a step that is ended, in seconds."""
+CLOSING_S = 5.0
+"""Part of the visit that remains for the end of the last step, in seconds."""
+INJECTED_LIMIT_S = 5.0
+"""Limit of a step with an injected hang, in seconds."""
+FAULTS = {
+    "fail": "raise SystemExit('injected failure')",
+    "hang": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()",
+}
+"""Programs that replace the steps of a rehearsal with an injected fault."""
+CACHES = {
+    "XDG_CACHE_HOME": "cache",
+    "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
+    "TRITON_CACHE_DIR": "cache/triton",
+    "HYPOTHESIS_STORAGE_DIRECTORY": "cache/hypothesis",
+    "MPLCONFIGDIR": "cache/matplotlib",
+    "TMPDIR": "tmp",
+}
+"""Variables of caches, and their folders in the scratch folder."""
+Announce = Callable[[GpuDayStep, StepOutcome | None], None]
+"""Callback with a step and its outcome, None at its start."""
+
+
+@dataclass(frozen=True)
+class GpuDayRequest:
+    """Options of a visit."""
+
+    minutes: float
+    out: Path
+    only: Sequence[str] = ()
+    """Globs of step names; empty for all."""
+    rehearse: bool = False
+    faults: Mapping[str, str] | None = None
+    """Injected faults by step name, in a rehearsal."""
+    scratch: Path | None = None
+    """Folder of stores and caches, deleted at the end; None for a temporary one."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for invalid options."""
+        require(0 < self.minutes <= 24 * 60, "--minutes", self.minutes, "more than 0 and at most 1440")
+        require(self.rehearse or not self.faults, "--inject", True, says="needs --rehearse")
+
+
+def parse_faults(given: Sequence[str]) -> dict[str, str]:
+    """Return the faults of `STEP=fail` and `STEP=hang`.  Raises `ConfigError`."""
+    found = {}
+    for text in given:
+        name, _, fault = text.partition("=")
+        require(bool(name) and fault in FAULTS, "--inject", text, f"STEP={' or STEP='.join(FAULTS)}")
+        found[name] = fault
+    return found
+
+
+def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
+    """Return the selected steps in order.  Raises `ConfigError` for an unknown name."""
+    steps = gpu_day_steps(GpuDayPlaces(request.out.absolute(), scratch), rehearse=request.rehearse)
+    names = [step.name for step in steps]
+    for pattern in (*request.only, *(request.faults or {})):
+        if not any(fnmatch(name, pattern) for name in names):
+            raise ConfigError("step", pattern, f"one of {', '.join(names)}")
+    selected = [
+        step for step in steps if not request.only or any(fnmatch(step.name, glob) for glob in request.only)
+    ]
+    return [_with_fault(step, (request.faults or {}).get(step.name, "")) for step in selected]
+
+
+def _with_fault(step: GpuDayStep, fault: str) -> GpuDayStep:
+    if not fault:
+        return step
+    limit_s = INJECTED_LIMIT_S if fault == "hang" else step.limit_s
+    command = (sys.executable, "-c", FAULTS[fault])
+    return replace(step, command=command, limit_s=limit_s, missing="", needs_file="")
+
+
+def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]:
+    """Run the steps that fit into the visit; return an outcome for each step.  Raises `ConfigError`."""
+    request.check()
+    no_gpu = not request.rehearse and not count_cuda_devices()
+    require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for processors")
+    deadline = time.monotonic() + 60 * request.minutes
+    _prepare(request.out)
+    with _scratch_folder(request.scratch) as scratch, Interrupt() as interrupt:
+        places = GpuDayPlaces(request.out.absolute(), scratch)
+        steps = planned_steps(request, scratch)
+        write_suites(places, rehearse=request.rehearse)
+        visit = _Visit(places, ResultWriter(places.out, places.store), deadline, interrupt)
+        outcomes = []
+        for step in steps:
+            reason = visit.reason_to_skip(step)
+            if not reason:
+                announce(step, None)
+            outcome = visit.skip(step, reason) if reason else visit.run(step)
+            outcomes.append(outcome)
+            announce(step, outcome)
+        return outcomes
+
+
+def _prepare(out: Path) -> None:
+    """Create the folder of results.  Raises `ConfigError` if it has other files."""
+    out.mkdir(parents=True, exist_ok=True)
+    require(not any(out.iterdir()), "--out", str(out), "a new or empty folder")
+
+
+@contextmanager
+def _scratch_folder(given: Path | None) -> Iterator[Path]:
+    """Return the folder for stores and caches, deleted at the end."""
+    scratch = given.absolute() if given is not None else Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))
+    try:
+        for folder in (*CACHES.values(), "home"):
+            (scratch / folder).mkdir(parents=True, exist_ok=True)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@dataclass
+class _Visit:
+    places: GpuDayPlaces
+    writer: ResultWriter
+    deadline: float
+    interrupt: Interrupt
+
+    @property
+    def left_s(self) -> float:
+        """Remaining seconds of the visit."""
+        return self.deadline - CLOSING_S - time.monotonic()
+
+    def reason_to_skip(self, step: GpuDayStep) -> str:
+        """Return the reason not to start a step; empty if it can start."""
+        if self.interrupt:
+            return "the visit was interrupted"
+        if step.missing:
+            return f"needs {step.missing}"
+        if step.needs_file and not (self.places.out / step.needs_file).is_file():
+            return f"needs {step.needs_file}, which no previous step wrote"
+        if self.left_s < step.estimate_s:
+            return f"needs about {step.estimate_s:.0f} s, and {max(0.0, self.left_s):.0f} s remain"
+        return ""
+
+    def skip(self, step: GpuDayStep, reason: str) -> StepOutcome:
+        outcome = StepOutcome(step.name, "skipped", reason, estimate_s=step.estimate_s, limit_s=step.limit_s)
+        self.writer.write_outcome(outcome)
+        return outcome
+
+    def run(self, step: GpuDayStep) -> StepOutcome:
+        """Run a step until its end, its limit or the end of the visit, and copy its results as they appear."""
+        began, limit_s = time.monotonic(), min(step.limit_s, self.left_s)
+        self.writer.begin_step(step.name, step.command)
+        output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""
+        with open(output, "wb") as sink:
+            process = self._start(step, sink)
+        while True:
+            ended = process.poll() is not None
+            records += self.writer.copy_new_records()
+            self.writer.copy_output(output)
+            if ended:
+                break
+            if self.interrupt:
+                reason = "interrupted"
+            elif time.monotonic() - began > limit_s:
+                reason = f"timeout after {limit_s:.0f} s"
+            if reason:
+                break
+            time.sleep(STEP_POLL_INTERVAL_S)
+        _end_group(process)
+        records += self.writer.copy_new_records()
+        self.writer.copy_output(output, ended=True)
+        if not reason and process.returncode:
+            reason = _failure_reason(process.returncode, output)
+        kind = "ok"
+        if reason:
+            kind = next((k for k in ("timeout", "interrupted") if reason.startswith(k)), "failed")
+        seconds = round(time.monotonic() - began, 1)
+        outcome = StepOutcome(step.name, kind, reason, seconds, step.estimate_s, round(limit_s, 1), records)
+        self.writer.write_outcome(outcome)
+        return outcome
+
+    def _start(self, step: GpuDayStep, sink: object) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        return subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,  # type: ignore[arg-type]
+            stderr=subprocess.STDOUT,
+            cwd=CHECKOUT if step.in_checkout else self.places.scratch,
+            env=self._environment(step),
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+    def _environment(self, step: GpuDayStep) -> dict[str, str]:
+        """Return the environment of a step: caches in the scratch folder, and no search for a network."""
+        scratch = self.places.scratch
+        caches = {name: str(scratch / folder) for name, folder in CACHES.items()}
+        found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        fixed = {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "140",
+            "HOME": str(scratch / "home"),
+        }
+        return {**found, **caches, **fixed, **dict(step.environment)}
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the processes of a step: SIGTERM, and SIGKILL after a grace period; also those that the step left behind."""
+    for number, grace_s in ((signal.SIGTERM, STEP_END_GRACE_S), (signal.SIGKILL, STEP_END_GRACE_S)):
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            break
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _failure_reason(code: int, output: Path) -> str:
+    """Return the exit code and the last line of the output."""
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"{how}: {lines[-1].strip()[:200]}" if lines else how

@@ -1,0 +1,140 @@
+"""Programs of the steps `profile` and `memory-snapshot`: one step of our engine, profiled or with its allocations.
+
+python -m repro.launch.gpu_day.step_probe profile SUITE PROFILES MEASUREMENTS EXPERIMENT...
+python -m repro.launch.gpu_day.step_probe snapshot SUITE SNAPSHOT MEASUREMENTS EXPERIMENT
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from repro.config.suites import load_suite
+from repro.launch.gpu_day.result_files import MAX_FILE_BYTES, append_durably, append_measurement
+from repro.launch.rank.experiment import ExperimentRun
+from repro.measure.memory import MemoryTracker
+from repro.parallel import mesh as meshes
+from repro.util.files import replace_file
+
+HOST_BOUND_RATIO = 1.1
+"""Ratio of step time to device time above which a step's table is written."""
+TIMED_STEPS = 3
+TABLE_ROWS = 45
+MAX_ALLOCATIONS = 200_000
+MAX_FRAMES = 4
+"""Frames of a stack that a snapshot retains."""
+
+
+def start_run(suite: Path, name: str) -> ExperimentRun:
+    """Return the run of an experiment on this machine's device after its untimed steps."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    experiment = load_suite(suite).entry(name).experiment
+    run = ExperimentRun(
+        experiment, meshes.single_rank_mesh(), device, lambda step, phase: None, watched=False
+    )
+    run.prelude()
+    return run
+
+
+def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of `intervals`, so that concurrent kernels count once."""
+    total, end = 0.0, float("-inf")
+    for begin, until in sorted(intervals):
+        total += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return total
+
+
+def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequence[str]) -> None:
+    """Write step time and device time of each experiment, and the table of kernels where the host is the limit."""
+    for name in names:
+        run = start_run(suite, name)
+        run.steps(min(TIMED_STEPS, run.left - 1))
+        step_s = min(run.rounds[-1])
+        on_gpu = run.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as found:
+            run.steps(1)
+        kernels = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+        device_s = busy_seconds((k.time_range.start / 1e6, k.time_range.end / 1e6) for k in kernels)
+        is_host_bound = not on_gpu or step_s > HOST_BOUND_RATIO * device_s
+        values = {
+            "step_s": step_s,
+            "device_s": device_s,
+            "kernels": len(kernels),
+            "host_bound": is_host_bound,
+        }
+        append_measurement(measurements, f"profile/{name}", **values)
+        print(name, values, flush=True)
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        averages = found.key_averages()
+        orders = [order, *(["self_cpu_time_total"] if on_gpu and is_host_bound else [])]
+        for sort_by in orders:
+            table = averages.table(sort_by=sort_by, row_limit=TABLE_ROWS, max_name_column_width=90)
+            append_durably(profiles, f"{name}: {values}, by {sort_by}\n{table}\n\n".encode())
+        del run, found, kernels, averages
+        gc.collect()
+
+
+def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> None:
+    """Write every allocation and release of one step, and the allocator's peaks."""
+    run = start_run(suite, name)
+    if run.device.type != "cuda":
+        with MemoryTracker() as tracker:
+            run.steps(1)
+        stats: dict[str, Any] = {"tracked_peak_bytes": tracker.peak["total"]}
+        document: dict[str, Any] = {"name": name, "events": [], "stats": stats}
+    else:
+        run.steps(1)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")
+        run.steps(1)
+        found = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        stats = {
+            key: value
+            for key, value in torch.cuda.memory_stats().items()
+            if key.endswith(".all.peak") or key.startswith("num_")
+        }
+        document = {
+            "name": name,
+            "stats": stats,
+            "segments": [
+                {key: segment[key] for key in ("total_size", "allocated_size", "segment_type", "stream")}
+                for segment in found["segments"]
+            ],
+            "events": [_event(event) for event in found["device_traces"][0]],
+        }
+    data = gzip.compress(json.dumps(document).encode(), compresslevel=6)
+    if len(data) > MAX_FILE_BYTES:
+        document["events"] = [event[:3] for event in document["events"]]
+        data = gzip.compress(json.dumps(document).encode(), compresslevel=9)
+    replace_file(path, data)
+    append_measurement(measurements, f"snapshot/{name}", events=len(document["events"]), **stats)
+    print(name, stats, flush=True)
+
+
+def _event(event: dict[str, Any]) -> list[Any]:
+    """Return action, address, size in bytes, and the innermost frames of our own code of an allocator event."""
+    frames = [
+        f"{Path(frame['filename']).name}:{frame['line']}"
+        for frame in event.get("frames", ())
+        if "repro" in frame["filename"]
+    ]
+    return [event["action"], event["addr"], event["size"], *frames[:MAX_FRAMES]]
+
+
+if __name__ == "__main__":
+    _kind, *_rest = sys.argv[1:]
+    if _kind == "profile":
+        profile_steps(Path(_rest[0]), Path(_rest[1]), Path(_rest[2]), _rest[3:])
+    else:
+        snapshot_step(Path(_rest[0]), Path(_rest[1]), Path(_rest[2]), _rest[3])

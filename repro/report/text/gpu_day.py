@@ -1,0 +1,183 @@
+"""Output of `repro gpu-day`: the planned steps, the running visit, and the changes by an import."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from repro.claims.judge import judge
+from repro.claims.reader import load_ledger
+from repro.launch.gpu_day.result_files import FILES, ImportedVisit, StepOutcome, import_results
+from repro.launch.gpu_day.runner import CLOSING_S, GpuDayRequest, planned_steps, run_gpu_day
+from repro.launch.gpu_day.steps import GpuDayStep
+from repro.results.metrics import STEP_SECONDS
+from repro.results.schema import ExperimentRecord, Record
+from repro.results.store import read_records
+from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
+from repro.util.units import NO_VALUE
+
+
+def print_planned_steps(request: GpuDayRequest, json: bool) -> int:
+    """List every step with its estimated time, the basis of the estimate, and whether it fits. Return 0."""
+    request.check()
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = planned_steps(request, Path(scratch))
+    left_s = 60 * request.minutes - CLOSING_S
+    rows = []
+    for step in steps:
+        starts = not step.missing and step.estimate_s <= left_s
+        left_s -= step.estimate_s if starts else 0.0
+        plan = f"needs {step.missing}" if step.missing else "starts" if starts else "no longer fits"
+        rows.append((step, plan))
+    if json:
+        print_json([{**asdict(step), "in_checkout": step.in_checkout, "plan": plan} for step, plan in rows])
+        return 0
+    shown = new_table(
+        "step",
+        "estimate (s)",
+        "limit (s)",
+        "plan",
+        "question",
+        "basis of the estimate",
+        left=("step", "plan", "question", "basis of the estimate"),
+        wrap=("plan", "question", "basis of the estimate"),
+    )
+    for step, plan in rows:
+        times = f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}"
+        shown.add_row(step.name, *times, plan, step.question, step.basis)
+    console = stdout(WIDE_PAGE_COLUMNS)
+    console.print(shown)
+    needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
+    planned_s = sum(step.estimate_s for step, plan in rows if plan == "starts")
+    console.print(
+        f"{planned_s:.0f} s of {60 * request.minutes:.0f} s are planned; all steps that can run here need about "
+        f"{needed_s:.0f} s."
+    )
+    return 0
+
+
+def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
+    """Run a visit and print a line for each step; return 1 if a step failed, 130 if it was interrupted."""
+    console = stdout(WIDE_PAGE_COLUMNS)
+
+    def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
+        if json:
+            return
+        if outcome is None:
+            console.print(f"{step.name}: {step.question} (about {step.estimate_s:.0f} s)")
+            return
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        took = f" after {outcome.seconds:.0f} s, {outcome.records} records" if outcome.seconds else ""
+        console.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
+
+    outcomes = run_gpu_day(request, announce)
+    counts = {
+        kind: sum(o.outcome == kind for o in outcomes) for kind in dict.fromkeys(o.outcome for o in outcomes)
+    }
+    files = {name: (request.out / name).stat().st_size for name in FILES if (request.out / name).exists()}
+    if json:
+        print_json({"steps": [asdict(outcome) for outcome in outcomes], "files": files})
+    else:
+        console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+        console.print(f"results: {request.out} ({len(files)} files, {sum(files.values()) / 1e6:.1f} MB)")
+        console.print(f"next, on your own machine: repro gpu-day --import {request.out}")
+    if "interrupted" in counts or any("interrupted" in outcome.reason for outcome in outcomes):
+        return 130
+    return 1 if counts.keys() & {"failed", "timeout"} else 0
+
+
+def print_import(folder: Path, results: Path, json: bool) -> int:
+    """Add the results of a visit to a store and print the changes. Return 0."""
+    before = read_records(results)
+    visit = import_results(folder, results)
+    after = read_records(results)
+    known = {record.id for record in before}
+    added = [record for record in after if record.id not in known]
+    verdicts = _changed_verdicts(before, after)
+    if json:
+        document = {
+            "new_records": [_record_row(record, before) for record in added],
+            "known_records": visit.known_records,
+            "steps": visit.outcomes,
+            "measurements": visit.measurements,
+            "verdicts": verdicts,
+        }
+        print_json(document)
+        return 0
+    _print_import(visit, added, before, verdicts, results)
+    return 0
+
+
+def _changed_verdicts(before: Iterable[Record], after: Iterable[Record]) -> list[dict[str, str]]:
+    """Return id, earlier and present verdict of every claim whose verdict or basis differs."""
+    ledger = load_ledger()
+    pairs = zip(judge(ledger, before), judge(ledger, after), strict=True)
+    return [
+        {"claim": new.claim.id, "before": _verdict(old), "after": _verdict(new)}
+        for old, new in pairs
+        if _verdict(old) != _verdict(new)
+    ]
+
+
+def _verdict(result: Any) -> str:
+    return f"{result.verdict} ({result.basis})" if result.basis else str(result.verdict)
+
+
+def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
+    """Return name, outcome and step time of a record, and the step time of the newest earlier record of its name."""
+    row: dict[str, Any] = {"name": record.label, "kind": record.kind, "outcome": NO_VALUE}
+    if isinstance(record, ExperimentRecord):
+        earlier = [r for r in before if isinstance(r, ExperimentRecord) and r.label == record.label]
+        same = [r for r in earlier if r.evidence == record.evidence]
+        row |= {
+            "outcome": record.outcome,
+            "step_s": record.metrics.get(STEP_SECONDS),
+            "reason": record.reason,
+        }
+        row["earlier_step_s"] = same[-1].metrics.get(STEP_SECONDS) if same else None
+    return row
+
+
+def _print_import(
+    visit: ImportedVisit,
+    added: list[Record],
+    before: list[Record],
+    verdicts: list[dict[str, str]],
+    results: Path,
+) -> None:
+    console = stdout(WIDE_PAGE_COLUMNS)
+    gpus = visit.facts.get("provenance", {}).get("gpus") or []
+    machine = str(gpus[0].get("name")) if gpus else "a machine without a GPU"
+    console.print(
+        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already."
+    )
+    if added:
+        shown = new_table("new record", "outcome", "step time (s)", "earlier step time (s)", left=2)
+        for record in added:
+            row = _record_row(record, before)
+            times = (_seconds(row.get("step_s")), _seconds(row.get("earlier_step_s")))
+            shown.add_row(row["name"], row["outcome"], *times)
+        console.print(shown)
+    for measurement in visit.measurements:
+        values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
+        name = values.pop("name", "")
+        said = ", ".join(
+            f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items()
+        )
+        console.print(f"{name}: {said}", markup=False)
+    for outcome in visit.outcomes:
+        if outcome.get("outcome") != "ok":
+            console.print(
+                f"{outcome.get('name')}: {outcome.get('outcome')}: {outcome.get('reason')}", markup=False
+            )
+    for change in verdicts:
+        console.print(f"claim {change['claim']}: {change['before']} -> {change['after']}", markup=False)
+    if not verdicts:
+        console.print("No verdict changed.")
+
+
+def _seconds(value: float | None) -> str:
+    return NO_VALUE if value is None else f"{value:.4g}"
