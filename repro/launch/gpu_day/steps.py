@@ -158,15 +158,23 @@ def _speed_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     """Yield GPT-2 1.5B at micro-batch 8 and 1 by three implementations, and profiles of ours."""
     yield GpuDayStep(
         "step-micro-batch-8",
-        "step of GPT-2 1.5B with 8 samples: ours and torch's engine",
-        _run(places, places.suite, "mb8", "mb8-torch"),
-        *(26, f"{FIRST_VISIT}: 9 and 14 s", 100),
+        "step of GPT-2 1.5B with 8 samples: ours, captured as CUDA graphs, and torch's engine",
+        _run(places, places.suite, "mb8", "mb8-graphs", "mb8-dropout-graphs", "mb8-torch"),
+        *(45, f"{FIRST_VISIT}: launches of 9 and 14 s", 130),
     )
     yield GpuDayStep(
         "step-micro-batch-1",
-        "step of GPT-2 1.5B with 1 sample: ours and torch's engine",
-        _run(places, places.suite, "mb1", "mb1-torch"),
-        *(24, f"{FIRST_VISIT}: launches of 9 and 14 s", 100),
+        "step of GPT-2 1.5B with 1 sample: ours, captured as CUDA graphs, and torch's engine",
+        _run(
+            places,
+            places.suite,
+            "mb1",
+            "mb1-graphs",
+            "mb1-accumulated",
+            "mb1-accumulated-graphs",
+            "mb1-torch",
+        ),
+        *(55, f"{FIRST_VISIT}: launches of 9 and 14 s", 150),
     )
     yield GpuDayStep(
         "plain-module",

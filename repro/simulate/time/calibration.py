@@ -246,7 +246,13 @@ BASES = {
     "ones take longer: a rate at most, a time and a cost at least",
 }
 """Meaning of each basis, the firmest first."""
-BASIS_LABELS = {CALIBRATED: "calibrated", KERNEL_TIMES: "kernels", PUBLISHED_POINT: "published", UPPER_BOUND: "bound", "": "–"}
+BASIS_LABELS = {
+    CALIBRATED: "calibrated",
+    KERNEL_TIMES: "kernels",
+    PUBLISHED_POINT: "published",
+    UPPER_BOUND: "bound",
+    "": "–",
+}
 """One word for each basis, as a table column; a dash without a prediction."""
 
 
