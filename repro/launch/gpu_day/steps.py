@@ -222,8 +222,8 @@ def _limit_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     basis = f"{FIRST_VISIT}: 3 or 4 trials of 8 to 13 s"
     tp, ranks = (2, 4) if rehearse else (16, RANKS_OF_LIMIT)
     strategies: dict[str, tuple[list[str], int]] = {
-        "plain-dp": (["--zero", "0"], 1600),
-        "zero-1": (["--zero", "1"], 1600),
+        "plain-dp": (["--zero", "0", "--no-cb"], 1600),
+        "zero-1": (["--zero", "1"], 3072),
         "zero-2": (["--zero", "2"], 4096),
         "zero-3": (["--zero", "3"], 8192),
         "activations-on-host": (["--zero", "2", "--tp", str(tp), "--pa", "--pa-cpu"], 8192),
@@ -232,7 +232,7 @@ def _limit_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     for name, (strategy, hidden) in strategies.items():
         system = ["--system", "local"] if rehearse else ["--system", "local-gpu"]
         tiny = ["--hidden", "1024", "--heads", "16", "--vocab", "1024", "--seq", "64", "--precision", "bf16"]
-        heads = ["--heads", "16"] if hidden == 1600 else []
+        heads = ["--heads", "25"] if hidden == 1600 else []
         sizes = tiny if rehearse else ["--hidden", str(hidden), *heads, "--precision", "fp16"]
         one = ["--gpus", "1", "--as-rank", "0", "--of", str(ranks)]
         batch = ["--micro-batch", "1", "--recompute"]
