@@ -17,6 +17,7 @@ _SWITCHES = {
     "md": "M_D",
     "offload_optimizer": "optimizer states in host memory",
     "scatter_gather": "scatter/gather",
+    "cuda_graphs": "CUDA graphs",
 }
 _KERNELS = {
     OperatorSet.FUSED_2024: "operators of 2024 (compiled)",

@@ -79,14 +79,16 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 
 def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
     """Return the facts that a simulation uses of a system and of the generation of its `kernels`."""
-    from repro.simulate.time.calibration import calibration_point_of, uncertain_numbers
+    from repro.simulate.time.calibration import CalibrationPoint, calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)
-    run = point and (
-        *(point.rate, point.products, point.passes, point.attention, point.attention_start),
-        point.experiment(models.load_model(point.model)).key,
-        systems.load_system_file(point.system),
-    )
+    run: object = point
+    if isinstance(point, CalibrationPoint):
+        run = (
+            *(point.rate, point.products, point.passes, point.attention, point.attention_start),
+            point.experiment(models.load_model(point.model)).key,
+            systems.load_system_file(point.system),
+        )
     numbers = SIMULATOR_REVISION, system, run, {one: one.around for one in uncertain_numbers(system, point)}
     return SimulatedOn(
         system=system.name,

@@ -99,9 +99,18 @@ def calibrated_kernels_in(
 
 
 def _measured_kernels_in(generation: MeasuredKernels, case: QuantileCase) -> Kernels:
-    found = map(generation.unknown, ("products", "others", "passes", "operator_s", "attention"))
-    numbers = (one.value_at(case.quantile_of(one.key)) for one in found)
-    return Kernels(*numbers, attention_start=generation.attention_start)
+    def value(key: str) -> float:
+        one = generation.unknown(key)
+        return one.value_at(case.quantile_of(one.key))
+
+    return Kernels(
+        products=value("products"),
+        others=value("others"),
+        passes=value("passes"),
+        operator_s=value("operator_s"),
+        attention=value("attention"),
+        attention_start=generation.attention_start,
+    )
 
 
 def _seconds_of_layers(

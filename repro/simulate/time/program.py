@@ -121,7 +121,7 @@ def compile_program(
         if action.micro_batch in shown:
             host_s = cost.backward_s if action.kind == BACKWARD else cost.operator_s
             found.segments[action] = compiler.items(piece, host_s=0.0 if captured else host_s)
-    found.tail = compiler.items(traced.pieces[-1], host_s=cost.launch_s, tail=True)
+    found.tail = compiler.items(traced.pieces[-1], tail=True)
     return found
 
 
@@ -140,11 +140,16 @@ class _ProgramCompiler:
         self.messages = messages
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
 
-    def items(self, events: Sequence[Timed], *, host_s: float, tail: bool = False) -> list[Item]:
+    def items(
+        self, events: Sequence[Timed], *, host_s: float | None = None, tail: bool = False
+    ) -> list[Item]:
         """Return the items of a piece; with `tail`, its operators are the optimizer's.
 
-        `host_s`: host time of an operator of the piece in seconds. The host runs ahead of the device inside a block.
+        `host_s`: host time of an operator of the piece in seconds; by default that of the forward pass or of the
+        optimizer. The host runs ahead of the device inside a block.
         """
+        if host_s is None:
+            host_s = self.cost.launch_s if tail else self.cost.operator_s
         found: list[Item] = []
         parts: dict[str, float] = {}
         host = device = apart = 0.0

@@ -1,4 +1,4 @@
-"""Memory that the initialisation reserves: temporaries of the initial values leave no blocks that buckets take apart."""
+"""Reserved memory of the initialisation: temporaries of the initial values leave no blocks for later buckets."""
 
 from __future__ import annotations
 
@@ -46,5 +46,7 @@ def test_buckets_do_not_lie_in_blocks_of_the_temporaries(stage: int) -> None:
     """The temporaries add their own bytes once, however many buckets there are."""
     at_once = INITIALISED_ELEMENTS * (8 + 8 + 8 + 4)
     for layers in (4, 16):
-        added = reserved_bytes(layers, stage, with_temporaries) - reserved_bytes(layers, stage, without_temporaries)
+        added = reserved_bytes(layers, stage, with_temporaries) - reserved_bytes(
+            layers, stage, without_temporaries
+        )
         assert 0 <= added <= round_up(at_once, 2 << 20)

@@ -9,6 +9,7 @@ from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import (
     CALIBRATED,
+    KERNEL_TIMES,
     PUBLISHED_POINT,
     UPPER_BOUND,
     basis_of_record,
@@ -31,7 +32,7 @@ def record(system: str, **differs: object) -> ExperimentRecord:
     ("system", "basis"),
     [
         ("dgx-h100", PUBLISHED_POINT),
-        ("dgx-h200", PUBLISHED_POINT),
+        ("dgx-h200", KERNEL_TIMES),
         ("yuan", PUBLISHED_POINT),
         ("dgx2", UPPER_BOUND),
         ("dgx-b200", UPPER_BOUND),
@@ -53,6 +54,7 @@ def test_what_was_not_predicted_rests_on_nothing(differs: dict[str, object]) -> 
 
 def test_what_is_made_of_several_rests_on_the_weakest() -> None:
     assert weakest_basis([CALIBRATED, UPPER_BOUND, PUBLISHED_POINT]) == UPPER_BOUND
+    assert weakest_basis([CALIBRATED, KERNEL_TIMES, PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([CALIBRATED, "", PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([]) == weakest_basis([""]) == ""
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from repro.config import ConfigError, OperatorSet, models, systems
-from repro.config.timing import OperatorRate, Provenance
+from repro.config.timing import UNALIGNED_MATMUL, OperatorRate, Provenance
 from repro.simulate.time import calibration
 from repro.simulate.time.calibration import CALIBRATED, PUBLISHED_POINT, prediction_basis
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels, product_sizes
@@ -142,6 +142,28 @@ def test_measured_rates_win() -> None:
     assert cost.seconds(Operator("repro.adamw_", 5, 100, 100, (), 4)) == pytest.approx(3e-6)
 
 
+@pytest.mark.parametrize("sizes", [(8192, 50257, 1600), (50257, 1600, 8192), (8192, 1600, 50257)])
+def test_a_calibrated_product_with_unaligned_rows_has_a_rate_of_its_own(sizes: tuple[int, int, int]) -> None:
+    """Of half precision alone, since a product in fp32 does not depend on 16 bytes of 8 elements."""
+    rates = {
+        "matmul": OperatorRate(fixed_s=1e-6, per_flop_s=1e-15),
+        UNALIGNED_MATMUL: OperatorRate(fixed_s=2e-6, per_flop_s=8e-15),
+        "elementwise": OperatorRate(fixed_s=2e-6),
+    }
+    provenance = Provenance(date="2026-01-01", torch="2", ranks=1, repeats=1)
+    cost, without = (
+        DeviceCost(replace(V100, device=replace(V100.device, operators=known), provenance=provenance), "fp16")
+        for known in (rates, {"matmul": rates["matmul"], "elementwise": rates["elementwise"]})
+    )
+    odd = product(*sizes)
+    assert cost.seconds(odd) == pytest.approx(2e-6 + odd.flops * 8e-15)
+    assert without.seconds(odd) == pytest.approx(1e-6 + odd.flops * 1e-15), "an older file has one rate"
+    even = product(*(50304 if size == 50257 else size for size in sizes))
+    assert cost.seconds(even) == pytest.approx(1e-6 + even.flops * 1e-15)
+    wide = odd._replace(itemsize=4)
+    assert cost.seconds(wide) == pytest.approx(1e-6 + odd.flops * 1e-15)
+
+
 def test_what_is_unknown_is_said() -> None:
     with pytest.raises(ConfigError, match="bf16"):
         DeviceCost(V100, "bf16")
@@ -199,13 +221,32 @@ def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:
 
 
 def test_a_generation_of_2023_holds_for_its_chip_wherever_that_is() -> None:
-    """H200 has the H100's processor, and an A100 of 40 GB that of 80 GB: memory is their systems' own."""
-    for name, other in (("dgx-h200", "dgx-h100"), ("dgx-a100-40gb", "selene")):
-        points = [
-            calibration.calibration_point_of("fused", systems.load_system_file(at)) for at in (name, other)
-        ]
-        assert points[0] is not None
-        assert points[0] is points[1]
+    """An A100 of 40 GB has the processor of 80 GB: memory is their systems' own."""
+    points = [
+        calibration.calibration_point_of("fused", systems.load_system_file(at))
+        for at in ("dgx-a100-40gb", "selene")
+    ]
+    assert points[0] is not None
+    assert points[0] is points[1]
+
+
+def test_hopper_has_software_of_every_year_and_an_h200_only_the_newest() -> None:
+    """Published runs of 2023 and 2024 on H100 retain their software; nobody published one on H200."""
+    found = {
+        (kernels, name): calibration.calibration_point_of(kernels, systems.load_system_file(name))
+        for kernels in ("fused", "fused-2024", "fused-2026", "reference")
+        for name in ("dgx-h100", "dgx-h200")
+    }
+    names = {at: point.name if point is not None else "" for at, point in found.items()}
+    assert names["fused", "dgx-h100"] == "llm-foundry of 2023 on H100"
+    for name in ("dgx-h100", "dgx-h200"):
+        assert names["fused-2024", name] == "fms-fsdp of 2024 on H100"
+        assert (
+            names["fused-2026", name]
+            == names["fused", "dgx-h200"]
+            == "software of 2026 on Hopper, fused kernels"
+        )
+        assert names["reference", name] == "software of 2026 on Hopper, torch's operators"
 
 
 def test_products_and_other_kernels_have_factors_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Layers so small that the host decides how long they take, against what Megatron-DeepSpeed took on eight A100."""
+"""Layers so small that the host decides how long they take, on A100 and on H200, and passes without a host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from repro.config import Experiment, Layout, Model, Training
+from repro.config import Experiment, Layout, Model, Training, models
+from repro.config.quantity import Quantity
 from repro.config.systems import load_system_file
+from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.predict import predict
+from repro.simulate.time.program import HOST, OperatorBlock, compile_program
 from repro.simulate.trace.roles import trace_roles
 
 SMALL = Model(name="small", layers=2, hidden=1024, heads=16, vocab=51200, seq=1024)
@@ -50,3 +53,63 @@ def test_a_layer_takes_what_its_host_takes(
     )
     found = ((more_twice - few_twice) - (more - few)) / 2 / 2
     assert found == pytest.approx(measured_s, rel=within)
+
+
+GPT2 = models.load_model("gpt2-1.5b")
+PADDED = replace(GPT2, name="padded", vocab=50304)
+
+
+def step_on_h200(model: Model, kernels: str, micro_batch: int, global_batch: int) -> Experiment:
+    layout = Layout(kernels=kernels, precision="bf16", micro_batch=micro_batch, global_batch=global_batch)
+    return Experiment(name="step", model=model, layout=layout, system="dgx-h200")
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels", "micro_batch", "global_batch", "measured_s"),
+    [
+        (PADDED, "fused", 8, 16, 0.339),
+        (PADDED, "reference", 8, 16, 0.403),
+        (GPT2, "fused", 8, 16, 0.391),
+        (PADDED, "fused", 1, 1, 0.148),
+        (PADDED, "reference", 1, 1, 0.143),
+    ],
+)
+def test_steps_on_an_h200_take_the_measured_time(
+    model: Model, kernels: str, micro_batch: int, global_batch: int, measured_s: float
+) -> None:
+    """Five runs on one H200 with torch 2.11; of micro-batches of 1, whose steps differ by a fifth, the middle."""
+    experiment = step_on_h200(model, kernels, micro_batch, global_batch)
+    found = predict(experiment, load_system_file("dgx-h200"), trace_roles(experiment), interval=True)
+    assert found.step_s == pytest.approx(measured_s, rel=0.1)
+    assert found.interval is not None
+    summary = found.interval.summary(found.step_s)
+    assert summary["low_s"] < measured_s < summary["high_s"]
+
+
+def host_seconds(captured: bool, **launches: float) -> tuple[float, float]:
+    """Host time that the device waits for in the forward and in the backward pass of one sample, in seconds."""
+    system = load_system_file("dgx-h200")
+    given = {key: Quantity(value=value, source="test") for key, value in launches.items()}
+    slow = replace(system, device=replace(system.device, time=replace(system.device.time, **given)))
+    experiment = step_on_h200(replace(PADDED, layers=2), "fused", 1, 1)
+    (traced,) = trace_roles(experiment)
+    program = compile_program(
+        traced, 1, DeviceCost(slow, "bf16"), lambda message: 0.0, lambda op, group: 1, captured=captured
+    )
+    forward, backward = (
+        sum(dict(item.parts).get(HOST, 0.0) for item in items if isinstance(item, OperatorBlock))
+        for items in program.segments.values()
+    )
+    return forward, backward
+
+
+def test_the_backward_pass_has_a_host_time_of_its_own() -> None:
+    alike, slower = (host_seconds(False, **given) for given in (
+        {"launch_s": 1e-3}, {"launch_s": 1e-3, "backward_launch_s": 2e-3}
+    ))  # fmt: skip
+    assert slower[0] == alike[0] > 0
+    assert slower[1] > 1.9 * alike[1] > 0
+
+
+def test_a_captured_micro_batch_waits_for_no_host() -> None:
+    assert host_seconds(True, launch_s=1e-3, backward_launch_s=2e-3) == (0.0, 0.0)
