@@ -61,11 +61,12 @@ def fit_record(
     limit_bytes: int = 32_000_000_000,
     states: dict[str, int] | None = None,
     model: Model | None = None,
+    system: str = "local-gpu",
 ) -> FitRecord:
     """A search in which `layers` fit and one layer more does not; with `model`, a search of its micro-batch."""
     shape = model or Model(name="m", layers=layers, hidden=hidden, heads=hidden // 64, vocab=51200, seq=1024)
     layout = Layout(dp=ranks, zero=zero, cb=cb, recompute=True, precision="fp16", global_batch=ranks)
-    experiment = Experiment(name="fit", model=shape, layout=layout, training=Training(), system="local-gpu")
+    experiment = Experiment(name="fit", model=shape, layout=layout, training=Training(), system=system)
     more = shape if model else replace(shape, layers=layers + 1)
     memory = RankMemory(cuda={"reserved_peak": 30 * 10**9}, states=states)
     return FitRecord(

@@ -12,13 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
-from repro.claims.ledger import ONE_RANK
+from repro.claims.ledger import ONE_RANK, PUBLISHED_SCALE
 from repro.claims.records import Missing
 from repro.config import ConfigError, Experiment, Layout, models
 from repro.config.engines import NATIVE
 from repro.model.counts import total_parameters
 from repro.results.schema import ExperimentRecord, FitRecord
 from repro.results.select import Selection
+from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
 """Names of the missing evidence in a reason."""
@@ -124,9 +125,24 @@ DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kerne
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return `one rank of 64` if one process ran as a rank of the layout, otherwise an empty text."""
-    ranks = {record.ranks for record in used if isinstance(record, FitRecord) and record.one_rank}
-    return f"{ONE_RANK}{max(ranks)}" if ranks else ""
+    """Return `one rank of 64`, `published scale` if every rank was a process, or an empty text without a search."""
+    fits = [record for record in used if isinstance(record, FitRecord)]
+    if not fits:
+        return ""
+    return f"{ONE_RANK}{fits[0].ranks}" if any(fit.one_rank for fit in fits) else PUBLISHED_SCALE
+
+
+def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
+    """Return `46 layers fit with 30.2 GB reserved, 47 do not`; empty without a search over layers."""
+    for record in used:
+        if isinstance(record, FitRecord) and record.search == "layers" and record.conclusive:
+            assert record.largest is not None
+            assert record.first_failing is not None
+            memory = record.largest.memory
+            reserved = memory.cuda.get("reserved_peak", 0) if memory else 0
+            size = f" with {units.size(reserved)} reserved" if reserved else ""
+            return f"{record.largest.layers} layers fit{size}, {record.first_failing.layers} do not"
+    return ""
 
 
 def _layout(
@@ -146,12 +162,13 @@ def _layout(
 
 
 def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
-    """Return whether a conclusive search over layers has these conditions."""
+    """Return whether a conclusive search over layers on GPUs has these conditions."""
     experiment = _experiment(record)
     return (
         record.conclusive
         and record.search == "layers"
         and experiment is not None
+        and experiment.system != "local"
         and memory <= record.limit_bytes <= memory * LARGEST_GB_PER_GB
         and experiment.model.hidden == hidden
         and _memory_conditions(experiment.layout) == _memory_conditions(layout)

@@ -42,6 +42,7 @@ def test_a_limit_is_judged_by_one_rank_and_says_so() -> None:
     found = measured(LIMIT, "text", fit_record())
     assert (found.verdict, found.text) == (REPRODUCED, "1.498B")
     assert found.scale_label == "one rank of 64, on NVIDIA V100"
+    assert found.reason.endswith("; 46 layers fit with 30 GB reserved, 47 do not")
     assert measured(LIMIT, "README, memory efficiency: with 1.5B", fit_record()).value == "oom"
     result = judge_claim(committed.ledger().claim(LIMIT), Records([fit_record()]))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, one rank of 64, on NVIDIA V100 5/5")
@@ -61,6 +62,7 @@ def test_a_limit_is_judged_by_one_rank_and_says_so() -> None:
         {"fails": "hang"},
         {"limit_bytes": 31_000_000_000},
         {"limit_bytes": 40_000_000_000},
+        {"system": "local"},
     ],
 )
 def test_another_search_does_not_answer(change: dict[str, Any]) -> None:
@@ -71,6 +73,11 @@ def test_another_search_does_not_answer(change: dict[str, Any]) -> None:
         in found.reason
     )
     assert "--hidden 1600 --micro-batch 1 --memory-limit 32GB`" in found.reason
+
+
+def test_a_process_for_every_rank_is_the_published_scale() -> None:
+    found = measured(LIMIT, "text", replace(fit_record(), one_rank=False, rank=None, collectives="data"))
+    assert found.scale_label == "published scale, on NVIDIA V100"
 
 
 def test_a_card_of_32_gib_is_a_card_of_32_gb() -> None:
