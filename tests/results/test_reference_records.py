@@ -59,6 +59,7 @@ def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
             "device = 'NVIDIA A100, NVIDIA V100': must be the name of one device",
         ),
     ],
+    ids=["torn", "list", "keys", "simulated", "two devices"],
 )
 def test_an_invalid_file_is_named_in_one_line(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "a.jsonl", on("local-gpu", "one").as_dict())
