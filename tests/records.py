@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from repro.config import Experiment, Layout, Model, Training
+from repro.model.counts import total_parameters
 from repro.results import schema
-from repro.results.schema import ExperimentRecord, Record
+from repro.results.record_parts import MeasuredTrial, RankMemory
+from repro.results.schema import ExperimentRecord, FitRecord, Record
 
 R = TypeVar("R", bound=Record)
 CONDITIONS = {"model": {"name": "m"}, "layout": {}, "system": "local", "engine": "native"}
@@ -42,3 +46,50 @@ def latest(results: Path, evidence: str = "measured") -> dict[str, dict[str, Any
     return {
         line["key"]: line for line in lines(results) if line.get("evidence") == evidence and "key" in line
     }
+
+
+def fit_record(
+    *,
+    device: str = "NVIDIA V100",
+    hidden: int = 1600,
+    layers: int = 46,
+    ranks: int = 64,
+    zero: int = 0,
+    cb: bool = False,
+    fails: str = "oom",
+    written: str = "2027-01-01T00:00:00Z",
+    limit_bytes: int = 32_000_000_000,
+    states: dict[str, int] | None = None,
+    model: Model | None = None,
+    system: str = "local-gpu",
+) -> FitRecord:
+    """A search in which `layers` fit and one layer more does not; with `model`, a search of its micro-batch."""
+    shape = model or Model(name="m", layers=layers, hidden=hidden, heads=hidden // 64, vocab=51200, seq=1024)
+    layout = Layout(dp=ranks, zero=zero, cb=cb, recompute=True, precision="fp16", global_batch=ranks)
+    experiment = Experiment(name="fit", model=shape, layout=layout, training=Training(), system=system)
+    more = shape if model else replace(shape, layers=layers + 1)
+    memory = RankMemory(cuda={"reserved_peak": 30 * 10**9}, states=states)
+    return FitRecord(
+        suite="fit",
+        name="m-on-64",
+        written=written,
+        conditions=experiment.as_dict(),
+        evidence="measured",
+        search="micro-batch" if model else "layers",
+        device=device,
+        limit_bytes=limit_bytes,
+        ranks=ranks,
+        one_rank=True,
+        rank=0,
+        collectives="no data",
+        largest=MeasuredTrial(
+            layers=shape.layers,
+            micro_batch=1,
+            parameters=total_parameters(shape),
+            outcome="ok",
+            memory=memory,
+        ),
+        first_failing=MeasuredTrial(
+            layers=more.layers, micro_batch=1, parameters=total_parameters(more), outcome=fails
+        ),
+    )

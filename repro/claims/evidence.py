@@ -8,7 +8,7 @@ from typing import Any
 from repro.claims.expression import ExpressionError, Result, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import EMULATED, ITSELF, Claim, Evidence, Row
-from repro.claims.one_device import device_functions, scale_of_fits
+from repro.claims.one_device import describe_fits, device_functions, scale_of_fits
 from repro.claims.published import UNITS, digitised, format_value, printed
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import (
@@ -94,7 +94,7 @@ def _evaluate_on(
         verdict = yes if value.value == right else no
         return Finding(
             verdict=verdict,
-            reason=f"expected {right}",
+            reason=_joined(f"expected {right}", describe_fits(used)),
             value=value.value,
             expected=right,
             text=str(value.value),
@@ -128,6 +128,7 @@ def _evaluate_on(
         # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
         agrees = rule.meets(*seen)
+        reason = _joined(reason, describe_fits(used))
         if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
             reason += "; the interval reaches across the limit"
     verdict = yes if agrees else no
@@ -148,6 +149,10 @@ def _evaluate_on(
         text=_text(value, row),
         **common,
     )
+
+
+def _joined(reason: str, detail: str) -> str:
+    return f"{reason}; {detail}" if detail else reason
 
 
 def _measured_where(

@@ -12,17 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 from repro.claims.expression import Uncertain, Value
-from repro.claims.ledger import ONE_RANK
+from repro.claims.ledger import ONE_RANK, PUBLISHED_SCALE
 from repro.claims.records import Missing
-from repro.config import ConfigError, Experiment, Layout
+from repro.config import ConfigError, Experiment, Layout, models
 from repro.config.engines import NATIVE
+from repro.model.counts import total_parameters
 from repro.results.schema import ExperimentRecord, FitRecord
 from repro.results.select import Selection
+from repro.util import units
 
 FIT_NAME, KERNELS_NAME = "repro fit", "kernels compared"
 """Names of the missing evidence in a reason."""
-SIZE_TOLERANCE = 0.005
-"""Relative difference of parameters up to which a model has a published size."""
 LARGEST_GB_PER_GB = 1.024**3
 """Bytes of a GiB over those of a GB: memory of "32 GB" is 32e9 to 32 * 2**30 bytes."""
 _NOT_COMPARED = ("kernels", "global_batch", "overlap", "gather_overlap", "tp_overlap")
@@ -81,16 +81,17 @@ def device_functions(
         assert record.largest is not None
         return "ok" if layers <= record.largest.layers else "oom"
 
-    def fit_states(parameters: float, *, ranks: int, zero: int, tp: int = 1) -> Value:
-        """Return the bytes of model states of a model of that size on a rank, in 16 bits, from any search."""
+    def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
+        """Return the bytes of model states on a rank in 16 bits, from any search with a model of that size."""
+        parameters = total_parameters(models.load_model(model))
         for record in reversed(chosen.fits):
             size = _states(record, parameters, Layout(dp=ranks // tp, tp=tp, zero=zero))
             if size:
                 used.append(record)
                 return size
         command = f"{_FIT} --as-rank 0 --of {ranks} --zero {zero} --precision fp16 --recompute"
-        command += " --model M --search micro-batch"
-        raise Missing(FIT_NAME, f"no record of a model of {parameters:.3g} parameters", command)
+        command += f" --model {model} --search micro-batch"
+        raise Missing(FIT_NAME, f"no record of a model with the size of {model}", command)
 
     def kernel_speedup(
         *, layers: int, hidden: int, vocab: int, micro_batch: int, precision: str = "bf16"
@@ -124,9 +125,24 @@ DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kerne
 
 
 def scale_of_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
-    """Return `one rank of 64` if one process ran as a rank of the layout, otherwise an empty text."""
-    ranks = {record.ranks for record in used if isinstance(record, FitRecord) and record.one_rank}
-    return f"{ONE_RANK}{max(ranks)}" if ranks else ""
+    """Return `one rank of 64`, `published scale` if every rank was a process, or an empty text without a search."""
+    fits = [record for record in used if isinstance(record, FitRecord)]
+    if not fits:
+        return ""
+    return f"{ONE_RANK}{fits[0].ranks}" if any(fit.one_rank for fit in fits) else PUBLISHED_SCALE
+
+
+def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
+    """Return `46 layers fit with 30.2 GB reserved, 47 do not`; empty without a search over layers."""
+    for record in used:
+        if isinstance(record, FitRecord) and record.search == "layers" and record.conclusive:
+            assert record.largest is not None
+            assert record.first_failing is not None
+            memory = record.largest.memory
+            reserved = memory.cuda.get("reserved_peak", 0) if memory else 0
+            size = f" with {units.size(reserved)} reserved" if reserved else ""
+            return f"{record.largest.layers} layers fit{size}, {record.first_failing.layers} do not"
+    return ""
 
 
 def _layout(
@@ -146,12 +162,13 @@ def _layout(
 
 
 def _answers(record: FitRecord, layout: Layout, memory: float, hidden: int) -> bool:
-    """Return whether a conclusive search over layers has these conditions."""
+    """Return whether a conclusive search over layers on GPUs has these conditions."""
     experiment = _experiment(record)
     return (
         record.conclusive
         and record.search == "layers"
         and experiment is not None
+        and experiment.system != "local"
         and memory <= record.limit_bytes <= memory * LARGEST_GB_PER_GB
         and experiment.model.hidden == hidden
         and _memory_conditions(experiment.layout) == _memory_conditions(layout)
@@ -170,7 +187,7 @@ def _experiment(record: ExperimentRecord | FitRecord) -> Experiment | None:
         return None
 
 
-def _states(record: FitRecord, parameters: float, layout: Layout) -> int:
+def _states(record: FitRecord, parameters: int, layout: Layout) -> int:
     """Return the bytes of model states if the largest trial has that size and layout, else 0."""
     experiment, trial = _experiment(record), record.largest
     if experiment is None or trial is None or trial.memory is None or not trial.memory.states:
@@ -178,8 +195,7 @@ def _states(record: FitRecord, parameters: float, layout: Layout) -> int:
     found = experiment.layout
     same = (found.dp, found.tp, found.pp, found.zero) == (layout.dp, layout.tp, 1, layout.zero)
     same = same and found.precision != "fp32" and not found.offload_optimizer
-    size = abs(trial.parameters - parameters) <= SIZE_TOLERANCE * parameters
-    return sum(trial.memory.states.values()) if same and size else 0
+    return sum(trial.memory.states.values()) if same and trial.parameters == parameters else 0
 
 
 _FIT = "repro fit --measure --system local-gpu --gpus 1"

@@ -138,6 +138,7 @@ IDS = [
     "repro-resume",
     "repro-convergence",
     "repro-precision",
+    "repro-kernels",
 ]
 
 

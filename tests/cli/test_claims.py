@@ -20,6 +20,8 @@ from repro.claims.table import summary, table
 from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
 from repro.report.text.claims import print_all_claims, print_claim, print_claims
+from repro.results.store import Store
+from tests.records import fit_record
 
 
 @lru_cache(maxsize=1)
@@ -123,3 +125,35 @@ def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
     assert seconds < 2.0
+
+
+def test_a_fresh_store_shows_what_one_gpu_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit of plain data parallelism, 13B without model parallelism and the kernels have a verdict at once."""
+    print_claims(None, False, tmp_path)
+    text = capsys.readouterr().out
+    section = text[text.index("\nAs measured on NVIDIA H200") :]
+    assert "reference records" in section
+    for claim, published, value in (
+        ("zero-ddp-oom-limit", "1.4B", "B"),
+        ("zero-table10-fig4-dp-only", "up to 13B", "B"),
+        ("repro-kernels", "over 1x", "1."),
+    ):
+        (row, *_) = (line for line in section.splitlines() if line.startswith(claim) and published in line)
+        assert value in row
+        assert "reproduced" in row
+        assert "one rank of 64" in row or claim == "repro-kernels"
+
+
+def test_own_results_replace_reference_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store(tmp_path) as store:
+        store.append(fit_record(device="NVIDIA V100", layers=44))
+    print_claims("zero-ddp-oom-limit", False, tmp_path)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "measured, one rank of 64, on NVIDIA V100 5/5" in text
+    assert "H200" not in text
+    print_claims("zero-ddp-oom-limit", True, tmp_path)
+    (claim,) = json.loads(capsys.readouterr().out)["claims"]
+    found = claim["rows"][0]["evidence"][0]
+    assert (found["measured_on"], found["is_reference"]) == ("NVIDIA V100", False)

@@ -19,9 +19,11 @@ from repro.launch.rank_process import HeartbeatReader, HeartbeatWriter
 from repro.launch.supervise import Ending
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
+from repro.results.schema import FitRecord
+from repro.results.store import Store
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.plan.candidates import LayoutQuery
-from repro.simulate.plan.fit import FitTrial
+from repro.simulate.plan.fit import FitAnswer, FitTrial
 from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
@@ -30,7 +32,7 @@ TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
 
 
 @pytest.mark.slow
-def test_the_largest_that_fits_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_that_fits_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel refuses more than the limit: the largest that trained is beside the first that did not."""
     asked = [
         "fit",
@@ -42,10 +44,15 @@ def test_the_largest_that_fits_this_machine(capsys: pytest.CaptureFixture[str]) 
         "--memory-limit",
         "60MB",
         *TINY,
+        "--results",
+        str(tmp_path),
         "--json",
     ]
     assert cli.main(asked) == 0
     found = json.loads(capsys.readouterr().out)
+    (record,) = Store(tmp_path).records()
+    assert isinstance(record, FitRecord)
+    assert (record.id, record.conclusive, record.one_rank) == (found["record"], True, False)
     assert found["evidence"] == "measured"
     assert found["first_failing"]["outcome"] == "oom"
     assert "memory" in found["first_failing"]["reason"] or "bad_alloc" in found["first_failing"]["reason"]
@@ -203,6 +210,53 @@ def test_the_search_begins_where_the_simulation_says(
     }
     trials.limit = None
     assert trials.limit_bytes == 0
+
+
+@pytest.mark.parametrize(("as_rank", "collectives"), [(2, "no data"), (None, "data")])
+def test_the_record_says_what_was_measured(as_rank: int | None, collectives: str) -> None:
+    """The record has both ends, the failure and the memory of the processes, and no rate or time of a step."""
+    gpus, of = (1, 4) if as_rank is not None else (2, 1)
+    trials = measured.plan_trials(asked(gpus=gpus), None, SIZES, "layers", as_rank, of)
+    memory = {"rss_peak_bytes": 5, "cuda": {"reserved_peak": 7, "allocated_peak": 6}}
+    memory |= {"beside_torch": {"end": 3}, "states": {"parameters": 2, "gradients": 1, "optimizer": 4}}
+    fits = FitTrial(3, "ok", 7, "", "", {"memory_of_process": memory})
+    fails = FitTrial(4, "oom", None, "fragmentation", "CUDA out of memory")
+    record = trials.record(FitAnswer(fits, fails, [fits, fails]), 1.5)
+    ranks = of if as_rank is not None else gpus
+    assert (record.ranks, record.one_rank, record.rank) == (ranks, as_rank is not None, as_rank)
+    assert (record.collectives, record.limit_bytes, record.wall_s) == (collectives, 60_000_000, 1.5)
+    assert record.experiment.model.layers == 3
+    assert record.experiment.layout.world == ranks
+    assert record.largest is not None
+    assert record.largest.memory is not None
+    assert record.largest.memory.as_dict() == memory
+    assert record.first_failing is not None
+    assert (record.first_failing.layers, record.first_failing.binding) == (4, "fragmentation")
+    assert record.first_failing.parameters - record.largest.parameters == 12 * 256**2 + 13 * 256
+    assert "metrics" not in record.as_dict()
+
+
+def test_a_search_is_recorded_unless_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = "oom"
+
+    def run(trials: measured.Trials, interrupt: Interrupt) -> FitAnswer:
+        interrupt.signal = 2 if outcome == "interrupted" else 0
+        fits, fails = FitTrial(3, "ok", 7), FitTrial(4, outcome, None)
+        return FitAnswer(fits, fails, [fits, fails])
+
+    monkeypatch.setattr(measured.Trials, "run", run)
+    command = ["fit", "--measure", "--system", "local", "--gpus", "1", "--as-rank", "0", "--of", "64"]
+    command += ["--memory-limit", "60MB", *TINY, "--results", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert f"Recorded in {tmp_path}" in capsys.readouterr().out
+    outcome = "interrupted"
+    assert cli.main(command) == 130
+    assert "Recorded" not in capsys.readouterr().out
+    (record,) = Store(tmp_path).records()
+    assert isinstance(record, FitRecord)
+    assert (record.ranks, record.one_rank, record.rank) == (64, True, 0)
 
 
 GIB = 2**30

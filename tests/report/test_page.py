@@ -102,6 +102,12 @@ def test_measured_evidence_of_the_store_is_judged(text: str) -> None:
     assert "scaled twin" in details[: details.index("</details>")]
 
 
+def test_reference_records_are_marked_with_machine_and_day(text: str) -> None:
+    details = text[text.index('id="claim-zero-ddp-oom-limit"') :]
+    assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details[: details.index("</details>")]
+    assert "come from reference records of this package" in text
+
+
 def test_the_footer_says_which_program_wrote_it(text: str) -> None:
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout[:9]

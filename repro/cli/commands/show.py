@@ -91,7 +91,7 @@ def export(
         str,
         typer.Option(
             help="summary (for a pull request), claims, values (every published one), experiments, comparisons,"
-            " records (provenance of each) or unknowns."
+            " records (provenance of each), unknowns or reference (results to send)."
         ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",

@@ -17,7 +17,7 @@ from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load_ledger
-from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, evaluation_commands
+from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, device_commands, evaluation_commands
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
 from repro.measure.local_system import load_system
@@ -137,7 +137,11 @@ def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
             return "\n".join([*lines, ""])
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
-    commands = [*catalogue.commands(experiments_of(claim)), *evaluation_commands(claim)]
+    commands = [
+        *catalogue.commands(experiments_of(claim)),
+        *evaluation_commands(claim),
+        *device_commands(claim),
+    ]
     lines += [
         "",
         "```",

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import KINDS
 from repro.config import ConfigError
-from repro.results.store import print_remarks
+from repro.config.words import count_noun
+from repro.results.reference_records import write_reference
+from repro.results.store import print_remarks, read_records
 from repro.util import files
 from repro.util.extras import missing_package_hint
 
@@ -18,15 +20,23 @@ if TYPE_CHECKING:
 
 FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
+REFERENCE = "reference"
+"""Name of the table whose file is JSON lines: the measurements on GPUs, as reference records of the package."""
 
 
 def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
-    """Write one table to `output`, or to standard output; parquet needs `output`.
+    """Write one table to `output`, or to standard output; parquet and `reference` need `output`.
 
-    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or parquet without `output`.
+    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or a missing `output`.
     """
-    if table not in TABLES:
-        raise ConfigError("--table", table, f"one of {', '.join(TABLES)}")
+    if table not in (*TABLES, REFERENCE):
+        raise ConfigError("--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
+    if table == REFERENCE:
+        if output is None:
+            raise ConfigError("--output", "", "a file: reference records are JSON lines")
+        count = write_reference(read_records(results), output)
+        print(f"{count_noun(count, 'record')} in {output}.")
+        return 0
     if form not in FORMATS:
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:

@@ -130,12 +130,6 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         remarks.append(
             f"no records in {found.results}: the page shows the ledger, analytic evidence and reference records only"
         )
-    machines = [finding for values in results_by_machine(found.judged).values() for *_, finding in values]
-    if labels := dict.fromkeys(one.measured_on for one in machines if one.is_reference):
-        remarks.append(
-            f"values as measured on {'; '.join(labels)} come from reference records of this package: "
-            "this store has no such results"
-        )
     if chosen.foreign:
         remarks.append(
             f"{chosen.foreign} records of another measurement protocol are left out: not comparable"
@@ -146,6 +140,12 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
+    machines = [finding for values in results_by_machine(found.judged).values() for *_, finding in values]
+    if labels := dict.fromkeys(one.measured_on for one in machines if one.is_reference):
+        remarks.append(
+            f"values as measured on {'; '.join(labels)} come from reference records of this package: "
+            "this store has no such results"
+        )
     return remarks
 
 

@@ -1,0 +1,218 @@
+"""Claims judged by one device: a search as one rank of N, kernels compared, and reference records of other machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro.claims.judge import judge, judge_claim
+from repro.claims.published import parse_printed_number
+from repro.claims.records import Records
+from repro.claims.run_commands import device_commands
+from repro.claims.tolerance import accepted_range
+from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED, Finding
+from repro.config import Experiment, Layout, Model, Training, models
+from repro.results.reference_records import ReferenceFile
+from repro.results.schema import ComparisonRecord, Record, Side
+from tests import committed
+from tests.claims.made_up import record
+from tests.records import fit_record, made_up
+
+LIMIT, FIG4, SIZES, STATES = (
+    *("zero-ddp-oom-limit", "zero-table10-fig4-dp-only"),
+    *("zero-max-size-nd64", "zero-fig1-7p5b"),
+)
+
+
+def reference(*records: Record, device: str = "NVIDIA H200") -> ReferenceFile:
+    return ReferenceFile("f", device, "2026-11-26", records)
+
+
+def measured(claim: str, label: str, *records: Record, files: tuple[ReferenceFile, ...] = ()) -> Finding:
+    result = judge_claim(committed.ledger().claim(claim), Records(records, files))
+    (row,) = (row for row in result.rows if row.row.label == label)
+    (finding,) = (finding for finding in row.findings if finding.kind == "measured")
+    return finding
+
+
+def test_a_limit_is_judged_by_one_rank_and_says_so() -> None:
+    found = measured(LIMIT, "text", fit_record())
+    assert (found.verdict, found.text) == (REPRODUCED, "1.498B")
+    assert found.scale_label == "one rank of 64, on NVIDIA V100"
+    assert found.reason.endswith("; 46 layers fit with 30 GB reserved, 47 do not")
+    assert measured(LIMIT, "README, memory efficiency: with 1.5B", fit_record()).value == "oom"
+    result = judge_claim(committed.ledger().claim(LIMIT), Records([fit_record()]))
+    assert (result.verdict, result.basis) == (REPRODUCED, "measured, one rank of 64, on NVIDIA V100 5/5")
+    assert (
+        measured(FIG4, "largest without MP", fit_record(hidden=4096, layers=63, zero=2, cb=True)).text
+        == "12.9B"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero": 1},
+        {"hidden": 1920},
+        {"ranks": 8},
+        {"cb": True},
+        {"fails": "hang"},
+        {"limit_bytes": 31_000_000_000},
+        {"limit_bytes": 40_000_000_000},
+        {"system": "local"},
+    ],
+)
+def test_another_search_does_not_answer(change: dict[str, Any]) -> None:
+    found = measured(LIMIT, "text", fit_record(**change))
+    assert found.verdict == NOT_RUN
+    assert (
+        "`repro fit --measure --system local-gpu --gpus 1 --as-rank 0 --of 64 --zero 0 --no-cb"
+        in found.reason
+    )
+    assert "--hidden 1600 --micro-batch 1 --memory-limit 32GB`" in found.reason
+
+
+def test_a_process_for_every_rank_is_the_published_scale() -> None:
+    found = measured(LIMIT, "text", replace(fit_record(), one_rank=False, rank=None, collectives="data"))
+    assert found.scale_label == "published scale, on NVIDIA V100"
+
+
+def test_a_card_of_32_gib_is_a_card_of_32_gb() -> None:
+    assert measured(LIMIT, "text", fit_record(limit_bytes=32 * 2**30)).verdict == REPRODUCED
+
+
+def test_a_much_larger_or_smaller_limit_is_not_reproduced() -> None:
+    assert measured(LIMIT, "measured (Table 2)", fit_record(layers=49)).verdict == NOT_REPRODUCED
+    assert measured(LIMIT, "text", fit_record(layers=30)).verdict == NOT_REPRODUCED
+
+
+def test_a_size_between_two_published_ones_counts_as_the_lower_one() -> None:
+    steps = (1.0, 2.0, 3.0, 4.0)
+    tried = accepted_range(parse_printed_number("2"), "limit", closed_form=False, steps=steps)
+    found = accepted_range(parse_printed_number("2"), "limit", closed_form=False, steps=steps, between=True)
+    assert [tried.meets(value, value) for value in (0.9, 1.0, 3.0, 3.9, 4.1)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [found.meets(value, value) for value in (0.9, 1.0, 3.0, 3.9, 4.1)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(("zero", "size"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_model_states_are_those_of_one_rank(zero: int, size: float) -> None:
+    states = {"parameters": int(size * 5e8), "gradients": 0, "optimizer": int(size * 5e8)}
+    fit = fit_record(zero=zero, cb=True, states=states, model=models.load_model("table1-7.5b"))
+    label = ("baseline DP", "P_os", "P_os+g", "P_os+g+p")[zero]
+    found = measured(STATES, label, fit)
+    assert (found.verdict, found.value) == (REPRODUCED, pytest.approx(size))
+    assert measured(STATES, label, replace(fit, ranks=64, largest=None)).verdict == NOT_RUN
+    assert "--model table1-7.5b --search micro-batch" in measured(STATES, label).reason
+
+
+def run(
+    kernels: str, speed: float, *, suite: str = "one_gpu", system: str = "local-gpu", **keys: Any
+) -> Record:
+    model = Model(name="m", layers=48, hidden=1600, heads=25, vocab=50304, seq=1024)
+    layout = Layout(micro_batch=8, global_batch=16, precision="bf16", kernels=kernels)
+    made = Experiment(name=kernels, model=model, layout=layout, training=Training(), system=system)
+    conditions, metrics = made.as_dict(), {"samples_per_s": speed}
+    return made_up(kernels, suite=suite, experiment=conditions, metrics=metrics, **keys)
+
+
+KERNELS = ("repro-kernels", "vocabulary padded to 50,304")
+
+
+def test_kernels_are_compared_by_runs_that_differ_in_nothing_else() -> None:
+    pair = [run("fused", 47.0), run("reference", 40.0)]
+    found = measured(*KERNELS, *pair)
+    assert (found.verdict, found.value) == (REPRODUCED, 1.175)
+    assert measured(*KERNELS, run("fused", 40.0), run("reference", 47.0)).verdict == NOT_REPRODUCED
+    for other in (
+        run("reference", 40.0, suite="other"),
+        run("reference", 40.0, system="local"),
+        run("reference", 40.0, provenance={"host": "another"}),
+        run("reference", 40.0, outcome="oom"),
+    ):
+        assert measured(*KERNELS, pair[0], other).verdict == NOT_RUN
+
+
+def test_kernels_that_took_turns_have_an_interval() -> None:
+    sides = [Side(name=name, key=name) for name in ("reference", "fused")]
+    turns = ComparisonRecord(
+        suite="one_gpu",
+        name="x",
+        baseline=sides[0],
+        subject=sides[1],
+        metric="samples_per_s",
+        ratio=1.2,
+        low=1.1,
+        high=1.3,
+        rounds=3,
+    )
+    found = measured(*KERNELS, run("fused", 47.0), run("reference", 40.0), turns)
+    assert (found.value, found.low, found.high) == (1.2, 1.1, 1.3)
+
+
+def test_reference_records_count_until_the_own_machine_has_a_result() -> None:
+    files = (reference(fit_record(device="NVIDIA H200")),)
+    found = measured(LIMIT, "text", files=files)
+    assert (found.verdict, found.is_reference) == (REPRODUCED, True)
+    assert found.scale_label == "one rank of 64, as measured on NVIDIA H200, 2026-11-26"
+    failed = measured(LIMIT, "text", fit_record(fails="hang", layers=40), files=files)
+    assert (failed.is_reference, failed.text) == (True, "1.498B")
+    own = measured(LIMIT, "text", fit_record(layers=44), files=files)
+    assert (own.is_reference, own.text) == (False, "1.436B")  # 12 l h^2 + 13 l h + (V + s) h
+    assert own.scale_label == "one rank of 64, on NVIDIA V100"
+
+
+LEDGER = """
+title = "test"
+[[source]]
+key = "S"
+title = "s"
+where = "w"
+[[claim]]
+id = "of-two-runs"
+title = "T"
+family = "throughput"
+published = "2x"
+source = ["S p.1"]
+certainty = "confirmed"
+unit = "x"
+metric = "ratio"
+rows = [{ label = "r", published = "2.0", simulated = { value = 'metric("s/a", "speed") / metric("s/b", "speed")' } }]
+"""
+
+
+def test_one_value_never_mixes_two_machines(tmp_path: Path) -> None:
+    """The own run of one side and the reference run of the other side are no ratio."""
+    from repro.claims.reader import load_ledger
+
+    (tmp_path / "test.toml").write_text(LEDGER)
+    ledger = load_ledger(tmp_path)
+    half = reference(record("b", speed=1.0))
+    both = reference(record("a", speed=6.0), record("b", speed=3.0), device="NVIDIA A100")
+    (result,) = judge(ledger, [record("a", speed=2.0)], [half])
+    assert result.verdict == NOT_RUN
+    (result,) = judge(ledger, [record("a", speed=2.0)], [half, both])
+    assert result.basis == "measured, published scale, as measured on NVIDIA A100, 2026-11-26 1/1"
+
+
+def test_the_commands_of_a_claim_create_the_missing_records() -> None:
+    (fit,) = device_commands(committed.ledger().claim(LIMIT))
+    assert fit.text.startswith(
+        "repro fit --measure --system local-gpu --gpus 1 --as-rank 0 --of 64 --zero 0 --no-cb"
+    )
+    assert len(device_commands(committed.ledger().claim(STATES))) == 4
+    assert device_commands(committed.ledger().claim("zero-any-size")) == []

@@ -1,0 +1,126 @@
+"""Reference records: a new file is enough, an invalid file is named, and `repro run` never reads one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from repro import cli
+from repro.config import ConfigError, Experiment, Layout, Model, Training
+from repro.results import reference_records, schema, select
+from repro.results.reference_records import load_reference, write_reference
+from repro.results.schema import ExperimentRecord, FitRecord
+from repro.results.store import Store
+from tests.records import fit_record, made_up
+
+GPU = {
+    "gpus": [{"name": "NVIDIA V100"}],
+    "environment": {"SLURM_JOB_ID": "7"},
+    "packages": {"torch": "2", "numpy": "1"},
+}
+MODEL = Model(name="m", layers=2, hidden=16, heads=2, vocab=64, seq=16)
+
+
+def on(system: str, name: str, **keys: Any) -> ExperimentRecord:
+    experiment = Experiment(name=name, model=MODEL, layout=Layout(), training=Training(), system=system)
+    keys = {"provenance": GPU, "written": "2027-01-02T03:04:05Z", **keys}
+    return made_up(name, experiment=experiment.as_dict(), **keys)
+
+
+def write(path: Path, *documents: object) -> Path:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return path
+
+
+def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
+    write(
+        tmp_path / "a.jsonl",
+        on("local-gpu", "one").as_dict(),
+        on("local-gpu", "failed", outcome="oom", provenance={}).as_dict(),
+    )
+    write(tmp_path / "b.jsonl", fit_record(device="NVIDIA A100", written="2027-02-03T00:00:00Z").as_dict())
+    newest, oldest = load_reference(tmp_path)
+    assert (newest.label, oldest.label) == ("NVIDIA A100, 2027-02-03", "NVIDIA V100, 2027-01-02")
+    assert [record.name for record in oldest.records] == ["one", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: is not a record: Expecting"),
+        ("[]", "line 2: is not a record"),
+        ('{"kind": "experiment"}', "line 2: is not a record: schema: missing|line 2: is not a record: suite"),
+        (json.dumps(on("dgx2", "s", evidence="simulated").as_dict()), "line 2: is not measured"),
+        (
+            json.dumps(fit_record(device="NVIDIA A100").as_dict()),
+            "device = 'NVIDIA A100, NVIDIA V100': must be the name of one device",
+        ),
+    ],
+    ids=["torn", "list", "keys", "simulated", "two devices"],
+)
+def test_an_invalid_file_is_named_in_one_line(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "a.jsonl", on("local-gpu", "one").as_dict())
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_reference(tmp_path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs on processors, environment variables and the memory of most ranks are left out."""
+    ranks = [{"rss_peak_bytes": rank, "cuda": {}} for rank in (1, 2, 3)]
+    with Store(tmp_path / "results") as store:
+        store.append(on("local-gpu", "one", memory_by_rank=ranks))
+        store.append(on("local", "on a processor"))
+        store.append(on("local-gpu", "hangs", outcome="hang"))
+        store.append(fit_record(device="NVIDIA V100"))
+    out = tmp_path / "v100.jsonl"
+    asked = ["export", "--table", "reference", "--results", str(tmp_path / "results"), "--output", str(out)]
+    assert cli.main(asked) == 0
+    assert capsys.readouterr().out == f"2 records in {out}.\n"
+    (file,) = load_reference(tmp_path)
+    one, fit = file.records
+    assert isinstance(one, ExperimentRecord)
+    assert isinstance(fit, FitRecord)
+    assert (one.name, len(one.memory_by_rank)) == ("one", 1)
+    assert one.provenance == {"gpus": GPU["gpus"], "packages": {"torch": "2"}}
+    assert "SLURM" not in out.read_text()
+
+
+def test_records_of_two_devices_are_not_one_machine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of one GPU model"):
+        write_reference([on("local-gpu", "one"), fit_record(device="NVIDIA A100")], tmp_path / "x.jsonl")
+    with pytest.raises(ConfigError, match="of one GPU model"):
+        write_reference([on("local", "on a processor")], tmp_path / "x.jsonl")
+
+
+def test_a_missing_file_name_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "--table", "reference"]) == 2
+    assert "--output = '': must be a file" in capsys.readouterr().err
+
+
+def test_the_package_has_small_reference_files_of_today() -> None:
+    paths = list(reference_records.REFERENCE_DIRECTORY.glob("*.jsonl"))
+    assert sum(path.stat().st_size for path in paths) < 200_000
+    files = load_reference()
+    assert [len(file.records) > 0 for file in files] == [True] * len(paths)
+    assert all(select.of_today(record) for file in files for record in file.records)
+    assert any(isinstance(record, FitRecord) for file in files for record in file.records)
+
+
+def test_a_search_for_one_rank_never_counts_as_a_run(tmp_path: Path) -> None:
+    """A later `repro run` of the same experiment finds no record of it, and reads no reference records."""
+    with Store(tmp_path) as store:
+        stored = store.append(fit_record(device="NVIDIA V100"))
+        (read,) = store.records()
+    document = json.loads(json.dumps(stored.as_dict()))
+    assert read.as_dict() == document
+    assert schema.read_record(document).as_dict() == document
+    assert select.by_key([read]) == {}
+    chosen = select.select([read])
+    assert (chosen.measured, chosen.fits) == ([], [read])
+    assert select.by_key(Store(tmp_path / "fresh").records()) == {}
