@@ -178,6 +178,17 @@ def check_engine(engine: str, layout: Layout, training: Training, model: Model) 
             refuse(key, right)
 
 
+def capture_obstacle(layout: Layout, training: Training) -> str:
+    """Return why engine `native` cannot capture the passes of a micro-batch in CUDA graphs, or an empty string."""
+    if layout.world > 1:
+        return "collectives between several ranks are not captured"
+    if layout.kernels.plain and (training.dropout or training.attention_dropout):
+        return "torch's operators take the keys of dropout, which change with each micro-batch, from the host"
+    if layout.pa_cpu:
+        return "checkpoints are copied to host memory on a stream of their own"
+    return ""
+
+
 def check_layout_fits(layout: Layout, model: Model) -> None:
     """Raise `ConfigError` that names the layout's key if `layout` cannot divide `model`."""
     for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):

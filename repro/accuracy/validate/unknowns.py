@@ -67,6 +67,7 @@ _MEASUREMENTS = (
     ("*: attention", "device.operators", "seconds of every operator, attention among them"),
     ("*: passes", "device.operators", "seconds of every operator, passes over parameters among them"),
     ("*: products", "device.operators", "seconds of products and of every other operator, each by itself"),
+    ("*: others", "device.operators", "seconds of every operator that is no product, each by itself"),
     ("*: FLOP/s", "", "the published run again with software of that time, its steps timed to three digits"),
     ("*", "", "a benchmark of it alone: repro calibrate takes it as it is"),
 )

@@ -19,27 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from repro.config import Layout, Training
 from repro.config.enums import Phase
 from repro.engines.native.model_part import MicroBatch, ModelPart
-from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 
 EAGER_STEPS = 1
 """Steps before the capture, in which libraries load kernels, choose algorithms and allocate workspaces."""
-
-
-def capture_obstacle(layout: Layout, training: Training, mesh: Mesh, device: torch.device) -> str:
-    """Return why the passes of a micro-batch cannot be captured, or an empty string."""
-    if device.type != "cuda":
-        return f"the device is {device.type}, and CUDA graphs need a GPU"
-    if mesh.world.size > 1:
-        return "collectives between several ranks are not captured"
-    if layout.kernels.plain and (training.dropout or training.attention_dropout):
-        return "torch's operators take the keys of dropout, which change with each micro-batch, from the host"
-    if layout.pa_cpu:
-        return "checkpoints are copied to host memory on a stream of their own"
-    return ""
 
 
 class _CapturedPasses(NamedTuple):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from repro.config import Experiment
+from repro.config.engines import capture_obstacle
 from repro.config.enums import Phase
 from repro.engines import EngineReport
-from repro.engines.native.cuda_graphs import CapturedMicroBatches, capture_obstacle
+from repro.engines.native.cuda_graphs import CapturedMicroBatches
 from repro.engines.native.model_part import MicroBatch, ModelPart, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
@@ -71,7 +72,9 @@ class NativeEngine:
             )
         self.captured: CapturedMicroBatches | None = None
         """Micro-batches as CUDA graphs, if the layout requests them and nothing prevents the capture."""
-        self._capture_obstacle = capture_obstacle(layout, training, mesh, device)
+        self._capture_obstacle = capture_obstacle(layout, training)
+        if device.type != "cuda":
+            self._capture_obstacle = f"the device is {device.type}, and CUDA graphs need a GPU"
         if layout.cuda_graphs and not self._capture_obstacle:
             self.captured = CapturedMicroBatches(self.parts[0], layout.accumulation, self.loss_scale())
 

@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from repro.config import Experiment, Layout
+from repro.config.engines import capture_obstacle
 from repro.config.system import System
 from repro.simulate.time.breakdown import NoBreakdown, Span, StageTime
 from repro.simulate.time.cross_stage import CoreWork, CrossStageState, SharedCores, Transfers
@@ -124,8 +125,10 @@ def _schedule_programs(
     def seconds(message: Message) -> float:
         return network.seconds(message.op, message.group, message.payload)
 
+    captured = layout.cuda_graphs and not capture_obstacle(layout, experiment.training)
     programs = [
-        compile_program(traced, layout.accumulation, cost, seconds, network.messages) for traced in traces
+        compile_program(traced, layout.accumulation, cost, seconds, network.messages, captured=captured)
+        for traced in traces
     ]
     return schedule(
         layout,
