@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from repro.config import Experiment, Layout, models
+from repro.config import Experiment, Layout, OperatorSet, models
+from repro.config.systems import load_system_file
 from repro.results.schema import ExperimentRecord
-from repro.simulate.record import failed_record
+from repro.simulate.record import failed_record, simulation_facts
 from repro.simulate.time.calibration import (
     CALIBRATED,
     KERNEL_TIMES,
@@ -50,6 +51,14 @@ def test_a_record_rests_on_what_its_system_is_known_by(system: str, basis: str) 
 )
 def test_what_was_not_predicted_rests_on_nothing(differs: dict[str, object]) -> None:
     assert basis_of_record(record("dgx-h100", **differs)) == ""
+
+
+def test_a_record_on_an_h200_stands_for_the_kernel_times_that_it_rests_on() -> None:
+    system = load_system_file("dgx-h200")
+    facts = {kernels: simulation_facts(system, kernels) for kernels in OperatorSet}
+    assert facts[OperatorSet.FUSED] == facts[OperatorSet.FUSED_2026]
+    others = (OperatorSet.FUSED_2024, OperatorSet.REFERENCE)
+    assert len({facts[kernels].numbers for kernels in (OperatorSet.FUSED, *others)}) == 3
 
 
 def test_what_is_made_of_several_rests_on_the_weakest() -> None:
