@@ -109,7 +109,12 @@ class Experiment:
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check_engine(self.engine, self.layout, self.training, self.model)
         self._check_sequence()
-
+        require(
+            not self.layout.cuda_graphs or self.training.untimed_steps > 1,
+            "untimed_steps",
+            self.training.untimed_steps,
+            "at least 2 with cuda_graphs = true, whose graphs are captured in the second step",
+        )
         if self.training.checkpoint_every and self.engine != engines.NATIVE:
             right = f"0 with engine {self.engine}, whose states only it knows"
             raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")

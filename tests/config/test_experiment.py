@@ -139,6 +139,19 @@ def test_only_deepspeed_offloads_its_optimizer(engine: str) -> None:
     assert str(caught.value).startswith(f"{line} {engine}")
 
 
+@pytest.mark.parametrize("engine", ["torch", "deepspeed", "megatron"])
+def test_only_our_engine_captures_its_passes(engine: str) -> None:
+    layout = Layout(cuda_graphs=True)
+    assert replace(BASE, layout=layout).layout.cuda_graphs
+    with pytest.raises(ConfigError, match=f"cuda_graphs = true: must be false with engine {engine}"):
+        replace(BASE, layout=layout, engine=engine)
+
+
+def test_graphs_are_captured_before_a_step_is_timed() -> None:
+    with pytest.raises(ConfigError, match="untimed_steps = 1: must be at least 2 with cuda_graphs = true"):
+        replace(BASE, layout=Layout(cuda_graphs=True), training=Training(steps=6, untimed_steps=1))
+
+
 def test_a_network_for_ranks_of_one_rate_is_as_much_faster_where_they_are() -> None:
     network = EmulatedNetwork(nodes=2, ranks_per_node=2, between=8e6, within=20e6, flops_per_s=4e9)
     here = network.scaled(6e9)

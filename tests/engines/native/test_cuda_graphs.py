@@ -1,0 +1,65 @@
+"""Captured micro-batches: what prevents a capture, what the record says, and steps that are predicted without the host.
+
+The capture itself needs a GPU (`tests/gpu/test_step.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from repro.config import Experiment, Layout, Training
+from repro.config.engines import capture_obstacle
+from repro.config.systems import load_system_file
+from repro.engines.native.engine import NativeEngine
+from repro.parallel import mesh as meshes
+from repro.simulate.step import simulate
+from tests.training import TINY, tiny
+
+GRAPHS = Layout(micro_batch=2, global_batch=4, cuda_graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "training", "obstacle"),
+    [
+        ({}, {}, ""),
+        ({"recompute": True}, {}, ""),
+        ({}, {"dropout": 0.1}, ""),
+        ({"kernels": "reference"}, {}, ""),
+        ({"kernels": "reference"}, {"dropout": 0.1}, "from the host"),
+        ({"dp": 2}, {}, "several ranks"),
+        ({"recompute": True, "pa_cpu": True}, {}, "host memory"),
+    ],
+)
+def test_what_prevents_a_capture(
+    change: dict[str, object], training: dict[str, float], obstacle: str
+) -> None:
+    found = capture_obstacle(replace(GRAPHS, **change), Training(**training))  # type: ignore[arg-type]
+    assert obstacle in found
+    assert bool(obstacle) == bool(found)
+
+
+def test_the_record_says_why_passes_were_not_captured() -> None:
+    device = torch.device("cpu")
+    engine = NativeEngine(tiny(GRAPHS), meshes.single_rank_mesh(), device)
+    assert engine.captured is None
+    assert engine.report().configuration == {"cuda_graphs": "the device is cpu, and CUDA graphs need a GPU"}
+    eager = NativeEngine(tiny(replace(GRAPHS, cuda_graphs=False)), meshes.single_rank_mesh(), device)
+    assert eager.report().configuration == {}
+
+
+def test_a_captured_step_of_small_kernels_is_predicted_without_the_host() -> None:
+    def seconds(layout: Layout) -> float:
+        experiment = Experiment(name="a", model=TINY, layout=layout, system="dgx-h200")
+        found = simulate(experiment, load_system_file("dgx-h200"), time=True)
+        assert found.time is not None
+        return found.time.step_s
+
+    layout = replace(GRAPHS, precision="bf16")
+    captured, eager = seconds(layout), seconds(replace(layout, cuda_graphs=False))
+    assert captured < eager / 3
+    # A capture that is prevented changes nothing.
+    prevented = replace(layout, recompute=True, pa_cpu=True)
+    assert seconds(prevented) == seconds(replace(prevented, cuda_graphs=False))
