@@ -247,7 +247,7 @@ def test_an_import_adds_records_once_and_says_what_changed(
     assert (row["step_s"], row["earlier_step_s"]) == (1.0, 2.0)
     assert document["measurements"] == [{"name": "plain", "step_s": 0.5}]
     assert cli.main(["gpu-day", "--import", str(out), "--results", str(results)]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "0 new records" in text
     assert "1 were there already" in text
     assert "facts: failed: exit code 1" in text
