@@ -8,6 +8,8 @@
 # make test-pythons  a part of the tests and a training with each supported Python that this machine has
 # make test-gpu    the kernels' tests and the whole step on a CUDA device
 # make bench-gpu   each kernel's bandwidth on a CUDA device, beside torch's; a record goes to RESULTS
+# make gpu-kit     the source and the wheels that a GPU machine without internet lacks, as one archive (docs/gpu-without-internet.md)
+# make test-gpu-kit  such a kit for this machine, rehearsed without a network
 # make check       formatter, linter, type checker, size of the packages
 # make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
@@ -28,6 +30,10 @@
 #   CONSTRAINTS  pins for pip, of torch among others                                   constraints-cpu.txt
 #   KEEP_TORCH   1: use the torch that PYTHON has (or the environment VENV) and let pip replace it by no other;
 #                an environment that was made so stays so
+#                for gpu-kit: the Python of that machine, a version or a program       3.12
+#   PLATFORM     for gpu-kit: x86_64, aarch64 or a platform of pip                     x86_64
+#   PRESENT      for gpu-kit: the packages that the machine has                        torch numpy
+#   KIT          the archive of gpu-kit                                                build/gpu-kit.tar.gz
 #   VENV         the environment, made where there is none                             .venv
 #   RESULTS      where records are stored                                              results
 #   TODAY        the system that smoke and simulate ask the claims again of            dgx-h100
@@ -51,6 +57,11 @@ TODAY ?= dgx-h100
 PYTEST_ARGS ?=
 WORKERS ?= 2
 LABS ?= 3
+PLATFORM ?= x86_64
+PRESENT ?= torch numpy
+KIT ?= build/gpu-kit.tar.gz
+KIT_PYTHON = $(if $(filter file,$(origin PYTHON)),3.12,$(PYTHON))
+REHEARSED_KIT := build/gpu-kit-rehearsal.tar.gz
 REPORT_ARGS ?=
 BASE ?= main
 PACKAGE ?=
@@ -136,7 +147,7 @@ import os, sys; sys.getfilesystemencoding() == "utf-8" or sys.prefix.isascii() o
 os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 endef
 
-.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu check structure mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu gpu-kit test-gpu-kit check structure mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -229,6 +240,15 @@ bench-gpu: driver $(INSTALLED_TEST)
 	@$(BIN)/python -m repro.launch.doctor.gpu
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
 	  --override-ini='addopts=--import-mode=importlib --strict-markers' $(PYTEST_ARGS)
+
+gpu-kit:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) gpu/kit.py --python '$(KIT_PYTHON)' --platform '$(PLATFORM)' \
+	  --present '$(PRESENT)' --output '$(KIT)'
+
+# The kit meets a Python that has three packages, no network, and a read-only folder.
+test-gpu-kit: $(INSTALLED_TEST)
+	@$(BIN)/python gpu/kit.py --python $(BIN)/python --present 'torch numpy transformers' --output $(REHEARSED_KIT)
+	REPRO_GPU_KIT=$(abspath $(REHEARSED_KIT)) $(BIN)/python -m pytest tests/gpu_kit $(PYTEST_ARGS)
 
 # mypy sees the packages where an installation has them: kernels/ as repro.kernels.
 check: $(INSTALLED_TEST)

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -48,6 +49,8 @@ _PRIVATE = re.compile(
     r"TOKEN|SECRET|PASSW|JWT|_KEY|KEY_|CREDENTIAL|USER|UID|GID|ACCOUNT|HOST|NODELIST|NODENAME|ADDR|_DIR|HOME|PATH|_FILE|COMMENT"
 )
 _GIT_TIMEOUT_S = 10.0
+KIT_FILE = "kit.json"
+"""File of an offline kit with its Python, packages and git state."""
 _LARGEST_HASHED_BYTES = 1_000_000
 
 
@@ -83,8 +86,11 @@ def program_version() -> str:
 def git_state(root: Path) -> dict[str, Any] | None:
     """Return the commit, whether the tree differs from it, and a hash of the difference (untracked files included).
 
-    Return `None` if `root` is not the top of a git checkout (an installed package) or git is missing.
+    In an offline kit, which is no checkout, return the state that `make gpu-kit` wrote to `kit.json`. Return `None` if
+    `root` is neither (an installed package) or git is missing.
     """
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return dict(json.loads((root / KIT_FILE).read_text(encoding="utf-8"))["git"])
 
     def git(*arguments: str) -> bytes | None:
         # fsmonitor off: a query must not start a daemon.  No optional locks: it must not disturb a commit.

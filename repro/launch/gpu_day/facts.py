@@ -14,19 +14,18 @@ import torch
 
 from repro.launch.doctor.gpu import unusable_reason
 from repro.launch.gpu_day.steps import CHECKOUT
-from repro.measure.provenance import provenance
+from repro.measure.provenance import KIT_FILE, provenance
 from repro.util.files import write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
 """Modules whose places show which of them come from the kit."""
-KIT = "kit.json"
 QUERY_TIMEOUT_S = 20.0
 
 
 def facts() -> dict[str, Any]:
     """Return the facts as plain JSON data."""
-    kit = CHECKOUT / KIT
+    kit = CHECKOUT / KIT_FILE
     return {
         "provenance": provenance(),
         "kit": json.loads(kit.read_text(encoding="utf-8")) if kit.is_file() else None,

@@ -36,7 +36,7 @@ class PlainSizes:
     seq: int = 1024
 
 
-class UserBlock(nn.Module):
+class BaselineBlock(nn.Module):
     """A pre-norm transformer block of GPT-2 from torch's own modules."""
 
     def __init__(self, sizes: PlainSizes):
@@ -57,7 +57,7 @@ class UserBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class UserGPT(nn.Module):
+class BaselineGPT(nn.Module):
     """A GPT-2 with tied embeddings that returns its loss."""
 
     def __init__(self, sizes: PlainSizes):
@@ -66,7 +66,7 @@ class UserGPT(nn.Module):
             nn.Embedding(sizes.vocab, sizes.hidden),
             nn.Embedding(sizes.seq, sizes.hidden),
         )
-        self.blocks = nn.ModuleList(UserBlock(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(BaselineBlock(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.hidden)
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
@@ -90,7 +90,7 @@ def measure_plain_step(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     with device:
-        model = UserGPT(sizes)
+        model = BaselineGPT(sizes)
     if pure:
         model.bfloat16()
     if compiled:

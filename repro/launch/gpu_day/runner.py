@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO
 
 from repro.config.errors import ConfigError, require
 from repro.launch.gpu_day.result_files import ResultWriter, StepOutcome
@@ -204,12 +205,12 @@ class _Visit:
         self.writer.write_outcome(outcome)
         return outcome
 
-    def _start(self, step: GpuDayStep, sink: object) -> subprocess.Popen[bytes]:
+    def _start(self, step: GpuDayStep, sink: IO[bytes]) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         return subprocess.Popen(
             step.command,
             stdin=subprocess.DEVNULL,
-            stdout=sink,  # type: ignore[arg-type]
+            stdout=sink,
             stderr=subprocess.STDOUT,
             cwd=CHECKOUT if step.in_checkout else self.places.scratch,
             env=self._environment(step),

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ STAGES = (None, 0, 1, 2, 3)
 
 def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
     """Return the builders of a GPT-2, a Llama and a T5, without dropout."""
-    import transformers
-
+    transformers: Any = import_module("transformers")
     width, layers, heads, vocab = (64, 2, 4, 128) if tiny else (1024, 12, 16, 32_000)
     wide = {"vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers}
 
@@ -80,11 +80,11 @@ def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, se
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-6)
     if stage is not None:
         model, optimizer = repro.parallelize(model, optimizer, repro.Layout(dp=1, zero=stage), clip=CLIP)
-    vocab = model.config.vocab_size  # type: ignore[union-attr]
+    config: Any = model.config
     random = torch.Generator().manual_seed(0)
     losses, times = [], []
     for _ in range(STEPS):
-        tokens: Tensor = torch.randint(1, int(vocab), (rows, seq), generator=random).to(device)
+        tokens: Tensor = torch.randint(1, config.vocab_size, (rows, seq), generator=random).to(device)
         began = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()

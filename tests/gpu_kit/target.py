@@ -1,0 +1,57 @@
+"""A machine for the kit to meet: a Python that has torch, numpy and transformers alone, no network, a read-only kit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+PRESENT = ("torch", "numpy", "transformers")
+"""Packages of the target, as `make gpu-kit PRESENT=` names them."""
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as s:
+    fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x1 | 0x40))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Program that starts the loopback interface (SIOCSIFFLAGS, IFF_UP | IFF_RUNNING) and then a command."""
+
+
+def closure(names: tuple[str, ...]) -> set[str]:
+    """Return the installed distributions that `names` require, themselves included."""
+    found: set[str] = set()
+    wanted = list(names)
+    while wanted:
+        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+        try:
+            requires = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue
+        if name not in found:
+            found.add(name)
+            plain = (line for line in requires if "extra ==" not in line)
+            wanted += [match[0] for line in plain if (match := re.match(r"[\w.-]+", line))]
+    return found
+
+
+def make_target(folder: Path) -> Path:
+    """Return the Python of a new environment in `folder` that has `PRESENT` and their requirements alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = next((folder / "lib").glob("python*")) / "site-packages"
+    for name in closure(PRESENT):
+        one = distribution(name)
+        tops = {file.parts[0] for file in one.files or [] if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            source = Path(str(one.locate_file(top)))
+            if not (packages / top).exists():
+                (packages / top).symlink_to(source)
+    return folder / "bin" / "python"
+
+
+def offline_command(kit: Path, command: list[str]) -> list[str]:
+    """Return `command` in a network namespace without interfaces but loopback, with `kit` mounted read-only."""
+    mounted = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    up = [sys.executable, "-c", LOOPBACK_UP, *command]
+    return ["unshare", "--map-root-user", "--net", "--mount", "bash", "-c", mounted, str(kit), *up]
