@@ -13,7 +13,7 @@ from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, is_align
 from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 ARGUMENTS = struct.Struct("@PPPPiii0q")
-SUM_THREADS_PER_PROCESSOR = 512
+SUM_THREADS_PER_PROCESSOR = 1024
 """Threads per multiprocessor of `sum_rows`: enough loads in flight for the bandwidth, and few partial sums."""
 
 

@@ -157,7 +157,7 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
     """Return the lines of a table. `copy` is in bytes/s. Each case begins with our kernel."""
     lines = [
         f"copy: {copy / 1e9:,.0f} GB/s",
-        f"{'':<32}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'host us':>10}",
+        f"{'':<35}{'':<6}{'':<16}{'us':>10}{'GB/s':>9}{'of copy':>9}{'goal':>7}{'x kernel':>10}{'host us':>10}",
     ]
     last = ("", "")
     for row in _sorted_rows(rows):
@@ -170,7 +170,7 @@ def render_table(rows: Sequence[BenchRow], copy: float) -> list[str]:
         times = f"{row.seconds / ours.seconds:.2f}" if ours else ""
         host = f"{row.overhead_s * 1e6:.1f}" if row.overhead_s is not None else ""
         lines.append(
-            f"{name:<32}{dtype:<6}{row.who:<16}{row.seconds * 1e6:>10.1f}{row.bandwidth / 1e9:>9.0f}"
+            f"{name:<35}{dtype:<6}{row.who:<16}{row.seconds * 1e6:>10.1f}{row.bandwidth / 1e9:>9.0f}"
             f"{share:>9.0%}{goal:>7}{times:>10}{host:>10}{missed}"
         )
     if any(line.endswith(" *") for line in lines):
