@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ class BaselineGPT(nn.Module):
 
 def measure_plain_step(
     sizes: PlainSizes, micro_batch: int, accumulation: int, *, pure: bool, compiled: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return median step time in seconds, peak memory in bytes, and the last loss.
 
     `pure`: bf16 weights without master weights; else autocast on fp32 weights.
@@ -94,6 +95,7 @@ def measure_plain_step(
     if pure:
         model.bfloat16()
     if compiled:
+        torch.compiler.reset()  # no variant gets the dynamic shapes of another one
         for block in model.blocks:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -122,13 +124,18 @@ def measure_plain_step(
     return {"step_s": statistics.median(times), "untimed_s": untimed_s, "peak_bytes": peak, "loss": loss}
 
 
-def main(measurements: Path, *, tiny: bool) -> None:
-    """Measure every variant and append each result at once."""
+def main(measurements: Path, *, tiny: bool) -> int:
+    """Measure every variant, append each result at once, and return the number of failures."""
+    failures = 0
     sizes = PlainSizes(layers=2, hidden=64, heads=4, vocab=256, seq=32) if tiny else PlainSizes()
     can_compile = not tiny and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     for micro_batch, accumulation in ((8, 2), (1, 1)):
         for pure in (True, False):
-            found = measure_plain_step(sizes, micro_batch, accumulation, pure=pure, compiled=can_compile)
+            try:
+                found = measure_plain_step(sizes, micro_batch, accumulation, pure=pure, compiled=can_compile)
+            except Exception as error:  # the other variants are measured all the same
+                found = {"error": f"{type(error).__name__}: {error}"[:1000]}
+                failures += 1
             how = f"{'pure-bf16' if pure else 'autocast'}-{'compiled' if can_compile else 'eager'}"
             name = f"plain/micro-batch-{micro_batch}/{how}"
             append_measurement(measurements, name, **found)
@@ -137,7 +144,8 @@ def main(measurements: Path, *, tiny: bool) -> None:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+    return failures
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), tiny="--tiny" in sys.argv)
+    sys.exit(1 if main(Path(sys.argv[1]), tiny="--tiny" in sys.argv) else 0)

@@ -25,6 +25,8 @@ FIRST_VISIT, SECOND_VISIT = "first visit to a GPU (one H200)", "second visit (on
 NOT_MEASURED = "not measured yet; two launches of 10 s over sockets"
 TEST_WORKERS = 12
 """Test processes that share one GPU. Each takes about 1 GB for its context."""
+CUDA_TOOLS = "/usr/local/cuda/bin"
+"""Folder of CUDA's tools where PATH lacks it."""
 SLOW_LINKS = (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1"))
 """NCCL's variables with which the GPUs of one machine exchange messages over sockets."""
 MEMORY_LIMIT = "32GB"
@@ -139,19 +141,20 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
         missing=no_tests,
         in_checkout=True,
     )
-    sanitizer = "" if rehearse or shutil.which("compute-sanitizer") else "compute-sanitizer"
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=CUDA_TOOLS) or ""
     for tool, dtype in (("memcheck", "bf16"), ("racecheck", "fp32")):
         tests = ("tests/gpu/test_operators.py", "-k", f"values and {dtype}")
         checked = (*PYTEST, *(few if rehearse else tests))
-        around = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+        around = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
         # NVIDIA's Python bindings look functions up that the driver lacks, which are errors of calls but not of kernels.
         around += ("--report-api-errors", "no") if tool == "memcheck" else ()
         yield GpuDayStep(
             tool,
             f"errors that compute-sanitizer's {tool} finds in the operators",
             checked if rehearse else (*around, *checked),
-            *(10, f"{SECOND_VISIT}: 6 s", 75),
-            missing=no_tests or sanitizer,
+            *(20, f"{SECOND_VISIT}: 6 s, with the caching allocator", 75),
+            missing=no_tests or ("" if rehearse or sanitizer else "compute-sanitizer"),
+            environment=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
             in_checkout=True,
         )
 
