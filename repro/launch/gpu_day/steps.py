@@ -146,7 +146,7 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
         tests = ("tests/gpu/test_operators.py", "-k", f"values and {dtype}")
         checked = (*PYTEST, *(few if rehearse else tests))
         around = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
-        # NVIDIA's Python bindings look functions up that the driver lacks, which are errors of calls but not of kernels.
+        # NVIDIA's Python bindings look up functions that the driver lacks, which are errors of calls, not of kernels.
         around += ("--report-api-errors", "no") if tool == "memcheck" else ()
         yield GpuDayStep(
             tool,
