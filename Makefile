@@ -248,7 +248,7 @@ gpu-kit:
 # The kit meets a Python that has three packages, no network, and a read-only folder.
 test-gpu-kit: $(INSTALLED_TEST)
 	@$(BIN)/python gpu/kit.py --python $(BIN)/python --present 'torch numpy transformers' --output $(REHEARSED_KIT)
-	REPRO_GPU_KIT=$(abspath $(REHEARSED_KIT)) $(BIN)/python -m pytest tests/gpu_kit $(PYTEST_ARGS)
+	REPRO_GPU_KIT=$(abspath $(REHEARSED_KIT)) $(BIN)/python -m pytest -n $(WORKERS) tests/gpu_kit $(PYTEST_ARGS)
 
 # mypy sees the packages where an installation has them: kernels/ as repro.kernels.
 check: $(INSTALLED_TEST)
