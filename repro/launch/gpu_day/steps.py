@@ -145,7 +145,7 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     for tool, dtype in (("memcheck", "bf16"), ("racecheck", "fp32")):
         tests = ("tests/gpu/test_operators.py", "-k", f"values and {dtype}")
         checked = (*PYTEST, *(few if rehearse else tests))
-        around = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+        around: tuple[str, ...] = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
         # NVIDIA's Python bindings look up functions that the driver lacks, which are errors of calls, not of kernels.
         around += ("--report-api-errors", "no") if tool == "memcheck" else ()
         yield GpuDayStep(
