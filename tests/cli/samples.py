@@ -21,6 +21,7 @@ SAMPLES = {
     "results": ["results smoke --results store"],
     "init": ["init mine-{width}.toml"],
     "doctor": ["doctor --results store"],
+    "gpu-day": ["gpu-day --dry-run"],
     "claims": [
         "claims --results store",
         "claims zero-fig2-throughput --results store",

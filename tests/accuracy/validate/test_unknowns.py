@@ -76,7 +76,7 @@ def test_a_published_point_is_one_number_on_every_system(tmp_path: Path) -> None
 def rank(nvlink: bool) -> dict[str, Any]:
     """What a rank of four on two nodes of two GPUs hands in."""
     timing = (1e-3, 1e-3, 1e-3, 3)
-    call = {"median": 1e-3, "low": 1e-3, "high": 1e-3}
+    call = {"median": 1e-3, "low": 1e-3, "high": 1e-3, "is_unaligned": False}
     gpu = {"name": "GPU", "memory_bytes": 2**30, "compute_capability": "8.0", "driver": "1"}
     links = [
         {"op": op, "place": place, "points": [(1000, timing), (10**6, timing)], **kind}
@@ -98,9 +98,15 @@ def rank(nvlink: bool) -> dict[str, Any]:
         "context_bytes": 1,
         "threads": 1,
         "cache_bytes": 1,
+        "gpu_state": {"sm_mhz": 1.0, "power_w": 1.0},
         "operators": [{"name": "aten.mm", "nbytes": b, "flops": f, **call} for b, f in sizes]
         + [{"name": "elementwise", "nbytes": b, "flops": 0, **call} for b, _ in sizes],
-        "launch": {**call, "operators": [("elementwise", 1, 1)]},
+        "launch": {
+            **call,
+            "operators": [("elementwise", 1, 1)] * 2,
+            "backward_s": 5e-4,
+            "backward_operators": 1,
+        },
         "copy": {"nbytes": 10**9, **call},
         "host_copy": {"nbytes": 10**9, **call},
         "links": links,

@@ -283,7 +283,7 @@ FAMILIES = sorted(
     path.stem
     for path in FOLDER.glob("*.toml")
     # Twins on emulated networks have suites of their own, and so have those of `slow_links`.
-    if path.stem not in ("smoke", "machine", "engines", "slow_links", "convergence", "again")
+    if path.stem not in ("smoke", "machine", "engines", "slow_links", "convergence", "again", "gpu_day")
     and not path.stem.startswith("windtunnel_")
 )
 """Suites of published cases; the others are about the machine at hand, and `again` is simulated alone."""

@@ -21,10 +21,10 @@ PROFILES = {path.stem: profile.load_profile(path) for path in sorted((ROOT / "sl
 SUITES = {
     path.stem: committed.suite(path)
     for path in sorted((ROOT / "suites").glob("*.toml"))
-    if path.stem != "one_gpu" and not path.stem.startswith("windtunnel_")
+    if path.stem not in ("one_gpu", "gpu_day") and not path.stem.startswith("windtunnel_")
 }
-"""All but the suite for the GPU at hand, of which no profile can know what it is, and those of emulated networks, which
-are on one machine."""
+"""All but the suites for the GPU at hand, of which no profile can know what it is, and those of emulated networks,
+which are on one machine."""
 REHEARSED = [suite for name, suite in SUITES.items() if name not in ("slow_links", "again")]
 """`slow_links` is rehearsed by the suites of its twins, on emulated networks; `again` is simulated alone."""
 LAB_RANKS = 8
