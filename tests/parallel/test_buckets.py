@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from repro.config import Layout
+from repro.parallel import mesh as meshes
 from repro.parallel import storage
-from repro.parallel.comm import Group
+from repro.parallel.comm import SUM, Group
 from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import NoTransport, Work
 from repro.parallel.zero import flat_parameters
@@ -17,6 +22,7 @@ from repro.parallel.zero.flat_parameters import Tag
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.optimizer import GradientShards
 from repro.parallel.zero.partition import plan_bucket
+from tests.pool import RankPool
 
 CPU = torch.device("cpu")
 SIZES = (5, 10)
@@ -346,3 +352,31 @@ def test_memory_set_aside_is_for_the_largest_buckets_and_grows_where_it_must() -
     made.wait()
     assert pool.used == 0
     assert reducer(1, 2, contiguous=True)[0].buckets[0].pool is None
+
+
+def free_before_the_other_rank_sends() -> float:
+    """Free a reducer of rank 1 during a reduction, as after a failed backward pass; return a later sum of ones."""
+    of = meshes.distributed_mesh(Layout(dp=2), "cpu").dp
+
+    def start() -> GradientReducer:
+        made = bucket(of, 1, (8,))
+        reducing = GradientReducer([made])
+        reducing.begin(0, 1)
+        made.parameters[0].sum().backward()
+        return reducing
+
+    if of.rank == 1:
+        start()
+        gc.collect()
+    dist.barrier()
+    if of.rank == 0:
+        reducing = start()
+        reducing.finish()
+        reducing.wait()
+    ones = torch.ones(1)
+    of.all_reduce(ones, SUM, "test").wait()
+    return float(ones)
+
+
+def test_a_reducer_that_is_freed_during_a_reduction_stops_no_connection(two: RankPool) -> None:
+    assert two.run(free_before_the_other_rank_sends, timeout_s=60) == [2.0, 2.0]

@@ -22,6 +22,12 @@ from repro.parallel.comm import Group, Work
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero_r.defragmentation import Arena
 
+_UNFINISHED: list[Work] = []
+"""Collectives of freed reducers that were in flight, after a backward pass that failed.
+
+gloo stops a connection on which a message arrives for freed memory, and with it all later collectives of the group.
+"""
+
 
 class GradientReducer:
     """Collects gradients by hooks and reduces them bucket by bucket.
@@ -80,6 +86,9 @@ class GradientReducer:
             for b, bucket in enumerate(self.buckets)
             for s, parameter in enumerate(bucket.parameters)
         ]
+
+    def __del__(self) -> None:
+        _UNFINISHED.extend(getattr(self, "_works", ()))
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
