@@ -61,7 +61,8 @@ def test_it_trains_as_torchs_operators_do(
     found = train(experiment)
     ran = device.ran()
     others = (GPT2 | LLAMA) - layer | (SCORES if kernels == "fused" else set())
-    assert {name for name, _ in ran} == set(BINDINGS) - others
+    # Sums of rows of a tensor that is not on a GPU are torch's.
+    assert {name for name, _ in ran} == set(BINDINGS) - others - {"sum_rows"}
     assert {how for _, how in ran} == {"cuda"}
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     torch.testing.assert_close(found.loss, expected.loss, rtol=4 * unit, atol=0.0)
