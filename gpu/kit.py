@@ -160,13 +160,14 @@ def _pip_install(folder: Path, requirements: list[str], python: str, tags: list[
             timeout=PIP_TIMEOUT_S,
             env=environment,
         )
-        said = done.stderr.strip().splitlines()
+        lines = done.stderr.strip().splitlines()
         failed = done.returncode != 0
     except subprocess.TimeoutExpired:
-        said, failed = [f"no answer in {PIP_TIMEOUT_S} s"], True
+        lines, failed = [f"no answer in {PIP_TIMEOUT_S} s"], True
     if failed:
         last = next(
-            (line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "pip failed"
+            (line for line in reversed(lines) if line.startswith("ERROR")),
+            lines[-1] if lines else "pip failed",
         )
         why = last.removeprefix("ERROR: ")
         sys.exit(f"error: no wheels of {', '.join(requirements)}: {why}; make gpu-kit needs a package index")

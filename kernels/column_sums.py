@@ -68,8 +68,8 @@ def row_grid(
 ) -> tuple[int, int]:
     """Return (blocks, rows at once) of a grid: `width` columns per thread, `per_processor` threads per processor."""
     vectors = columns // width
-    work, room = rows * vectors, per_processor * on.processors
-    blocks = -(-(work if work < room else vectors if vectors > room else room) // threads)
+    needed, resident = rows * vectors, per_processor * on.processors  # threads
+    blocks = -(-(needed if needed < resident else vectors if vectors > resident else resident) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows
 

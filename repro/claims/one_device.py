@@ -17,7 +17,7 @@ from repro.claims.records import Missing
 from repro.config import ConfigError, Experiment, Layout, models
 from repro.config.engines import NATIVE
 from repro.model.counts import total_parameters
-from repro.results.schema import ExperimentRecord, FitRecord
+from repro.results.schema import ExperimentRecord, FitRecord, MeasuredTrial
 from repro.results.select import Selection
 from repro.util import units
 
@@ -34,52 +34,25 @@ def device_functions(
 ) -> dict[str, Callable[..., Value | Uncertain]]:
     """Return the functions on measured records. Each appends the records that it reads to `used`."""
 
-    def found(layout: Layout, memory: float, hidden: int) -> FitRecord:
+    def largest(memory: float, hidden: int, **conditions: Any) -> MeasuredTrial:
+        layout = _layout(**conditions)
         for record in reversed(chosen.fits):
             if _answers(record, layout, memory, hidden):
                 used.append(record)
-                return record
+                assert record.largest is not None
+                return record.largest
         raise Missing(FIT_NAME, "no record of this search", _fit_command(layout, memory, hidden))
 
-    def largest_fit(
-        *,
-        ranks: int,
-        memory: float,
-        hidden: int,
-        zero: int,
-        tp: int = 1,
-        micro_batch: int = 1,
-        recompute: int = 1,
-        cb: int = 1,
-        precision: str = "fp16",
-    ) -> Value:
+    def largest_fit(*, memory: float, hidden: int, **conditions: Any) -> Value:
         """Return the parameters of the largest model that trains in `memory` bytes of a device, layer by layer.
 
-        `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`.
+        `largest_fit(ranks=64, memory=32 * GB, hidden=1600, zero=0, cb=0)`; `conditions`: arguments of `_layout`.
         """
-        layout = _layout(ranks, zero, tp, micro_batch, recompute, cb, precision)
-        record = found(layout, memory, hidden)
-        assert record.largest is not None
-        return record.largest.parameters
+        return largest(memory, hidden, **conditions).parameters
 
-    def fit_outcome(
-        layers: int,
-        *,
-        ranks: int,
-        memory: float,
-        hidden: int,
-        zero: int,
-        tp: int = 1,
-        micro_batch: int = 1,
-        recompute: int = 1,
-        cb: int = 1,
-        precision: str = "fp16",
-    ) -> Value:
+    def fit_outcome(layers: int, *, memory: float, hidden: int, **conditions: Any) -> Value:
         """Return `"ok"` or `"oom"` for a number of layers, from the search of `largest_fit`."""
-        layout = _layout(ranks, zero, tp, micro_batch, recompute, cb, precision)
-        record = found(layout, memory, hidden)
-        assert record.largest is not None
-        return "ok" if layers <= record.largest.layers else "oom"
+        return "ok" if layers <= largest(memory, hidden, **conditions).layers else "oom"
 
     def fit_states(model: str, *, ranks: int, zero: int, tp: int = 1) -> Value:
         """Return the bytes of model states on a rank in 16 bits, from any search with a model of that size."""
@@ -146,7 +119,14 @@ def describe_fits(used: Sequence[ExperimentRecord | FitRecord]) -> str:
 
 
 def _layout(
-    ranks: int, zero: int, tp: int, micro_batch: int, recompute: int, cb: int, precision: str
+    *,
+    ranks: int,
+    zero: int,
+    tp: int = 1,
+    micro_batch: int = 1,
+    recompute: int = 1,
+    cb: int = 1,
+    precision: str = "fp16",
 ) -> Layout:
     dp = ranks // tp
     return Layout(

@@ -65,7 +65,7 @@ GPT2_VECTORS = [VECTOR] * 8
 """Of two norms two each, and the biases of four matrices."""
 SEQUENTIAL = [LINEAR, LINEAR, LINEAR, ADDS, ADDS]
 AROUND = [BIASED, TOGETHER, *SEQUENTIAL, *GPT2_VECTORS]
-"""What all sets of operators but the oldest have of a layer of GPT-2, beside the sum of one bias's gradient."""
+"""Operators of a GPT-2 layer that all sets except `unfused` share, without the sum of the qkv bias's gradient."""
 GPT2 = [*AROUND, BIAS_SUM, NORM, NORM, GELU]
 UNDROPPED = [RESIDUAL, BIAS_SUM] * 2
 

@@ -1,4 +1,4 @@
-"""What `make gpu-kit` packs for a target, and what it says where there is no package index."""
+"""Contents of a kit of `make gpu-kit` for a target, and its message without a package index."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_one_rank_of_many_holds_what_that_rank_would(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real allocations of one process equal the simulated ones of its role; nobody answers its messages."""
-    # Temporaries of initial values, which a trace does not have, are small beside a real model but not beside MODEL.
+    # A trace has no temporaries of initial values. They are small compared with a real model, but not with MODEL.
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 1024)
     experiment = tiny(layout, MODEL)
     HeartbeatReader(tmp_path / "heartbeat", 1)

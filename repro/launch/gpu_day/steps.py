@@ -50,7 +50,7 @@ class GpuDayStep:
     estimate_s: float
     """Expected time in seconds. The step is skipped when less time remains."""
     basis: str
-    """What the estimate rests on."""
+    """Measurement or assumption behind the estimate."""
     limit_s: float
     """Time after which the process is ended, in seconds."""
     missing: str = ""
@@ -58,7 +58,7 @@ class GpuDayStep:
     needs_file: str = ""
     """Result file of a previous step that the step reads; empty for none."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables beside those of the visit."""
+    """Environment variables of this step, in addition to the variables of all steps."""
     in_checkout: bool = False
     """Whether the step runs in the folder of the source, else in the scratch folder."""
 

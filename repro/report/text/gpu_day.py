@@ -150,7 +150,7 @@ def _print_import(
 ) -> None:
     console = stdout(WIDE_PAGE_COLUMNS)
     gpus = visit.facts.get("provenance", {}).get("gpus") or []
-    machine = str(gpus[0].get("name")) if gpus else "a machine without a GPU"
+    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
     console.print(
         f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already."
     )
@@ -164,10 +164,10 @@ def _print_import(
     for measurement in visit.measurements:
         values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
         name = values.pop("name", "")
-        said = ", ".join(
+        numbers = ", ".join(
             f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items()
         )
-        console.print(f"{name}: {said}", markup=False)
+        console.print(f"{name}: {numbers}", markup=False)
     for outcome in visit.outcomes:
         if outcome.get("outcome") != "ok":
             console.print(

@@ -109,7 +109,7 @@ def compile_program(
     *,
     captured: bool = False,
 ) -> StageProgram:
-    """Return the program of a trace. `whole` is the number of micro-batches of the real step.
+    """Return the program of a trace. `whole` is the number of micro-batches of the step, of which a trace has a few.
 
     `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
     """

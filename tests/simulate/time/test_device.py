@@ -144,7 +144,7 @@ def test_measured_rates_win() -> None:
 
 @pytest.mark.parametrize("sizes", [(8192, 50257, 1600), (50257, 1600, 8192), (8192, 1600, 50257)])
 def test_a_calibrated_product_with_unaligned_rows_has_a_rate_of_its_own(sizes: tuple[int, int, int]) -> None:
-    """Of half precision alone, since a product in fp32 does not depend on 16 bytes of 8 elements."""
+    """Only products of half precision have the rate of unaligned sizes; products in fp32 do not."""
     rates = {
         "matmul": OperatorRate(fixed_s=1e-6, per_flop_s=1e-15),
         UNALIGNED_MATMUL: OperatorRate(fixed_s=2e-6, per_flop_s=8e-15),
