@@ -230,7 +230,8 @@ def main() -> None:
         copy_source(kit / "source")
         for name in ("run.sh", "start.py"):
             shutil.copy2(ROOT / "gpu" / name, kit / "gpu" / name)
-        facts = {"python": python, "platform": asked.platform, "packages": versions, "git": git_state(ROOT)}
+        facts = {"python": python, "platform": asked.platform, "packages": versions}
+        facts |= {"present": sorted(present), "git": git_state(ROOT)}
         (kit / "source" / "kit.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         asked.output.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(asked.output, "w:gz", compresslevel=6) as archive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,18 @@ def test_records_from_a_kit_have_its_commit(tmp_path: Path) -> None:
     state = {"commit": "0123456789", "dirty": False, "diff": None}
     (tmp_path / KIT_FILE).write_text(json.dumps({"python": "3.12", "git": state}), encoding="utf-8")
     assert git_state(tmp_path) == state
+
+
+def test_a_package_that_the_target_lacks_is_named_at_the_start(tmp_path: Path) -> None:
+    """The visit starts all the same, because most of its steps may need other packages."""
+    for name in ("source", "packages", "gpu"):
+        (tmp_path / name).mkdir()
+    shutil.copy2(ROOT / "gpu" / "start.py", tmp_path / "gpu")
+    facts = {"python": f"3.{sys.version_info[1]}", "present": ["no-such-package", "torch"]}
+    (tmp_path / "source" / "kit.json").write_text(json.dumps(facts))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "gpu" / "start.py"), "--dry-run"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lacks no-such-package, which the kit leaves out" in done.stderr
+    assert "gpu-tests" in done.stdout
