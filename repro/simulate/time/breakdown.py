@@ -42,6 +42,18 @@ class StageTime:
             for name, seconds in more.items():
                 mine[name] += times * seconds
 
+    def extrapolate(self, other: StageTime, times: int) -> None:
+        """Add the difference between `other`, a step with one more period, and this step, multiplied by `times`."""
+        self.bubble += times * (other.bubble - self.bubble)
+        for mine, its in (
+            (self.busy, other.busy),
+            (self.exposed, other.exposed),
+            (self.communication, other.communication),
+            (self.by_phase, other.by_phase),
+        ):
+            for name, seconds in its.items():
+                mine[name] += times * (seconds - mine[name])
+
     def phase(self, name: str, began: float, now: float) -> None:
         """Add the time of a finished forward pass, backward pass or update."""
         self.by_phase[name] += now - began

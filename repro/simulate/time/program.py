@@ -79,20 +79,18 @@ class StageProgram:
     """Items after the last action: gradients, norm, optimizer, parameter all-gather."""
     micro_batches: int = 0
     """Number of micro-batches of the shortened schedule."""
-    last: int = 0
-    """Last micro-batch of the real step."""
 
-    def items_of(self, action: Action) -> list[Item]:
-        """Return the items of an action of the real schedule."""
-        return self.segments[Action(action.kind, self.shown(action.micro_batch), action.chunk)]
+    def items_of(self, action: Action, last: int) -> list[Item]:
+        """Return the items of an action of a schedule with the micro-batches 0 to `last`."""
+        return self.segments[Action(action.kind, self.shown(action.micro_batch, last), action.chunk)]
 
-    def shown(self, micro_batch: int) -> int:
+    def shown(self, micro_batch: int, last: int) -> int:
         """Return the traced micro-batch that represents `micro_batch`; the first and the last represent themselves."""
-        if self.last < self.micro_batches:
+        if last < self.micro_batches:
             return micro_batch
         if micro_batch == 0:
             return 0
-        return self.micro_batches - 1 if micro_batch == self.last else TYPICAL_MICRO_BATCH
+        return self.micro_batches - 1 if micro_batch == last else TYPICAL_MICRO_BATCH
 
 
 def label_of(message: Message) -> str:
@@ -114,9 +112,9 @@ def compile_program(
     `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
     """
     micro_batches = traced.layout.accumulation
-    found = StageProgram(micro_batches=micro_batches, last=whole - 1)
+    found = StageProgram(micro_batches=micro_batches)
     compiler = _ProgramCompiler(cost, seconds, traced.keys, traced.role.stage, messages)
-    shown = {found.shown(micro_batch) for micro_batch in range(whole)}
+    shown = {found.shown(micro_batch, whole - 1) for micro_batch in range(whole)}
     for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
         if action.micro_batch in shown:
             host_s = cost.backward_s if action.kind == BACKWARD else cost.operator_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from repro.config import Experiment, Layout
 from repro.config.engines import capture_obstacle
@@ -23,6 +23,13 @@ from repro.simulate.time.device import DeviceCost, Kernels, Lanes, SeveralDevice
 from repro.simulate.time.network import Network, SeveralNetworks
 from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.stage import StageStreams
+from repro.simulate.time.steady_state import (
+    Times,
+    compared_positions,
+    find_cycle,
+    shorter_layouts,
+    with_micro_batches,
+)
 from repro.simulate.trace.events import Message
 from repro.simulate.trace.roles import Trace
 
@@ -75,12 +82,52 @@ def schedule(
     `ranks_per_core`: ranks per core while operators were measured, all at once. `account`: `NoBreakdown` computes only
     the step time.
     """
+    options = network, overlap_cost, ranks_per_core, account
+    if record or ranks_per_core > 1:
+        return _scheduled(layout, programs, *options, record=record)[0]
+    least = 1 + max(program.micro_batches for program in programs)
+    for short in shorter_layouts(layout, least):
+        found, times = _scheduled(short, programs, *options, compared=True)
+        if (cycle := find_cycle(short, times)) is None:
+            continue
+        further, rest = divmod(layout.accumulation - short.accumulation, cycle.micro_batches)
+        count = short.accumulation + rest
+        if rest:
+            found, _ = _scheduled(with_micro_batches(layout, count), programs, *options)
+        if account is not NoBreakdown:
+            longer = with_micro_batches(layout, count + cycle.micro_batches)
+            for stage, other in zip(
+                found.stages, _scheduled(longer, programs, *options)[0].stages, strict=True
+            ):
+                stage.extrapolate(other, further)
+        return replace(found, step_s=found.step_s + further * cycle.seconds)
+    return _scheduled(layout, programs, *options)[0]
+
+
+def _scheduled(
+    layout: Layout,
+    programs: Sequence[StageProgram],
+    network: Transfers,
+    overlap_cost: float,
+    ranks_per_core: float,
+    account: type[StageTime],
+    *,
+    record: bool = False,
+    compared: bool = False,
+) -> tuple[Timeline, list[list[Times]]]:
+    """Schedule every micro-batch of `layout`. Return the step, and with `compared` the times of the last periods."""
     state = CrossStageState(layout, programs, network, overlap_cost, ranks_per_core, account)
     stages = [StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)]
+    if compared:
+        for stage in stages:
+            stage.compared = compared_positions(layout, state.schedule, stage.stage)
     _run_stages(stages, state)
     step_s = maximum_of(stage.now for stage in stages) - maximum_of(stage.began for stage in stages)
     spans = [span for stage in stages for span in stage.spans]
-    return Timeline(step_s, [stage.time for stage in stages], spans, sum(stage.unmatched for stage in stages))
+    unmatched = sum(stage.unmatched for stage in stages)
+    return Timeline(step_s, [stage.time for stage in stages], spans, unmatched), [
+        stage.times for stage in stages
+    ]
 
 
 def schedule_traces(

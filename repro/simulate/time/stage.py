@@ -33,6 +33,7 @@ from repro.simulate.time.program import (
     StageProgram,
     split_into_runs,
 )
+from repro.simulate.time.steady_state import Times
 
 UPDATE = "update"
 """Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
@@ -69,12 +70,18 @@ class StageStreams:
         self.began = 0.0
         """Start of the step, which is the end of the preceding step."""
         self.spans: list[Span] = []
+        self.compared: Sequence[int] = ()
+        """Positions of the actions after which `times` are stored."""
+        self.times: list[Times] = []
+        self.arrivals: Times = []
+        """Ends of the messages for which the stage has waited since the last action."""
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
         self.taken: dict[UndelayedRun, int] = defaultdict(int)
         """Number of passes through each run in this step."""
         self.tail = self._prepared(program.tail)
-        self.pieces = [self._prepared(program.items_of(action)) for action in self.actions]
+        last = peers.layout.accumulation - 1
+        self.pieces = [self._prepared(program.items_of(action, last)) for action in self.actions]
 
     def run(self) -> Generator[object, None, None]:
         """Run a step after a preceding one. Yield each awaited object until its time is known."""
@@ -100,6 +107,9 @@ class StageStreams:
                 yield from self._exchange()
                 self.time.phase(action.kind, began, self.now)
                 began = self.now
+                if position in self.compared:
+                    self.times.append(self._times())
+                self.arrivals.clear()
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
@@ -107,6 +117,13 @@ class StageStreams:
         self.time.phase(UPDATE, began, self.now)
         for run, times in self.taken.items():
             self.time.add(run.time, times)
+
+    def _times(self) -> Times:
+        """Return all times on which later times of this stage or of others can depend."""
+        ends = [over for under_way in self.under_way.values() for over, _ in under_way]
+        known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
+        busy = [maximum(end, self.now) for end in (*self.streams.values(), *known)]
+        return [self.now, *busy, *self.arrivals]
 
     def _prepared(self, items: Sequence[Item]) -> StageItems:
         """Return `items` with each undelayed run as one item."""
@@ -179,6 +196,7 @@ class StageStreams:
     def _transferred(self, start: float, end: float) -> None:
         """Wait until a message has arrived."""
         self.time.waited_for_message(self.now, start, end)
+        self.arrivals.append(end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
         self.now = maximum(self.now, end)

@@ -297,7 +297,7 @@ def test_the_last_of_a_group_keeps_a_collective_from_its_begin_and_not_the_ranks
         Action(FORWARD, 0, 0): [block, Issue(("x",), "dp", "sum", 1.0, 0.5), block],
         Action(BACKWARD, 0, 0): [Await(("x",))],
     }
-    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1, last=0)], Wire())
+    found = schedule(Layout(dp=2), [StageProgram(segments, [], micro_batches=1)], Wire())
     assert found.step_s == pytest.approx(2.5)
     assert found.stages[0].exposed["sum"] == pytest.approx(0.5)
     assert found.stages[0].communication["sum"] == pytest.approx(1.0)
@@ -320,7 +320,7 @@ def one_stage(communication_s: float, overlap_cost: float, blocks: int) -> Timel
         ],
         Action(BACKWARD, 0, 0): second,
     }
-    program = StageProgram(segments, [Await(("x",))], micro_batches=1, last=0)
+    program = StageProgram(segments, [Await(("x",))], micro_batches=1)
     return schedule(Layout(dp=2), [program], Wire(), overlap_cost=overlap_cost)
 
 

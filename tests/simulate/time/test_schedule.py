@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -187,9 +188,19 @@ class Wire:
         return self.seconds
 
 
-def pipeline(layout: Layout, wire: float) -> Timeline:
-    """Forward 1 s and backward 2 s of a stage's micro-batch, and a barrier at the end."""
-    m, p, v = layout.accumulation, layout.pp, layout.chunks
+def block(seconds: float) -> OperatorBlock:
+    return OperatorBlock(seconds, (("matmul", seconds),))
+
+
+def pipeline(
+    layout: Layout, wire: float | Wire, pace: Sequence[float] = (), record: bool = False
+) -> Timeline:
+    """Forward 1 s and backward 2 s of a stage's micro-batch, and a barrier at the end.
+
+    `pace`: factor of the seconds of each stage. `record`: store the spans, so that every micro-batch is scheduled.
+    """
+    p, v = layout.pp, layout.chunks
+    messages = wire if isinstance(wire, Wire) else Wire(wire)
     parts = p * v
 
     def made(stage: int) -> StageProgram:
@@ -198,9 +209,8 @@ def pipeline(layout: Layout, wire: float) -> Timeline:
             part = chunk * p + stage
             for action in (Action(FORWARD, 0, chunk), Action("B", 0, chunk)):
                 forward = action.kind == FORWARD
-                items: list[Any] = [
-                    OperatorBlock((1.0 if forward else 2.0) / v, (("matmul", (1.0 if forward else 2.0) / v),))
-                ]
+                seconds = (1.0 if forward else 2.0) / v * (pace[stage] if pace else 1.0)
+                items: list[Any] = [block(seconds)]
                 if forward and part < parts - 1:
                     items.append(Send(1, 0, 1))
                 if not forward and part > 0:
@@ -208,9 +218,9 @@ def pipeline(layout: Layout, wire: float) -> Timeline:
                 for micro_batch in range(3):
                     segments[replace(action, micro_batch=micro_batch)] = items
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
-        return StageProgram(segments, tail, micro_batches=3, last=m - 1)
+        return StageProgram(segments, tail, micro_batches=3)
 
-    return schedule(layout, [made(stage) for stage in range(p)], Wire(wire))
+    return schedule(layout, [made(stage) for stage in range(p)], messages, record=record)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -251,15 +261,59 @@ def test_without_overlap_messages_that_leave_together_share_the_way_out() -> Non
     assert more == pytest.approx(4 * 2 * (3 / 2 + 2 * wire))
 
 
-def block(seconds: float) -> OperatorBlock:
-    return OperatorBlock(seconds, (("matmul", seconds),))
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.5, 0.99, 1.0, 1.0, 1.3]), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 0.01, 0.4, 1.7, 4.0]),
+    st.booleans(),
+)
+def test_a_steady_state_stands_for_all_its_micro_batches(
+    pace: list[float], groups: int, chunks: int, wire: float, overlap: bool
+) -> None:
+    """The schedule of few micro-batches is equal to that of all, however uneven the stages and slow the messages are."""
+    p = len(pace)
+    interleaved = chunks > 1 and p > 1
+    layout = Layout(
+        pp=p,
+        global_batch=6 * p * groups,
+        schedule="interleaved" if interleaved else "1f1b",
+        chunks=chunks if interleaved else 1,
+        overlap=overlap,
+    )
+    found, full = pipeline(layout, wire, pace), pipeline(layout, wire, pace, record=True)
+    assert found.step_s == pytest.approx(full.step_s, rel=1e-11)
+    for mine, its in zip(found.stages, full.stages, strict=True):
+        assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=1e-9)
+        for name in ("busy", "exposed", "communication", "by_phase"):
+            assert getattr(mine, name) == pytest.approx(getattr(its, name), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_few_micro_batches_are_scheduled_however_many_there_are(overlap: bool) -> None:
+    """64 p micro-batches ask the network for as many messages as 8 p do."""
+
+    class Counted(Wire):
+        messages = 0
+
+        def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
+            self.messages += 1
+            return self.seconds
+
+    def messages(m: int) -> int:
+        layout, wire = Layout(pp=8, global_batch=m, overlap=overlap), Counted(0.1)
+        pipeline(layout, wire)
+        return wire.messages
+
+    assert messages(64 * 8) == messages(8 * 8)
 
 
 def test_a_step_begins_while_the_one_before_it_gathers_its_parameters() -> None:
     """The gather of 4 s begins with the step, which has 2 s to compute before it needs what is gathered."""
     gather = Issue(("gather",), "dp", "all-gather of parameters (dp)", 4.0)
     segments = {Action(FORWARD, 0): [block(2.0), Await(gather.key), block(3.0)], Action("B", 0): [block(6.0)]}
-    stage = StageProgram(segments, [block(1.0), gather], micro_batches=1, last=0)
+    stage = StageProgram(segments, [block(1.0), gather], micro_batches=1)
     found = schedule(Layout(), [stage], Wire(0.0))
     assert found.step_s == 4 + 3 + 6 + 1
     assert found.stages[0].exposed == {gather.label: 2.0}
@@ -272,7 +326,7 @@ def test_a_stage_begins_a_step_when_its_own_update_is_over() -> None:
 
     def stage(update: float, forward: list[Any], backward: list[Any]) -> StageProgram:
         segments = {Action(FORWARD, 0): forward, Action("B", 0): backward}
-        return StageProgram(segments, [norm, Await(norm.key), block(update)], micro_batches=1, last=0)
+        return StageProgram(segments, [norm, Await(norm.key), block(update)], micro_batches=1)
 
     first = stage(1.0, [block(1.0), Send(1, 0, 1)], [block(2.0)])
     last = stage(5.0, [block(1.0)], [block(2.0), Send(-1, 1, 1)])
@@ -325,7 +379,7 @@ def crowded(p: int, micro_batches: int, ranks_per_core: float) -> float:
     layout = Layout(pp=p, global_batch=micro_batches, schedule="gpipe")
     stages = []
     for stage in range(p):
-        made = StageProgram(micro_batches=micro_batches, last=micro_batches - 1)
+        made = StageProgram(micro_batches=micro_batches)
         for action in build_schedule("gpipe", p, micro_batches, 1)[stage]:
             offset, channel = (1, 0) if action.kind == FORWARD else (-1, 1)
             inside = 0 <= stage + offset < p

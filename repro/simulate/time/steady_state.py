@@ -1,0 +1,107 @@
+"""Steady state of a pipeline: a schedule of few micro-batches stands for one of many.
+
+While forward and backward passes take turns, every stage repeats a period: one micro-batch, or p micro-batches with
+interleaved chunks. The times of a period are maxima and sums of the times of preceding periods. Such a system becomes
+cyclic: after some periods, all times grow by the same seconds from each period to the q-th period after it (Baccelli
+et al., Synchronization and Linearity, 1992, sec. 3.7). Every further cycle then adds exactly these seconds, whatever
+follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from repro.config import Layout
+from repro.parallel.pipeline.schedule import BACKWARD, Action
+from repro.simulate.time.device import in_every_lane
+
+MEMORY = 3
+"""Periods of a cycle that must repeat. A message, a posted receive and the limit of unfinished messages connect a period
+with at most two earlier ones."""
+FIRST_TRANSIENT = 5
+"""Periods before the compared ones in the shortest schedule."""
+TOLERANCE = 1e-11
+"""Maximum relative difference of equal cycles, which rounding explains."""
+MIN_SAVING = 1.5
+"""Minimum ratio of all micro-batches to the scheduled ones."""
+
+Times = list[float]
+"""All times of a stage that matter after an action; see `repro.simulate.time.stage.StageStreams`."""
+
+
+class Cycle(NamedTuple):
+    """Repetition of a steady state."""
+
+    micro_batches: int
+    seconds: float
+
+
+def with_micro_batches(layout: Layout, count: int) -> Layout:
+    """Return `layout` with `count` micro-batches."""
+    return replace(layout, global_batch=count * layout.micro_batch * layout.dp)
+
+
+def shorter_layouts(layout: Layout, least: int) -> Iterator[Layout]:
+    """Yield `layout` with few micro-batches and then more, as long as that saves work. None for gpipe.
+
+    `least`: minimum number of micro-batches.
+    """
+    if layout.schedule == "gpipe":
+        return
+    unit = _period_micro_batches(layout)
+    count = layout.pp + unit * (MEMORY + FIRST_TRANSIENT)
+    count = -(-max(count, least) // unit) * unit
+    while count * MIN_SAVING < layout.accumulation:
+        yield with_micro_batches(layout, count)
+        count = 2 * count + layout.pp
+
+
+def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]], stage: int) -> range:
+    """Return the positions of a stage's actions in the last periods in which all stages take turns.
+
+    The period with the last micro-batch's forward passes is left out, because its forward passes may differ.
+    """
+    first = [_first_backward(actions) - 1 for actions in schedule]
+    length = _period_actions(layout)
+    turns = 2 * (layout.accumulation * layout.chunks - max(first))
+    periods = min(turns // length - 1, MEMORY + layout.pp)
+    stop = first[stage] + turns - length
+    return range(stop - periods * length, stop)
+
+
+def find_cycle(layout: Layout, times: Sequence[Sequence[Times]]) -> Cycle | None:
+    """Return the shortest cycle; None if there is none yet.
+
+    `times`: for each stage, those after the actions at `compared_positions`.
+    """
+    length = _period_actions(layout)
+    for periods in range(1, len(times[0]) // length - MEMORY + 1):
+        seconds = times[0][periods * length][0] - times[0][0][0]
+        if all(_grow_by(seconds, of_stage, periods * length) for of_stage in times):
+            return Cycle(periods * _period_micro_batches(layout), seconds)
+    return None
+
+
+def _grow_by(seconds: float, times: Sequence[Times], apart: int) -> bool:
+    """Return whether all times differ by `seconds` from those `apart` actions before."""
+    for before, after in zip(times, times[apart:], strict=False):
+        if len(before) != len(after):
+            return False
+        for old, new in zip(before, after, strict=True):
+            if not in_every_lane(abs(new - old - seconds) <= TOLERANCE * seconds):
+                return False
+    return True
+
+
+def _period_micro_batches(layout: Layout) -> int:
+    return layout.pp if layout.chunks > 1 else 1
+
+
+def _period_actions(layout: Layout) -> int:
+    return 2 * _period_micro_batches(layout) * layout.chunks
+
+
+def _first_backward(actions: Sequence[Action]) -> int:
+    return next(position for position, action in enumerate(actions) if action.kind == BACKWARD)
