@@ -7,12 +7,13 @@ run, which the stages time once: layers and micro-batches are alike."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import BACKWARD, Action
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
 from repro.simulate.time.device import (
     ATTENTION,
     MATMULS,
@@ -27,6 +28,10 @@ from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
 """Kinds of a device's busy time; `host`: waiting for the host to issue the next operator."""
+
+
+INNER_GROUP = "tp"
+"""The group whose collectives begin and end within a layer."""
 
 
 class OperatorBlock(NamedTuple):
@@ -111,20 +116,123 @@ def compile_program(
 
     `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
     """
-    micro_batches = traced.layout.accumulation
-    found = StageProgram(micro_batches=micro_batches)
-    compiler = _ProgramCompiler(cost, seconds, traced.keys, traced.role.stage, messages)
+    found = StageProgram(micro_batches=traced.layout.accumulation)
+    outlines = outlines_of(traced)
+    compiler = ProgramCompiler(
+        cost, seconds, traced.keys, traced.role.stage, messages, outlines, captured=captured
+    )
     shown = {found.shown(micro_batch, whole - 1) for micro_batch in range(whole)}
-    for action, piece in zip(traced.actions, traced.pieces[:-1], strict=True):
+    for place, action in enumerate(traced.actions):
         if action.micro_batch in shown:
-            host_s = cost.backward_s if action.kind == BACKWARD else cost.operator_s
-            found.segments[action] = compiler.items(piece, host_s=0.0 if captured else host_s)
-    found.tail = compiler.items(traced.pieces[-1], tail=True)
+            found.segments[action] = compiler.timed(outlines.of_piece(traced, place), action.kind)
+    found.tail = compiler.timed(outlines.of_piece(traced, -1), OPTIMIZER)
     return found
 
 
-class _ProgramCompiler:
-    """Compiler of events into items."""
+class Stretch(NamedTuple):
+    """Operators and collectives awaited at once, up to the next event for which a rank does not wait or waits later."""
+
+    entries: tuple[int | Message, ...]
+    """Indices of operator sequences (`EventOutlines.sequences`), and awaited collectives without their numbers."""
+    last: Message | Wait | None
+    """Event after the operators: a message to a stage, the start of a collective, or a wait. None: none of these."""
+
+
+class EventOutlines:
+    """Pieces of a trace as stretches, in which equal sequences of operators have one number.
+
+    Layers and micro-batches repeat the same sequences, so that their seconds are computed once.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: list[dict[Operator, int]] = []
+        """Number of each operator in each distinct sequence."""
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._operators: dict[int, int] = {}
+        """Index in `_known` by the identity of an operator, because hashing an operator takes longer."""
+        self._known: dict[Operator, int] = {}
+        self._awaited: dict[Message, Message] = {}
+        self._pieces: dict[int, list[Stretch]] = {}
+
+    def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
+        """Return the stretches of one of the pieces of `traced`, whose events outlive this object."""
+        if place not in self._pieces:
+            self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
+        return self._pieces[place]
+
+    def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
+        """Return `events` as stretches. `keys`: numbers of collectives; other waits follow from the schedule."""
+        found: list[Stretch] = []
+        entries: list[int | Message] = []
+        operators: list[int] = []
+        numbers = self._operators
+
+        def end_sequence() -> None:
+            if operators:
+                entries.append(self._sequence(tuple(operators)))
+                operators.clear()
+
+        def close(last: Message | Wait | None) -> None:
+            end_sequence()
+            if entries or last is not None:
+                found.append(Stretch(tuple(entries), last))
+                entries.clear()
+
+        at = 0
+        while at < len(events):
+            event = events[at]
+            at += 1
+            if isinstance(event, Operator):
+                if event.name == HOST_WAIT:
+                    close(None)
+                else:
+                    number = numbers.get(id(event))
+                    operators.append(self._number(event) if number is None else number)
+            elif isinstance(event, Message):
+                if at < len(events) and events[at] == Wait(event.work) and event.group == INNER_GROUP:
+                    at += 1
+                    end_sequence()
+                    awaited = event._replace(work=-1)
+                    entries.append(self._awaited.setdefault(awaited, awaited))
+                else:
+                    close(event)
+            elif event.work in keys:
+                close(event)
+        close(None)
+        return found
+
+    def _number(self, operator: Operator) -> int:
+        return self._operators.setdefault(id(operator), self._known.setdefault(operator, len(self._known)))
+
+    def _sequence(self, operators: tuple[int, ...]) -> int:
+        if operators not in self._numbers:
+            self._numbers[operators] = len(self.sequences)
+            known = list(self._known)
+            self.sequences.append({known[number]: n for number, n in Counter(operators).items()})
+        return self._numbers[operators]
+
+
+_OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()
+
+
+def outlines_of(traced: Trace) -> EventOutlines:
+    """Return the outlines of a trace, which all passes over the trace share."""
+    if traced not in _OUTLINES:
+        _OUTLINES[traced] = EventOutlines()
+    return _OUTLINES[traced]
+
+
+class _SequenceTime(NamedTuple):
+    """Time of a sequence of operators, in seconds."""
+
+    device: float
+    host: float
+    parts: tuple[tuple[str, float], ...]
+    """Device seconds by kind."""
+
+
+class ProgramCompiler:
+    """Compiler of stretches into items."""
 
     def __init__(
         self,
@@ -133,78 +241,108 @@ class _ProgramCompiler:
         keys: dict[int, tuple[object, ...]],
         stage: int,
         messages: MessageCount,
+        outlines: EventOutlines,
+        *,
+        captured: bool = False,
     ):
         self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
-        self.messages = messages
+        self.messages, self.outlines = messages, outlines
+        self.host_s = {
+            FORWARD: 0.0 if captured else cost.operator_s,
+            BACKWARD: 0.0 if captured else cost.backward_s,
+            OPTIMIZER: cost.launch_s,
+        }
+        """Host seconds of an operator."""
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
+        self._sequences: dict[tuple[int, str], _SequenceTime] = {}
+        self._blocks: dict[tuple[tuple[int | Message, ...], str], OperatorBlock | None] = {}
+        self._apart = 0.0
+        """Compute seconds since the ranks were synchronous."""
 
-    def items(
-        self, events: Sequence[Timed], *, host_s: float | None = None, tail: bool = False
-    ) -> list[Item]:
-        """Return the items of a piece; with `tail`, its operators are the optimizer's.
+    def timed(self, stretches: Sequence[Stretch], phase: str = FORWARD) -> list[Item]:
+        """Return the items of a piece in the forward pass, the backward pass or the optimizer (`phase`).
 
-        `host_s`: host time of an operator of the piece in seconds; by default that of the forward pass or of the
-        optimizer. The host runs ahead of the device inside a block.
+        The host runs ahead of the device inside a block.
         """
-        if host_s is None:
-            host_s = self.cost.launch_s if tail else self.cost.operator_s
         found: list[Item] = []
+        self._apart = 0.0
+        for entries, last in stretches:
+            block = self._block(entries, last, phase)
+            if block is not None:
+                found.append(block)
+            if isinstance(last, Wait):
+                self._apart = 0.0
+                found.append(Await(self.keys[last.work]))
+            elif last is not None and last.op == SEND:
+                found.append(Send(last.peer - self.stage, last.channel, last.payload))
+            elif last is not None:
+                late = self._late(last)
+                found.append(
+                    Issue(self.keys[last.work], last.group, label_of(last), self.seconds(last), late)
+                )
+        return found
+
+    def _block(
+        self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
+    ) -> OperatorBlock | None:
+        """Return the block of `entries`; None if it is empty. The compute thread also begins the message `last`."""
+        if self._own or self._jitter:
+            return self._new_block(entries, last if isinstance(last, Message) else None, phase)
+        key = entries, phase
+        if key not in self._blocks:
+            self._blocks[key] = self._new_block(entries, None, phase)
+        return self._blocks[key]
+
+    def _new_block(
+        self, entries: tuple[int | Message, ...], last: Message | None, phase: str
+    ) -> OperatorBlock | None:
         parts: dict[str, float] = {}
-        host = device = apart = 0.0
-        """`apart`: compute seconds after the last wait for other ranks."""
+        host = device = 0.0
 
-        def close() -> None:
-            nonlocal host, device
-            if parts:
-                late = maximum(0.0, host - device)
-                if in_any_lane(late > 0):
-                    parts[HOST] = parts.get(HOST, 0.0) + late
-                found.append(OperatorBlock(device + late, tuple(parts.items())))
-                parts.clear()
-            host = device = 0.0
+        def add(kind: str, seconds: float) -> None:
+            parts[kind] = parts.get(kind, 0.0) + seconds
 
-        at = 0
-        while at < len(events):
-            event = events[at]
-            at += 1
-            if isinstance(event, Operator):
-                if event.name == HOST_WAIT:
-                    close()
-                    continue
-                took = self.cost.seconds(event)
-                kind = OPTIMIZER if tail else kind_of(event)
-                parts[kind] = parts.get(kind, 0.0) + took
+        for entry in (*entries, last) if self._own and last is not None else entries:
+            if isinstance(entry, int):
+                sequence = self._sequence(entry, phase)
+                device += sequence.device
+                host += sequence.host
+                self._apart += sequence.device
+                for kind, seconds in sequence.parts:
+                    add(kind, seconds)
+                continue
+            if self._own:
+                own = self._own_seconds(entry)
+                add(HOST, own)
+                device += own
+                self._apart += own
+            if entry is not last:
+                took = self.seconds(entry) + self._late(entry)
+                self._apart = 0.0
+                add(label_of(entry), took)
                 device += took
-                apart += took
+                host += self.host_s[phase]
+        if not parts:
+            return None
+        late = maximum(0.0, host - device)
+        if in_any_lane(late > 0):
+            add(HOST, late)
+        return OperatorBlock(device + late, tuple(parts.items()))
+
+    def _sequence(self, number: int, phase: str) -> _SequenceTime:
+        """Return the time of a sequence of operators."""
+        found = self._sequences.get((number, phase))
+        if found is None:
+            parts: dict[str, float] = {}
+            host = 0.0
+            for operator, times in self.outlines.sequences[number].items():
+                kind = OPTIMIZER if phase == OPTIMIZER else kind_of(operator)
+                parts[kind] = parts.get(kind, 0.0) + times * self.cost.seconds(operator)
                 # Repeated views and copies are no operators of a layer, and each takes the host as long as any.
-                host += host_s if event.calls == 1 else self.cost.launch_s * event.calls
-            elif isinstance(event, Message):
-                if self._own:
-                    own = self._own_seconds(event)
-                    parts[HOST] = parts.get(HOST, 0.0) + own
-                    device += own
-                    apart += own
-                if event.op == SEND:
-                    close()
-                    found.append(Send(event.peer - self.stage, event.channel, event.payload))
-                    continue
-                took, label = self.seconds(event), label_of(event)
-                if at < len(events) and events[at] == Wait(event.work) and event.group == "tp":
-                    at += 1
-                    took += self._late(event, apart)
-                    apart = 0.0
-                    parts[label] = parts.get(label, 0.0) + took
-                    device += took
-                    host += host_s
-                    continue
-                close()
-                late = self._late(event, apart)
-                found.append(Issue(self.keys[event.work], event.group, label, took, late))
-            elif event.work in self.keys:  # waits for messages between stages follow from the schedule
-                close()
-                apart = 0.0
-                found.append(Await(self.keys[event.work]))
-        close()
+                calls = operator.calls
+                host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
+            found = _SequenceTime(sum(parts.values()), host, tuple(parts.items()))
+            self._sequences[number, phase] = found
         return found
 
     def _own_seconds(self, message: Message) -> float:
@@ -215,9 +353,9 @@ class _ProgramCompiler:
         exchanged = count > 1 and in_any_lane(self.cost.exchange_s > 0)
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
-    def _late(self, message: Message, seconds: float) -> float:
-        """Return the delay of the group's last rank, `seconds` of operators after its ranks were synchronous."""
-        return last_arrival_delay(self.cost.jitter_s, seconds, message.size) if self._jitter else 0.0
+    def _late(self, message: Message) -> float:
+        """Return the delay of the group's last rank since its ranks were synchronous."""
+        return last_arrival_delay(self.cost.jitter_s, self._apart, message.size) if self._jitter else 0.0
 
 
 def kind_of(operator: Operator) -> str:
@@ -225,10 +363,6 @@ def kind_of(operator: Operator) -> str:
     if operator.name in MATMULS:
         return MATMUL
     return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER
-
-
-INNER_GROUP = "tp"
-"""The group whose collectives begin and end within a layer."""
 
 
 def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:

@@ -18,7 +18,7 @@ from repro.parallel.pipeline.schedule import BACKWARD, Action
 from repro.simulate.time.device import in_every_lane
 
 MEMORY = 3
-"""Periods of a cycle that must repeat. A message, a posted receive and the limit of unfinished messages connect a period
+"""Number of periods that must repeat. A message, a posted receive and the limit of unfinished messages connect a period
 with at most two earlier ones."""
 FIRST_TRANSIENT = 5
 """Periods before the compared ones in the shortest schedule."""
@@ -55,7 +55,7 @@ def shorter_layouts(layout: Layout, least: int) -> Iterator[Layout]:
     count = -(-max(count, least) // unit) * unit
     while count * MIN_SAVING < layout.accumulation:
         yield with_micro_batches(layout, count)
-        count = 2 * count + layout.pp
+        count = -(-3 * count // (2 * unit)) * unit
 
 
 def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]], stage: int) -> range:
@@ -78,8 +78,9 @@ def find_cycle(layout: Layout, times: Sequence[Sequence[Times]]) -> Cycle | None
     """
     length = _period_actions(layout)
     for periods in range(1, len(times[0]) // length - MEMORY + 1):
-        seconds = times[0][periods * length][0] - times[0][0][0]
-        if all(_grow_by(seconds, of_stage, periods * length) for of_stage in times):
+        latest = [of_stage[-(periods + MEMORY) * length :] for of_stage in times]
+        seconds = latest[0][periods * length][0] - latest[0][0][0]
+        if all(_grow_by(seconds, of_stage, periods * length) for of_stage in latest):
             return Cycle(periods * _period_micro_batches(layout), seconds)
     return None
 

@@ -47,7 +47,7 @@ class PipelineRole:
     """Number of stages of the role; the traced one has the most micro-batches in flight."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     """Initialisation and one ordinary step of one role."""
 

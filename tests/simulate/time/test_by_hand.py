@@ -5,6 +5,7 @@ Laws hold and ratios stay right when a constant drifts; these do not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +24,18 @@ from repro.simulate.time.interconnect import Ring
 from repro.simulate.time.network import Network
 from repro.simulate.time.program import (
     HOST,
+    OPTIMIZER,
     Await,
+    EventOutlines,
     Issue,
+    Item,
     OperatorBlock,
+    ProgramCompiler,
     Send,
     StageProgram,
-    _ProgramCompiler,
 )
 from repro.simulate.time.schedule import Timeline, schedule
-from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Wait
+from repro.simulate.trace.events import HOST_VIEWS, HOST_WAIT, Message, Operator, Timed, Wait
 
 US = 1e-6
 SQUARE = ((1, 2, 12, 8),) * 3
@@ -129,10 +133,31 @@ def test_an_operator(operator: Operator, seconds: float) -> None:
     )
 
 
+def items_of(
+    cost: object,
+    events: list[Timed],
+    seconds: float = 0.0,
+    keys: Sequence[int] = (7, 8),
+    phase: str = FORWARD,
+    exchanged: int = 1,
+) -> list[Item]:
+    """Items of events, in which every collective takes `seconds` and has `exchanged` messages."""
+    outlines = EventOutlines()
+    compiler = ProgramCompiler(
+        cost,  # type: ignore[arg-type]
+        lambda message: seconds,
+        {key: (key,) for key in keys},
+        0,
+        lambda op, group: exchanged,
+        outlines,
+    )
+    return compiler.timed(outlines.stretches(events, keys), phase)
+
+
 class Constant:
     """Every operator takes 4 us, and the host 10 us to issue one, of a layer or not."""
 
-    launch_s = operator_s = 10 * US
+    launch_s = operator_s = backward_s = 10 * US
     jitter_s = message_s = exchange_s = 0.0
 
     def seconds(self, operator: Operator) -> float:
@@ -143,15 +168,14 @@ def test_a_device_waits_for_a_host_that_is_late() -> None:
     """Three operators are issued in 30 us and computed in 12; behind a long collective the host is never late."""
     add = Operator("aten.add", 0, 1, 1, (), 2)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _ProgramCompiler(Constant(), lambda message: 100 * US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
-    (late,) = compiler.items([add, add, add])
+    (late,) = items_of(Constant(), [add, add, add])
     assert isinstance(late, OperatorBlock)
     assert late.seconds == pytest.approx(30 * US)
     assert dict(late.parts) == pytest.approx({"elementwise": 12 * US, "host": 18 * US})
-    assert compiler.items([add._replace(calls=3)]) == [
+    assert items_of(Constant(), [add._replace(calls=3)]) == [
         OperatorBlock(30 * US, (("elementwise", 4 * US), ("host", 26 * US)))
     ]
-    (long,) = compiler.items([add, reduced, Wait(7)])
+    (long,) = items_of(Constant(), [add, reduced, Wait(7)], 100 * US)
     assert isinstance(long, OperatorBlock)
     assert long.seconds == pytest.approx(104 * US)
     assert dict(long.parts) == pytest.approx({"elementwise": 4 * US, "all-reduce of block (tp)": 100 * US})
@@ -161,17 +185,16 @@ def test_a_layer_asks_more_of_its_host_than_the_update_and_lists_do() -> None:
     """44 us for an operator of a layer and for its collective, 7 for others and for each of those that are one list."""
 
     class Megatron(Constant):
-        launch_s, operator_s = 7 * US, 44 * US
+        launch_s, operator_s, backward_s = 7 * US, 44 * US, 44 * US
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
     reduced = Message("all_reduce", "tp", 2, 8, 8, "block", work=7)
-    compiler = _ProgramCompiler(Megatron(), lambda message: US, {7: ("x",)}, 0, lambda op, group: 1)  # type: ignore[arg-type]
-    for events, tail, host in (
-        ([add, add, reduced, Wait(7)], False, 3 * 44),
-        ([add, add], True, 2 * 7),
-        ([views, add._replace(calls=3)], False, 11 * 7),
+    for events, phase, host in (
+        ([add, add, reduced, Wait(7)], FORWARD, 3 * 44),
+        ([add, add], OPTIMIZER, 2 * 7),
+        ([views, add._replace(calls=3)], FORWARD, 11 * 7),
     ):
-        (block,) = compiler.items(events, tail=tail)
+        (block,) = items_of(Megatron(), events, US, phase=phase)
         assert isinstance(block, OperatorBlock)
         assert block.seconds == pytest.approx(host * US)
 
@@ -184,11 +207,10 @@ def test_views_are_hidden_unless_the_host_waits_for_the_device() -> None:
             return 0.0 if operator.name == HOST_VIEWS else 100 * US
 
     add, views = Operator("aten.add", 0, 1, 1, (), 2), Operator(HOST_VIEWS, 0, 0, 0, (), 2, calls=8)
-    compiler = _ProgramCompiler(Long(), lambda message: 0.0, {}, 0, lambda op, group: 1)  # type: ignore[arg-type]
-    (hidden,) = compiler.items([add, views])
+    (hidden,) = items_of(Long(), [add, views])
     assert isinstance(hidden, OperatorBlock)
     assert hidden.seconds == pytest.approx(100 * US)
-    before, exposed = compiler.items([add, Operator(HOST_WAIT, 0, 0, 0, (), 0), views])
+    before, exposed = items_of(Long(), [add, Operator(HOST_WAIT, 0, 0, 0, (), 0), views])
     assert isinstance(before, OperatorBlock)
     assert isinstance(exposed, OperatorBlock)
     assert before.seconds == pytest.approx(100 * US)
@@ -199,14 +221,14 @@ def test_a_processor_begins_and_ends_its_messages_itself() -> None:
     """Each takes 50 us of it beside the 4 us of an operator and the 100 us of a collective."""
 
     class Processor(Constant):
-        operator_s, message_s = 0.0, 50 * US
+        operator_s, backward_s, message_s = 0.0, 0.0, 50 * US
 
     reduced, hidden = (Message("all_reduce", "tp", 2, 8, 8, "block", work=n) for n in (7, 8))
     sent = Message("send", "pp", 2, 8, 8, "activations", work=9, peer=1)
-    keys: dict[int, tuple[object, ...]] = {7: ("x",), 8: ("y",)}
-    compiler = _ProgramCompiler(Processor(), lambda message: 100 * US, keys, 0, lambda op, group: 1)  # type: ignore[arg-type]
     add = Operator("aten.add", 0, 1, 1, (), 2)
-    inline, send, begun, *hidden_ = compiler.items([add, reduced, Wait(7), sent, add, hidden, add, Wait(8)])
+    inline, send, begun, *hidden_ = items_of(
+        Processor(), [add, reduced, Wait(7), sent, add, hidden, add, Wait(8)], 100 * US
+    )
     assert isinstance(inline, OperatorBlock)
     assert inline.seconds == pytest.approx((4 + 50 + 100 + 2 * 50) * US)
     assert dict(inline.parts)[HOST] == pytest.approx(150 * US), "a message that is sent has one that comes"
@@ -232,11 +254,10 @@ def test_an_exchange_of_gloo_s_is_a_message_to_and_from_every_other_rank(
     """20 us each; what gloo does itself is one of 50 us, and so is a message between stages, of which one comes too."""
 
     class Processor(Constant):
-        operator_s, message_s, exchange_s = 0.0, 50 * US, 20 * US
+        operator_s, backward_s, message_s, exchange_s = 0.0, 0.0, 50 * US, 20 * US
 
     message, counted = Message(op, "dp", size, 8, 8, "parameters", work=7, peer=1), messages_of(op, size)
-    compiler = _ProgramCompiler(Processor(), lambda message: 0.0, {7: ("x",)}, 0, lambda *_: counted)  # type: ignore[arg-type]
-    block, _ = compiler.items([message])
+    block, _ = items_of(Processor(), [message], exchanged=counted)
     assert isinstance(block, OperatorBlock)
     assert block.seconds == pytest.approx(own * US)
 

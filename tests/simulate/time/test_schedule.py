@@ -272,7 +272,7 @@ def test_without_overlap_messages_that_leave_together_share_the_way_out() -> Non
 def test_a_steady_state_stands_for_all_its_micro_batches(
     pace: list[float], groups: int, chunks: int, wire: float, overlap: bool
 ) -> None:
-    """The schedule of few micro-batches is equal to that of all, however uneven the stages and slow the messages are."""
+    """The schedule of few micro-batches is equal to that of all, for uneven stages and slow messages."""
     p = len(pace)
     interleaved = chunks > 1 and p > 1
     layout = Layout(
