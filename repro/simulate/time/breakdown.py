@@ -34,25 +34,19 @@ class StageTime:
     def add(self, other: StageTime, times: int) -> None:
         """Add `other`, multiplied by `times`."""
         self.bubble += times * other.bubble
-        for mine, more in (
-            (self.busy, other.busy),
-            (self.exposed, other.exposed),
-            (self.communication, other.communication),
-        ):
+        for mine, more in zip(self._tables, other._tables, strict=True):
             for name, seconds in more.items():
                 mine[name] += times * seconds
 
-    def extrapolate(self, other: StageTime, times: int) -> None:
-        """Add the difference between `other`, a step with one more period, and this step, multiplied by `times`."""
-        self.bubble += times * (other.bubble - self.bubble)
-        for mine, its in (
-            (self.busy, other.busy),
-            (self.exposed, other.exposed),
-            (self.communication, other.communication),
-            (self.by_phase, other.by_phase),
-        ):
-            for name, seconds in its.items():
-                mine[name] += times * (seconds - mine[name])
+    def copy(self) -> StageTime:
+        """Return a copy."""
+        found = StageTime()
+        found.add(self, 1)
+        return found
+
+    @property
+    def _tables(self) -> tuple[dict[str, float], ...]:
+        return self.busy, self.exposed, self.communication, self.by_phase
 
     def phase(self, name: str, began: float, now: float) -> None:
         """Add the time of a finished forward pass, backward pass or update."""

@@ -22,12 +22,13 @@ from repro.simulate.time.cross_stage import CoreWork, CrossStageState, SharedCor
 from repro.simulate.time.device import DeviceCost, Kernels, Lanes, SeveralDevices, maximum_of
 from repro.simulate.time.network import Network, SeveralNetworks
 from repro.simulate.time.program import StageProgram, compile_program
+from repro.simulate.time.recurrence import run_actions
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import (
-    Times,
+    StageSamples,
     compared_positions,
     find_cycle,
-    shorter_layouts,
+    shorter_counts,
     with_micro_batches,
 )
 from repro.simulate.trace.events import Message
@@ -46,11 +47,11 @@ class Timeline:
     """Number of waits for collectives that were never issued; 0 in a correct schedule."""
 
 
-def _run_stages(stages: Sequence[StageStreams], state: CrossStageState) -> None:
-    """Run the step of all stages."""
+def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
+    """Run a part of the step of all stages."""
     waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
-    ready = [stage.run() for stage in stages]
-    cores = SharedCores(state.ranks_per_core, len(stages))
+    ready = list(runs)
+    cores = SharedCores(state.ranks_per_core, len(runs))
     while ready or cores.works:
         if ready:
             stage = ready.pop()
@@ -75,59 +76,65 @@ def schedule(
     overlap_cost: float = 0.0,
     ranks_per_core: float = 1.0,
     record: bool = False,
+    by_events: bool = False,
     account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Schedule a step of `layout` in which stage s runs `programs[s]`.
 
-    `ranks_per_core`: ranks per core while operators were measured, all at once. `account`: `NoBreakdown` computes only
-    the step time.
+    `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: store every span.
+    `by_events`: schedule every event of every micro-batch, which gives the same times. `account`: `NoBreakdown`
+    computes only the step time.
     """
-    options = network, overlap_cost, ranks_per_core, account
-    if record or ranks_per_core > 1:
-        return _scheduled(layout, programs, *options, record=record)[0]
+
+    def scheduled(count: int, compare: bool = False) -> tuple[Timeline, list[StageSamples] | None]:
+        """Schedule `count` micro-batches."""
+        short = with_micro_batches(layout, count)
+        state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core, account)
+        return _schedule_step(state, programs, record=record, by_events=by_events, compare=compare)
+
+    whole = layout.accumulation
+    if record or by_events or ranks_per_core > 1:
+        return scheduled(whole)[0]
     least = 1 + max(program.micro_batches for program in programs)
-    for short in shorter_layouts(layout, least):
-        found, times = _scheduled(short, programs, *options, compared=True)
-        if (cycle := find_cycle(short, times)) is None:
+    for count in shorter_counts(layout, least):
+        found, samples = scheduled(count, compare=True)
+        if samples is None:
+            break
+        if (cycle := find_cycle(layout, samples)) is None:
             continue
-        further, rest = divmod(layout.accumulation - short.accumulation, cycle.micro_batches)
-        count = short.accumulation + rest
+        further, rest = divmod(whole - count, cycle.micro_batches)
         if rest:
-            found, _ = _scheduled(with_micro_batches(layout, count), programs, *options)
-        if account is not NoBreakdown:
-            longer = with_micro_batches(layout, count + cycle.micro_batches)
-            for stage, other in zip(
-                found.stages, _scheduled(longer, programs, *options)[0].stages, strict=True
-            ):
-                stage.extrapolate(other, further)
+            found = scheduled(count + rest)[0]
+        for stage, sample in zip(found.stages, samples, strict=True):
+            if sample.breakdowns:
+                stage.add(sample.breakdowns[-1], further)
+                stage.add(sample.breakdowns[-1 - cycle.periods], -further)
         return replace(found, step_s=found.step_s + further * cycle.seconds)
-    return _scheduled(layout, programs, *options)[0]
+    return scheduled(whole)[0]
 
 
-def _scheduled(
-    layout: Layout,
+def _schedule_step(
+    state: CrossStageState,
     programs: Sequence[StageProgram],
-    network: Transfers,
-    overlap_cost: float,
-    ranks_per_core: float,
-    account: type[StageTime],
     *,
-    record: bool = False,
-    compared: bool = False,
-) -> tuple[Timeline, list[list[Times]]]:
-    """Schedule every micro-batch of `layout`. Return the step, and with `compared` the times of the last periods."""
-    state = CrossStageState(layout, programs, network, overlap_cost, ranks_per_core, account)
+    record: bool,
+    by_events: bool,
+    compare: bool,
+) -> tuple[Timeline, list[StageSamples] | None]:
+    """Schedule a step. Return it, and samples of its last periods with `compare`; None if events were scheduled."""
     stages = [StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)]
-    if compared:
-        for stage in stages:
-            stage.compared = compared_positions(layout, state.schedule, stage.stage)
-    _run_stages(stages, state)
+    _run_stages([stage.begin() for stage in stages], state)
+    samples = None
+    if not (record or by_events or state.ranks_per_core > 1):
+        compared = [compared_positions(state.layout, state.schedule, stage.stage) for stage in stages]
+        samples = run_actions(stages, state.layout, compared if compare else ())
+    if samples is None:
+        _run_stages([stage.run_events() for stage in stages], state)
+    _run_stages([stage.finish() for stage in stages], state)
     step_s = maximum_of(stage.now for stage in stages) - maximum_of(stage.began for stage in stages)
     spans = [span for stage in stages for span in stage.spans]
     unmatched = sum(stage.unmatched for stage in stages)
-    return Timeline(step_s, [stage.time for stage in stages], spans, unmatched), [
-        stage.times for stage in stages
-    ]
+    return Timeline(step_s, [stage.time for stage in stages], spans, unmatched), samples
 
 
 def schedule_traces(

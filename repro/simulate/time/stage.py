@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, batches, dependency_of
+from repro.parallel.pipeline.schedule import FORWARD, Action, dependency_of
 from repro.simulate.time.breakdown import STAGE_SEND, Span
 from repro.simulate.time.cross_stage import (
     GROUPS_ACROSS_STAGES,
@@ -23,6 +23,7 @@ from repro.simulate.time.cross_stage import (
     UndelayedRun,
 )
 from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
+from repro.simulate.time.operations import action_batches
 from repro.simulate.time.program import (
     INNER_GROUP,
     Await,
@@ -51,7 +52,7 @@ class StageStreams:
         self.sources = [self._source_of(action) for action in self.actions]
         """The stage that sends the input of each action."""
         self.exchanges = exchanges(peers.layout)
-        self.batches = _positions(batches(self.actions, peers.layout.chunks))
+        self.batches = action_batches(self.actions, peers.layout.chunks)
         """Batches of positions of actions. The stage exchanges messages after each batch, without overlap."""
         self.outbox: list[Send] = []
         """Messages for the next exchange."""
@@ -69,12 +70,9 @@ class StageStreams:
         self.recording = False
         self.began = 0.0
         """Start of the step, which is the end of the preceding step."""
+        self.phase_began = 0.0
+        """Start of the current action, or of the update."""
         self.spans: list[Span] = []
-        self.compared: Sequence[int] = ()
-        """Positions of the actions after which `times` are stored."""
-        self.times: list[Times] = []
-        self.arrivals: Times = []
-        """Ends of the messages for which the stage has waited since the last action."""
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
         self.taken: dict[UndelayedRun, int] = defaultdict(int)
@@ -83,12 +81,15 @@ class StageStreams:
         last = peers.layout.accumulation - 1
         self.pieces = [self._prepared(program.items_of(action, last)) for action in self.actions]
 
-    def run(self) -> Generator[object, None, None]:
-        """Run a step after a preceding one. Yield each awaited object until its time is known."""
-        yield from self._run(self.tail, "optimizer")
+    def begin(self) -> Generator[object, None, None]:
+        """Run what the preceding step leaves under way. Yield each awaited object until its time is known."""
+        yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = self.all.account(), 0, self.record
         self.taken.clear()
-        self.began = began = self.now
+        self.began = self.phase_began = self.now
+
+    def run_events(self) -> Generator[object, None, None]:
+        """Run all actions event by event. Yield each awaited object until its time is known."""
         if self.exchanges:
             self.following = self.batches[0]
             yield from self._exchange()
@@ -103,34 +104,33 @@ class StageStreams:
                 elif position == batch[-1]:
                     self.following = following
                 name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-                yield from self._run(self.pieces[position], name)
+                yield from self.run_items(self.pieces[position], name)
                 yield from self._exchange()
-                self.time.phase(action.kind, began, self.now)
-                began = self.now
-                if position in self.compared:
-                    self.times.append(self._times())
-                self.arrivals.clear()
+                self.time.phase(action.kind, self.phase_began, self.now)
+                self.phase_began = self.now
         for under_way in self.sent.values():
             while under_way:
                 yield from self._sent(under_way.popleft())
-        yield from self._run(self.tail, "optimizer")
-        self.time.phase(UPDATE, began, self.now)
+
+    def finish(self) -> Generator[object, None, None]:
+        """Run the update. Yield each awaited object until its time is known."""
+        yield from self.run_items(self.tail, "optimizer")
+        self.time.phase(UPDATE, self.phase_began, self.now)
         for run, times in self.taken.items():
             self.time.add(run.time, times)
 
-    def _times(self) -> Times:
-        """Return all times on which later times of this stage or of others can depend."""
+    def pending_times(self) -> Times:
+        """Return all times of the streams on which later times can depend."""
         ends = [over for under_way in self.under_way.values() for over, _ in under_way]
         known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
-        busy = [maximum(end, self.now) for end in (*self.streams.values(), *known)]
-        return [self.now, *busy, *self.arrivals]
+        return [self.now, *(maximum(end, self.now) for end in (*self.streams.values(), *known))]
 
     def _prepared(self, items: Sequence[Item]) -> StageItems:
         """Return `items` with each undelayed run as one item."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
             for whole, part in split_into_runs(items):
-                alone = whole and len(part) > 1 and self.all.ranks_per_core == 1
+                alone = whole and part and self.all.ranks_per_core == 1
                 found += [self._undelayed_run(part)] if alone else part
             self.all.prepared_items[id(items)] = found
         return self.all.prepared_items[id(items)]
@@ -144,7 +144,7 @@ class StageStreams:
             defaultdict(deque),
             self.all.account(),
         )
-        for waited in self._run(items, ""):
+        for waited in self.run_items(items, ""):
             raise AssertionError(f"a run waits for {waited}")
         keys = frozenset(item.key for item in items if isinstance(item, Issue))
         found = UndelayedRun(items, self.now, keys, self.time)
@@ -196,19 +196,19 @@ class StageStreams:
     def _transferred(self, start: float, end: float) -> None:
         """Wait until a message has arrived."""
         self.time.waited_for_message(self.now, start, end)
-        self.arrivals.append(end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
         self.now = maximum(self.now, end)
 
-    def _run(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
+    def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
+        """Run the items of an action. Yield each awaited object until its time is known."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
                     self.taken[item] += 1
                     self.now = self.now + item.seconds  # lanes are shared, so they are not changed in place
                 else:
-                    yield from self._run(item.items, name)
+                    yield from self.run_items(item.items, name)
             elif isinstance(item, OperatorBlock):
                 seconds = self._slowed(item.seconds)
                 if self.all.ranks_per_core > 1:
@@ -310,9 +310,3 @@ class StageStreams:
     def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
         if self.recording and seconds > 0:
             self.spans.append(Span(self.stage, stream, name, start, seconds))
-
-
-def _positions(groups: Sequence[Sequence[object]]) -> list[range]:
-    """Return the positions of the members of each group in the concatenation of all groups."""
-    ends = list(accumulate(map(len, groups), initial=0))
-    return [range(begin, end) for begin, end in pairwise(ends)]

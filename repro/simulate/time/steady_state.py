@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from repro.config import Layout
 from repro.parallel.pipeline.schedule import BACKWARD, Action
+from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.device import in_every_lane
 
 MEMORY = 3
@@ -28,12 +29,22 @@ MIN_SAVING = 1.5
 """Minimum ratio of all micro-batches to the scheduled ones."""
 
 Times = list[float]
-"""All times of a stage that matter after an action; see `repro.simulate.time.stage.StageStreams`."""
+"""All times of a stage that matter after an action."""
+
+
+class StageSamples(NamedTuple):
+    """State of a stage in the compared periods."""
+
+    times: list[Times]
+    """After each action."""
+    breakdowns: list[StageTime]
+    """After each period; empty without breakdowns."""
 
 
 class Cycle(NamedTuple):
     """Repetition of a steady state."""
 
+    periods: int
     micro_batches: int
     seconds: float
 
@@ -43,8 +54,8 @@ def with_micro_batches(layout: Layout, count: int) -> Layout:
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)
 
 
-def shorter_layouts(layout: Layout, least: int) -> Iterator[Layout]:
-    """Yield `layout` with few micro-batches and then more, as long as that saves work. None for gpipe.
+def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
+    """Yield few numbers of micro-batches and then more, as long as they save work. None for gpipe.
 
     `least`: minimum number of micro-batches.
     """
@@ -54,8 +65,13 @@ def shorter_layouts(layout: Layout, least: int) -> Iterator[Layout]:
     count = layout.pp + unit * (MEMORY + FIRST_TRANSIENT)
     count = -(-max(count, least) // unit) * unit
     while count * MIN_SAVING < layout.accumulation:
-        yield with_micro_batches(layout, count)
+        yield count
         count = -(-3 * count // (2 * unit)) * unit
+
+
+def is_period_end(layout: Layout, compared: range, position: int) -> bool:
+    """Return whether a period of the compared positions ends with the action at `position`."""
+    return (position + 1 - compared.start) % _period_actions(layout) == 0
 
 
 def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]], stage: int) -> range:
@@ -71,17 +87,14 @@ def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]], sta
     return range(stop - periods * length, stop)
 
 
-def find_cycle(layout: Layout, times: Sequence[Sequence[Times]]) -> Cycle | None:
-    """Return the shortest cycle; None if there is none yet.
-
-    `times`: for each stage, those after the actions at `compared_positions`.
-    """
+def find_cycle(layout: Layout, samples: Sequence[StageSamples]) -> Cycle | None:
+    """Return the shortest cycle; None if there is none yet. `samples`: of each stage, at its `compared_positions`."""
     length = _period_actions(layout)
-    for periods in range(1, len(times[0]) // length - MEMORY + 1):
-        latest = [of_stage[-(periods + MEMORY) * length :] for of_stage in times]
+    for periods in range(1, len(samples[0].times) // length - MEMORY + 1):
+        latest = [of_stage.times[-(periods + MEMORY) * length :] for of_stage in samples]
         seconds = latest[0][periods * length][0] - latest[0][0][0]
         if all(_grow_by(seconds, of_stage, periods * length) for of_stage in latest):
-            return Cycle(periods * _period_micro_batches(layout), seconds)
+            return Cycle(periods, periods * _period_micro_batches(layout), seconds)
     return None
 
 

@@ -193,11 +193,11 @@ def block(seconds: float) -> OperatorBlock:
 
 
 def pipeline(
-    layout: Layout, wire: float | Wire, pace: Sequence[float] = (), record: bool = False
+    layout: Layout, wire: float | Wire, pace: Sequence[float] = (), by_events: bool = False
 ) -> Timeline:
     """Forward 1 s and backward 2 s of a stage's micro-batch, and a barrier at the end.
 
-    `pace`: factor of the seconds of each stage. `record`: store the spans, so that every micro-batch is scheduled.
+    `pace`: factor of the seconds of each stage. `by_events`: schedule every event of every micro-batch.
     """
     p, v = layout.pp, layout.chunks
     messages = wire if isinstance(wire, Wire) else Wire(wire)
@@ -220,7 +220,7 @@ def pipeline(
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
         return StageProgram(segments, tail, micro_batches=3)
 
-    return schedule(layout, [made(stage) for stage in range(p)], messages, record=record)
+    return schedule(layout, [made(stage) for stage in range(p)], messages, by_events=by_events)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -282,7 +282,7 @@ def test_a_steady_state_stands_for_all_its_micro_batches(
         chunks=chunks if interleaved else 1,
         overlap=overlap,
     )
-    found, full = pipeline(layout, wire, pace), pipeline(layout, wire, pace, record=True)
+    found, full = pipeline(layout, wire, pace), pipeline(layout, wire, pace, by_events=True)
     assert found.step_s == pytest.approx(full.step_s, rel=1e-11)
     for mine, its in zip(found.stages, full.stages, strict=True):
         assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=1e-9)
