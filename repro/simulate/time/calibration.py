@@ -151,6 +151,21 @@ class MeasuredKernels:
     """Conditions of the measurement that predicted steps may not share."""
 
     @property
+    def passes_time(self) -> Unknown:
+        """The unknown of `passes`."""
+        return self.unknown("passes")
+
+    @property
+    def operator_time(self) -> Unknown:
+        """The unknown of `operator_s`."""
+        return self.unknown("operator_s")
+
+    @property
+    def attention_rate(self) -> Unknown:
+        """The unknown of `attention`."""
+        return self.unknown("attention")
+
+    @property
     def unknowns(self) -> tuple[Unknown, ...]:
         """Uncertain numbers of the kernels."""
         found = map(self.unknown, ("products", "others", "passes", "operator_s", "attention"))

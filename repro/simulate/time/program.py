@@ -193,7 +193,7 @@ class _ProgramCompiler:
                 took, label = self.seconds(event), label_of(event)
                 if at < len(events) and events[at] == Wait(event.work) and event.group == "tp":
                     at += 1
-                    took += self._late(event, apart)
+                    took = took + self._late(event, apart)  # `took` may be an array in a cache
                     apart = 0.0
                     parts[label] = parts.get(label, 0.0) + took
                     device += took
