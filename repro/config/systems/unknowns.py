@@ -82,10 +82,10 @@ class Unknown:
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
         quantiles.sort()
-        # Integers of a file remain integers, because records contain a digest of these values.
-        in_file = {number: number for number in (self.low, self.best, self.high)}
-        values = (in_file.get(value, value) for value in self.values_at(quantiles).tolist())
-        return dict(zip(values, quantiles, strict=True))
+        # Records contain a digest of these values, in which an integer of a file remains an integer.
+        in_file = {LOW: self.low, BEST: self.best, HIGH: self.high}
+        values = self.values_at(quantiles).tolist()
+        return {in_file.get(one, value): one for one, value in zip(quantiles, values, strict=True)}
 
     @property
     def moves(self) -> list[float]:
