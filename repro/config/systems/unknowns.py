@@ -67,7 +67,7 @@ class Unknown:
         inside = np.clip(quantiles, LOW, HIGH)
         below = self.low + (self.best - self.low) * inside / BEST
         above = self.best + (self.high - self.best) * (inside - BEST) / (HIGH - BEST)
-        values: Lanes = np.select((inside < BEST, inside < HIGH), (below, above), self.high)
+        values: Lanes = np.where(inside < BEST, below, np.where(inside < HIGH, above, self.high))
         values = values * REACH ** (quantiles - inside)
         if self._last_word in FRACTION_KEYS:
             return np.minimum(values, 1.0)
