@@ -118,6 +118,13 @@ def test_one_pass_times_every_case_as_a_system_without_arrays(name: str) -> None
         assert_cases_are_alone(experiment, load_system_file(system), traces, [0, 40, 111, -1, -17, -33])
 
 
+def test_the_delay_of_the_last_rank_does_not_change_the_seconds_of_a_collective() -> None:
+    """The arrays of repeated collectives come from a cache."""
+    experiment, traces = traced("tp")
+    system = with_values(load_system_file("dgx2"), {"device.time.jitter_s": 1e-6})
+    assert_cases_are_alone(experiment, system, traces, [0, 40, -1])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_one_pass_times_published_experiments_in_every_case(seed: int) -> None:
     random = Random(seed)
