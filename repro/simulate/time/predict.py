@@ -40,6 +40,7 @@ from repro.simulate.time.calibration import (
     calibration_point_of,
     prediction_basis,
     uncertain_numbers,
+    unknown_of,
 )
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels
 from repro.simulate.time.program import OPTIMIZER
@@ -71,19 +72,16 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
     the timed system, because both have the same device.
     """
 
-    def value(of: Unknown | None, cases: Mapping[str, Lanes]) -> Any:
+    def value(key: str, cases: Mapping[str, Lanes] = quantiles) -> Any:
+        of = unknown_of(generation, key)
         return of.values_at(cases.get(of.key, BEST)) if of is not None else 0.0
 
-    def kernels(products: Any, others: Any, cases: Mapping[str, Lanes]) -> Kernels:
-        passes, operator_s, attention = (
-            value(one, cases)
-            for one in (generation.passes_time, generation.operator_time, generation.attention_rate)
-        )
+    def kernels(products: Any, others: Any, cases: Mapping[str, Lanes] = quantiles) -> Kernels:
+        passes, operator_s, attention = (value(key, cases) for key in ("passes", "operator_s", "attention"))
         return Kernels(products, others, passes, operator_s, attention, generation.attention_start)
 
     if isinstance(generation, MeasuredKernels):
-        products, others = (value(generation.unknown(key), quantiles) for key in ("products", "others"))
-        return kernels(products, others, quantiles)
+        return kernels(value("products"), value("others"))
     model, layout = models.load_model(generation.model), generation.layout
     work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
 
@@ -101,11 +99,12 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
     seconds = few + (model.layers - SHALLOW_LAYERS) * (more - few) / (DEEP_LAYERS - SHALLOW_LAYERS)
     modelled, slower, slower_others = cast(Lanes, seconds).reshape(3, count)
 
-    beyond = work / value(generation.rate, quantiles) - modelled
+    rate = generation.rate
+    beyond = work / rate.values_at(quantiles.get(rate.key, BEST)) - modelled
     # If kernels are faster than the model, all have the same factor.
-    share = np.where(beyond > 0, value(generation.products_share, quantiles), 1.0)
+    share = np.where(beyond > 0, value("products"), 1.0)
     beyond /= share * (slower - slower_others) + slower_others - modelled
-    return kernels(1 + share * beyond, 1 + beyond, quantiles)
+    return kernels(1 + share * beyond, 1 + beyond)
 
 
 @lru_cache(maxsize=MAX_CASES)

@@ -270,7 +270,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
         alone = with_values(
             load_system_file(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0}
         )
-        (found,) = kernels_at(point, point.products_share.key, quantile)
+        (found,) = kernels_at(point, f"{point.name}: products", quantile)
         seconds = scheduled_step_seconds(experiment, alone, trace_roles(experiment), found)
         work = counts.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert seconds == pytest.approx(work / point.flops_per_device, rel=1e-3)
@@ -285,7 +285,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
 
 def test_kernels_that_beat_the_model_do_so_alike() -> None:
     point = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
-    slow, best = kernels_at(point, point.products_share.key, LOW, BEST)
+    slow, best = kernels_at(point, f"{point.name}: products", LOW, BEST)
     assert slow == best == alike(best)
     assert best.others < 1
 
