@@ -164,7 +164,7 @@ class PlacedGroups:
         """`devices`: number of devices per node."""
         self.layout, self.devices = layout, devices
         self.on_nodes, self.rings = cache(self._on_nodes), cache(self._rings)
-        self._pairs, self._messages = cache(self._pairs_of), cache(self._messages_of)
+        self.edge, self.messages = cache(self._edge), cache(self._messages)
 
     def neighbours(self, group: str) -> list[int]:
         """Return the ranks of a group on a node that has several of them."""
@@ -177,27 +177,8 @@ class PlacedGroups:
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 
-    def edge(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
-        """Return pairs of a sending rank of one stage and a receiving rank of another, which may be those of stages
-        with an equivalent placement."""
-        return self._pairs(*self._first_ranks(from_stage, to_stage, self.devices))
-
-    def messages(self, from_stage: int, to_stage: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
-        """Return the distinct placements of the messages from one stage to another."""
-        # A message uses all adapters near its device in turn, but a ring uses those of its communicator.
-        counts = counts._replace(switch=1)
-        return self._messages(
-            *self._first_ranks(from_stage, to_stage, self.devices * max(counts.pod, 1)), counts
-        )
-
-    def _first_ranks(self, from_stage: int, to_stage: int, period: int) -> tuple[int, int]:
-        """Return the first ranks of two stages, less a multiple of `period`, which does not change the placement."""
-        offsets = self.layout.offsets("pp")
-        ranks = offsets[from_stage], offsets[to_stage]
-        return ranks[0] - min(ranks) // period * period, ranks[1] - min(ranks) // period * period
-
-    def _pairs_of(self, sender: int, receiver: int) -> GroupsOnNodes:
-        """Return all pairs of ranks, of which the first is `sender` and `receiver`."""
+    def _edge(self, sender: int, receiver: int) -> GroupsOnNodes:
+        """Return all pairs of a rank of one stage and a rank of another, whose first ranks are these."""
         pairs = group_members(self.layout, "pp")[:, :1] + (sender, receiver)
         return GroupsOnNodes(pairs, pairs // self.devices)
 
@@ -220,8 +201,9 @@ class PlacedGroups:
         size = on.members.shape[1]
         return frozenset(_placed_ring(size, entries[chosen]) for chosen in _distinct_rows(has_entry)[0])
 
-    def _messages_of(self, sender: int, receiver: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
-        edge = self._pairs(sender, receiver)
+    def _messages(self, sender: int, receiver: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
+        """Return the distinct placements of the messages from one stage to another, whose first ranks are these."""
+        edge = self.edge(sender, receiver)
         across = edge.nodes > 1
         leaves = bool(across.any())
         pairs = edge.members[across] if leaves else edge.members
@@ -229,7 +211,8 @@ class PlacedGroups:
         rows = np.zeros((4, len(pairs)))
         rows[0] = senders.by_node(senders.ranks)[senders.node]
         if leaves:
-            rows[1:3] = self._adapter_shares(senders, across[across], counts)
+            # A message uses all adapters near its device in turn, but a ring uses those of its communicator.
+            rows[1:3] = self._adapter_shares(senders, across[across], counts._replace(switch=1))
             if counts.pod:
                 pods = pairs // self.devices // counts.pod
                 ways = 2 * pods + (0, 1)  # out of the sender's, into the receiver's

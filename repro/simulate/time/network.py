@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property, reduce
 from itertools import accumulate
-from math import log2
+from math import lcm, log2
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -108,6 +108,7 @@ class Network:
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
         # A step repeats the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
+        self._message_seconds = cache(self._message_seconds_of)
 
     @cached_property
     def overlap_cost(self) -> float:
@@ -164,11 +165,29 @@ class Network:
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        link = self._edge_link(from_stage, to_stage)
+        """Return the seconds between two stages, which are those between the first stages on such nodes."""
+        offsets = self.layout.offsets("pp")
+        sender, receiver = offsets[from_stage], offsets[to_stage]
+        shift = min(sender, receiver) // self._period * self._period
+        return self._message_seconds(payload, sender - shift, receiver - shift)
+
+    @cached_property
+    def _period(self) -> int:
+        """Number of ranks after which the placement of messages on nodes and pods repeats."""
+        pods = (
+            [counts.pod for counts in self._node_counts if counts.pod]
+            if BETWEEN_NODES in self.system.links
+            else []
+        )
+        return self._placed.devices * lcm(*pods)
+
+    def _message_seconds_of(self, payload: int, sender: int, receiver: int) -> float:
+        """Return the seconds between two stages, whose first ranks are `sender` and `receiver`."""
+        link = self._edge_link(sender, receiver)
         measured = self._measured(SEND, link)
         if measured is not None:
             return interpolate(measured, payload)
-        return self.number(link, "latency_s") + payload / self._edge_rate(from_stage, to_stage)
+        return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def link(self, group: str) -> str:
         """Return the slowest class of links that any group of this axis needs; empty for one rank."""
@@ -278,15 +297,15 @@ class Network:
             rate = minimum(rate, uplink / uplink_users)
         return rate
 
-    def _slowest_link(self, from_stage: int, to_stage: int) -> str:
-        edge = self._placed.edge(from_stage, to_stage)
+    def _slowest_link(self, sender: int, receiver: int) -> str:
+        edge = self._placed.edge(sender, receiver)
         if (edge.nodes > 1).any():
             return BETWEEN_NODES
         return self.placement.link_of("pp", edge.members[0].tolist())
 
-    def _slowest_rate(self, from_stage: int, to_stage: int) -> float:
+    def _slowest_rate(self, sender: int, receiver: int) -> float:
         """Return the bytes/s of a rank of one stage that sends to another, while all ranks of the stage send."""
-        link = self._edge_link(from_stage, to_stage)
+        link = self._edge_link(sender, receiver)
 
         def rate(placed: PlacedMessage, counts: NodeCounts) -> float:
             if placed.share is None:
@@ -294,7 +313,7 @@ class Network:
             return self._rate_between((placed.share,), placed.uplink_users, counts)
 
         def slowest(counts: NodeCounts) -> float:
-            placed = self._placed.messages(from_stage, to_stage, counts)
+            placed = self._placed.messages(sender, receiver, counts)
             return reduce(minimum, (rate(message, counts) for message in placed))
 
         return self._in_node_counts(link, slowest)
