@@ -1,8 +1,8 @@
 """Predicted step time: the kernels of a calibration point, the schedule of the traces, and the prediction interval.
 
 The interval comes from one trace that is timed in all cases in one pass: each unknown at values in and around its range
-with all others at their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from its published
-point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
+with all others at their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from
+its published point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
 """
 
 from __future__ import annotations
