@@ -111,15 +111,12 @@ def simulated_system(experiment: Experiment) -> System:
 def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment and return its record; an exception becomes a failed record."""
     from repro.simulate.step import simulate
-    from repro.simulate.time.predict import with_curves
 
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
         gloo = experiment.network is not None  # gloo allocates buffers for its messages
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
-        if simulation.time is not None:
-            simulation = replace(simulation, time=with_curves(simulation.time))
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(
             experiment, describe_error(error), suite=suite, wall_s=time.perf_counter() - began

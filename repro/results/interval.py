@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,10 +81,10 @@ class StepInterval(RecordPart):
         return possible_range(self.cases(), best)
 
     def summary(self, best: float) -> dict[str, Any]:
-        """Return JSON data for a step that takes `best` at the best values."""
+        """Return JSON data for a step that takes `best` at the best values, without curves."""
         low, high = self.likely_range(best)
         least, most = self.possible_range(best)
-        moves = [{**move.as_dict(), "span": move.span / best} for move in self.moves]
+        moves = [{**replace(move, curve=None).as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 
     def seconds_in(self, case: Case, best: float) -> float:

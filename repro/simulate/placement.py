@@ -23,6 +23,21 @@ GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
 """The groups of a rank, as `repro.parallel.mesh.Mesh` names them."""
 
 
+def group_members(layout: Layout, group: str) -> npt.NDArray[Any]:
+    """Return all groups of one of `GROUPS` with more than one member, as ranks [groups, members]."""
+    if group == "world":
+        return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
+    axis = "pp" if group == "embedding" else group
+    offsets = np.array(layout.offsets(axis))
+    if len(offsets) == 1:
+        return np.empty((0, 0), dtype=int)
+    first = np.arange(layout.world)
+    for one in layout.within(axis):
+        first = first[first // layout.strides[one] % getattr(layout, one) == 0]
+    found = first[:, None] + offsets
+    return found[:, [0, -1]] if group == "embedding" else found
+
+
 @dataclass(frozen=True)
 class Placement:
     """The ranks of `layout` on the nodes of `system`.
@@ -37,26 +52,11 @@ class Placement:
     def node_of(self, rank: int) -> int:
         """Return the node of `rank`; `ConfigError` if the number of devices per node is needed and unknown."""
         assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
-        return rank // self._devices_per_node
+        return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the node of each of `ranks`."""
-        return ranks // self._devices_per_node
-
-    def members(self, group: str) -> npt.NDArray[Any]:
-        """Return all groups of one of `GROUPS` with more than one member, as ranks [groups, members]."""
-        layout = self.layout
-        if group == "world":
-            return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
-        axis = "pp" if group == "embedding" else group
-        offsets = np.array(layout.offsets(axis))
-        if len(offsets) == 1:
-            return np.empty((0, 0), dtype=int)
-        first = np.arange(layout.world)
-        for one in layout.within(axis):
-            first = first[first // layout.strides[one] % getattr(layout, one) == 0]
-        found = first[:, None] + offsets
-        return found[:, [0, -1]] if group == "embedding" else found
+        return ranks // self.devices_per_node
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
         """Return the slowest class of links that the members of `group` need to reach each other.
@@ -93,7 +93,8 @@ class Placement:
         return layout.group_of(group, rank)
 
     @cached_property
-    def _devices_per_node(self) -> int:
+    def devices_per_node(self) -> int:
+        """Return the ranks of a full node; all ranks if they are processes of one processor."""
         processor = "memory" in self.system.links and BETWEEN_NODES not in self.system.links
         if self.layout.world == 1 or processor:
             return self.layout.world

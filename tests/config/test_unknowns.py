@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,15 +16,15 @@ from repro.config.systems.unknowns import (
     BEST,
     DRAWS,
     HIGH,
-    JOINT,
     LOW,
-    QuantileCase,
     Unknown,
     drawn,
+    quantiles_in_cases,
     unknowns,
     with_values,
 )
 from repro.measure.local_system import load_system
+from tests.config.system_arrays import array_values
 from tests.config.system_texts import NODES, PRODUCTS, PROVENANCE
 
 DEVICE = """
@@ -105,15 +106,15 @@ def test_a_number_that_is_assumed_is_unknown_as_well_but_not_beside_a_measuremen
 def test_a_system_with_other_values_has_these_and_no_others(name: str) -> None:
     system = load_system_file(name)
     found = {one.key: one for one in unknowns(system)}
-    assert drawn(system, QuantileCase()) is system
+    assert drawn(system, {}) is system
     for key, one in found.items():
-        for quantile, value in ((LOW, one.low), (HIGH, one.high)):
-            other = drawn(system, QuantileCase(key, quantile))
-            assert (other == system) == (value == one.best)
-            left = {each.key: each for each in unknowns(other)}
-            if value == one.best:
-                continue
-            assert left == {other_key: each for other_key, each in found.items() if other_key != key}
+        other = drawn(system, {key: np.array([LOW, BEST, HIGH])})
+        assert {name: values.tolist() for name, values in array_values(other).items()} == (
+            {key: [one.low, one.best, one.high]} if key.startswith(("device.", "links.")) else {}
+        )
+        assert {each.key: each for each in unknowns(other)} == {
+            other_key: each for other_key, each in found.items() if other_key != key
+        }
     moved = with_values(system, {"device.time.kernel_s": 1.0, "links.inter-node.rings": 3, "nodes": 7})
     assert (moved.timing.kernel_s, moved.links["inter-node"].rings.value, moved.nodes.value) == (1.0, 3, 7)
     assert moved.nodes.source == system.nodes.source
@@ -125,20 +126,22 @@ def test_values_rise_with_the_quantile_between_the_ends(
 ) -> None:
     one = Unknown(key="device.x", low=low, best=low + more, high=low + more + yet, source="")
     first, second = sorted((a, b))
-    assert one.value_at(LOW) == one.low
-    assert one.value_at(BEST) == one.best
-    assert one.value_at(HIGH) == pytest.approx(one.high)
+    assert one.values_at([LOW, BEST, HIGH]).tolist() == [one.low, one.best, one.high]
     slack = 1e-9
-    assert one.low - slack <= one.value_at(first) <= one.value_at(second) + slack <= one.high + 2 * slack
+    lower, upper = one.values_at([first, second])
+    assert one.low - slack <= lower <= upper + slack <= one.high + 2 * slack
 
 
-def test_joint_draws_fill_every_part_of_a_range_alike_and_stay_as_they_are() -> None:
-    for key in ("a", "b"):
-        column = [case.quantile_of(key) for case in JOINT]
-        assert sorted(int(part * DRAWS) for part in column) == list(range(DRAWS))
-    assert [case.quantile_of("a") for case in JOINT] != [case.quantile_of("b") for case in JOINT]
-    assert [round(case.quantile_of("links.inter-node.rings"), 4) for case in JOINT[:2]] == [
-        round(QuantileCase(number=number).quantile_of("links.inter-node.rings"), 4) for number in (0, 1)
-    ]
-    whole = Unknown(key="links.inter-node.rings", low=1, best=1, high=8, source="")
-    assert {whole.value_at(case.quantile_of(whole.key)) for case in JOINT} == set(range(1, 9))
+def test_each_unknown_moves_alone_and_joint_draws_fill_every_part_of_a_range_alike() -> None:
+    keys = ("links.inter-node.rings", "device.x")
+    found = tuple(Unknown(key=key, low=1, best=1, high=8, source="") for key in keys)
+    quantiles = quantiles_in_cases(found)
+    alone = {key: column[:-DRAWS] for key, column in quantiles.items()}
+    joint = {key: column[-DRAWS:] for key, column in quantiles.items()}
+    assert alone[keys[0]].tolist() == [*found[0].moves, *[BEST] * len(found[1].moves)]
+    assert alone[keys[1]].tolist() == [*[BEST] * len(found[0].moves), *found[1].moves]
+    for column in joint.values():
+        assert sorted((column * DRAWS).astype(int).tolist()) == list(range(DRAWS))
+    assert joint[keys[0]].tolist() != joint[keys[1]].tolist()
+    assert quantiles_in_cases(found[:1])[keys[0]][-DRAWS:].tolist() == joint[keys[0]].tolist()
+    assert set(found[0].values_at(joint[keys[0]]).tolist()) == set(range(1, 9))

@@ -15,7 +15,7 @@ from repro.config.layout import ORDERS
 from repro.config.system import Quantity, System
 from repro.config.systems import load_system_file
 from repro.parallel import mesh
-from repro.simulate.placement import GROUPS, Placement
+from repro.simulate.placement import GROUPS, Placement, group_members
 from repro.simulate.time.interconnect import GroupsOnNodes
 
 
@@ -83,7 +83,7 @@ def test_edges_of_one_pipeline_differ() -> None:
 
 def test_members_that_share_a_node() -> None:
     placement = on("dgx2", tp=4, dp=64)
-    groups = placement.members("dp")
+    groups = group_members(placement.layout, "dp")
     on_nodes = GroupsOnNodes(groups, placement.nodes(groups))
     assert set(on_nodes.ranks) == {4}
     assert set(on_nodes.nodes) == {16}
@@ -146,7 +146,7 @@ def test_groups_are_those_of_the_mesh(
     real = mesh.shape_only_mesh(layout, rank)
     for group in GROUPS:
         everywhere = {placement.ranks_of(group, r) for r in range(layout.world)}
-        assert {tuple(ranks) for ranks in placement.members(group).tolist()} == {
+        assert {tuple(ranks) for ranks in group_members(placement.layout, group).tolist()} == {
             g for g in everywhere if len(g) > 1
         }
         ranks = getattr(real, group).ranks

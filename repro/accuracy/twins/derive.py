@@ -17,7 +17,7 @@ from repro.config.system import System
 from repro.emulate.network import payload_share
 from repro.measure.local_system import load_system
 from repro.model import counts
-from repro.simulate.placement import BETWEEN_NODES, Placement
+from repro.simulate.placement import BETWEEN_NODES, Placement, group_members
 from repro.simulate.time.emulated import emulated_system, product_rate
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
@@ -217,7 +217,7 @@ def _rounded(rate: float) -> float:
 def _ring_inside(member: Member, group: str) -> bool:
     """Return whether rings of `group` that leave a node also have hops inside it."""
     placed = Placement(member.twin.layout, member.machine)
-    nodes = placed.nodes(placed.members(group))
+    nodes = placed.nodes(group_members(placed.layout, group))
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]
 
 
@@ -229,7 +229,7 @@ def _unused(shape: TwinShape) -> float:
 def _across(member: Member, group: str) -> float:
     """Return the bytes/s of a ring of `group` that only the nodes' links limit."""
     placed = Placement(member.twin.layout, member.machine)
-    members = placed.members(group)
+    members = group_members(placed.layout, group)
     nodes = placed.nodes(members)
     sharing = max(
         sum(node in row and len(set(row)) > 1 for row in nodes.tolist())

@@ -1,21 +1,28 @@
-"""Uncertain numbers of a system, which have a range, and the system with other values of them.
+"""Uncertain numbers of a system, which have a range, and the system with their values in many cases.
 
 A case gives every unknown a quantile: 0 at the low end, 1/2 at the best value, 1 at the high end.  The quantiles of a
-key are equal for every system and every run, so that two predictions can be compared case by case.
+key are equal for every system and every run, so that two predictions can be compared case by case.  A system in many
+cases has arrays in place of its unknowns, with one entry for each case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from random import Random
-from typing import Any, cast
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from repro.config.links import KEYS
 from repro.config.quantity import Quantity
 from repro.config.system import System
 
+Lanes: TypeAlias = npt.NDArray[Any]
+"""Numbers in several cases, [cases]."""
 PACE = "device.time.pace"
 """Key of the speed of a device relative to its kind, which scales its compute time."""
 SPREAD = "device.time.spread"
@@ -24,6 +31,8 @@ PER_RANGE = 4
 """Number of search steps from one end of a range to the other."""
 DRAWS = 64
 """Number of joint draws of all unknowns."""
+MAX_CASES = 32
+"""Maximum number of sets of unknowns whose cases are cached."""
 COUNTED_KEYS = ("rings", "adapters", "switch", "pod", "multiprocessors", "devices_per_node", "nodes")
 """Last words of keys that are counts."""
 FRACTION_KEYS = (
@@ -35,28 +44,6 @@ LOW, BEST, HIGH = 0.0, 0.5, 1.0
 """Quantiles of the low end of a range, the best value and the high end."""
 REACH = 4.0
 """Factor of a search outside the range: quantile -1 is the low end divided by it, 2 the high end times it."""
-
-
-@dataclass(frozen=True)
-class QuantileCase:
-    """Quantiles of all unknowns."""
-
-    moved: str = ""
-    """Key of the unknown that is not at its best value."""
-    quantile: float = BEST
-    """Quantile of the moved unknown."""
-    number: int | None = None
-    """Index of a joint draw, in which all unknowns are moved; None for a single move."""
-
-    def quantile_of(self, key: str) -> float:
-        """Return the quantile of `key`."""
-        if self.number is not None:
-            return _column(key)[self.number]
-        return self.quantile if key == self.moved else BEST
-
-
-JOINT = tuple(QuantileCase(number=number) for number in range(DRAWS))
-"""Latin hypercube; a column depends on its key only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,35 +58,43 @@ class Unknown:
     source: str
     """Source, with the reasons for both ends."""
 
-    def value_at(self, quantile: float) -> float:
-        """Return the value at `quantile`: half of the draws are on either side of the best value.
+    def values_at(self, quantiles: float | Sequence[float] | Lanes) -> Lanes:
+        """Return the value at each of `quantiles`: half of the draws are on either side of the best value.
 
         Quantiles from -1 to 0 and from 1 to 2 are outside the range, up to the factor `REACH`.
         """
-        exact = {LOW: self.low, BEST: self.best, HIGH: self.high}
-        if quantile in exact:
-            return exact[quantile]
-        what = self.key.rpartition(".")[2]
-        if quantile < LOW:
-            value = self.low * REACH**quantile
-        elif quantile > HIGH:
-            value = self.high * REACH ** (quantile - HIGH)
-            value = min(value, 1.0) if what in FRACTION_KEYS else value
-        elif quantile < BEST:
-            value = self.low + (self.best - self.low) * quantile / BEST
-        else:
-            value = self.best + (self.high - self.best) * (quantile - BEST) / (HIGH - BEST)
-        return max(1.0, float(round(value))) if what in COUNTED_KEYS else value
+        quantiles = np.asarray(quantiles)
+        inside = np.clip(quantiles, LOW, HIGH)
+        below = self.low + (self.best - self.low) * inside / BEST
+        above = self.best + (self.high - self.best) * (inside - BEST) / (HIGH - BEST)
+        values: Lanes = np.where(inside < BEST, below, np.where(inside < HIGH, above, self.high))
+        values = values * REACH ** (quantiles - inside)
+        if self._last_word in FRACTION_KEYS:
+            return np.minimum(values, 1.0)
+        return np.maximum(np.round(values), 1.0) if self._last_word in COUNTED_KEYS else values
 
-    @property
+    @cached_property
     def around(self) -> dict[float, float]:
         """Return rising values in and around the range with their quantiles; for counts, every integer in the range."""
         quantiles = [step / PER_RANGE for step in range(-PER_RANGE, 2 * PER_RANGE + 1)]
-        if self.key.rpartition(".")[2] in COUNTED_KEYS:
+        if self._last_word in COUNTED_KEYS:
             for side, best in ((self.low, LOW), (self.high, HIGH)):
                 steps = round(abs(side - self.best))
                 quantiles += [BEST + (best - BEST) * step / steps for step in range(1, steps)]
-        return {self.value_at(quantile): quantile for quantile in sorted(quantiles)}
+        quantiles.sort()
+        # Records contain a digest of these values, in which an integer of a file remains an integer.
+        in_file = {LOW: self.low, BEST: self.best, HIGH: self.high}
+        values = self.values_at(quantiles).tolist()
+        return {in_file.get(one, value): one for one, value in zip(quantiles, values, strict=True)}
+
+    @property
+    def moves(self) -> list[float]:
+        """Return the quantiles of the cases in which this unknown alone is moved: both ends, and those of `around`."""
+        return sorted({LOW, HIGH, *self.around.values()})
+
+    @property
+    def _last_word(self) -> str:
+        return self.key.rpartition(".")[2]
 
 
 def unknowns(system: System) -> tuple[Unknown, ...]:
@@ -118,32 +113,44 @@ def make_unknown(key: str, number: Quantity) -> Unknown:
     return Unknown(key=key, low=low, best=best, high=high, source=number.source)
 
 
-def with_values(system: System, values: Mapping[str, float]) -> System:
-    """Return `system` with other values of these keys, which then have no range."""
-    known = dict(_quantities(system))
+@lru_cache(maxsize=MAX_CASES)
+def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
+    """Return the quantile of each unknown in every case, by key, [cases].
+
+    First, each unknown in order is moved alone to each of its `Unknown.moves`. Then follow `DRAWS` joint draws, a
+    Latin hypercube whose columns depend on the key alone.
+    """
+    moves = [(one.key, quantile) for one in found for quantile in one.moves]
+    return {
+        one.key: np.array(
+            [quantile if key == one.key else BEST for key, quantile in moves] + _column(one.key)
+        )
+        for one in found
+    }
+
+
+def drawn(system: System, quantiles: Mapping[str, Lanes]) -> System:
+    """Return `system` with arrays in place of the unknowns in `quantiles`: their values at these quantiles."""
+    found = (one for one in unknowns(system) if one.key in quantiles)
+    return with_values(system, {one.key: one.values_at(quantiles[one.key]) for one in found})
+
+
+def with_values(system: System, values: Mapping[str, float | Lanes]) -> System:
+    """Return `system` with other values of these keys, which then have no range.
+
+    A value may be an array with one entry for each case. Values are not checked, unlike those of a file.
+    """
     for key, value in values.items():
-        number = Quantity(value=value, source=known[key].source)
-        system = _replaced(system, key, number)
+        system = _replaced(system, key.split("."), value)
     return system
 
 
-def drawn(system: System, case: QuantileCase, only: Collection[str] | None = None) -> System:
-    """Return `system` with the values of `case`; `only`: of these keys, with all others at their best values."""
-    moved = {
-        one.key: value
-        for one in unknowns(system)
-        if (only is None or one.key in only)
-        and (value := one.value_at(case.quantile_of(one.key))) != one.best
-    }
-    return with_values(system, moved)
-
-
-@cache
-def _column(key: str) -> tuple[float, ...]:
+def _column(key: str) -> list[float]:
+    """Return the quantile of `key` in each joint draw."""
     random = Random(key)
     strata = list(range(DRAWS))
     random.shuffle(strata)
-    return tuple((stratum + random.random()) / DRAWS for stratum in strata)
+    return [(stratum + random.random()) / DRAWS for stratum in strata]
 
 
 def _quantities(system: System) -> Iterator[tuple[str, Quantity]]:
@@ -167,16 +174,14 @@ def _numbers(cls: type[object]) -> list[str]:
     return [field.name for field in fields(cls) if field.type == Quantity.__name__]  # type: ignore[arg-type]
 
 
-def _replaced(system: System, key: str, number: Quantity) -> System:
-    *place, name = key.split(".")
-    device, changed = system.device, cast(Any, {name: number})
-    match place:
-        case ["device", "time"]:
-            return replace(system, device=replace(device, time=replace(device.time, **changed)))
-        case ["device", "peak_flops"]:
-            return replace(system, device=replace(device, peak_flops=device.peak_flops | changed))
-        case ["device"]:
-            return replace(system, device=replace(device, **changed))
-        case ["links", link]:
-            return replace(system, links=system.links | {link: replace(system.links[link], **changed)})
-    return replace(system, **changed)
+def _replaced(owner: Any, place: Sequence[str], value: float | Lanes) -> Any:
+    """Return a copy of a dataclass or a dictionary with another value of the number at `place`."""
+    name, *inside = place
+    changed = copy(owner)
+    entries = changed if isinstance(owner, dict) else vars(changed)
+    if inside:
+        entries[name] = _replaced(entries[name], inside, value)
+    else:
+        entries[name] = copy(entries[name])
+        vars(entries[name]).update(value=value, low=None, high=None)
+    return changed

@@ -85,32 +85,10 @@ class CalibrationPoint:
         return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
-    def products_share(self) -> Unknown:
-        """The unknown of `products`."""
-        return make_unknown(f"{self.name}: products", self.products)
-
-    @property
-    def passes_time(self) -> Unknown:
-        """The unknown of `passes`."""
-        return make_unknown(f"{self.name}: passes", self.passes)
-
-    @property
-    def operator_time(self) -> Unknown | None:
-        """The unknown of `operator_s`; None if it has no value."""
-        return (
-            make_unknown(f"{self.name}: operator_s", self.operator_s) if self.operator_s is not None else None
-        )
-
-    @property
-    def attention_rate(self) -> Unknown | None:
-        """The unknown of `attention`; None if it has no value."""
-        return make_unknown(f"{self.name}: attention", self.attention) if self.attention is not None else None
-
-    @property
     def unknowns(self) -> tuple[Unknown, ...]:
         """Uncertain numbers of the point."""
-        found = (self.rate, self.products_share, self.passes_time, self.operator_time, self.attention_rate)
-        return tuple(one for one in found if one is not None and one.low < one.high)
+        numbers = (unknown_of(self, key) for key in ("products", "passes", "operator_s", "attention"))
+        return tuple(one for one in (self.rate, *numbers) if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:
         """Return the published run with `model` in place of the full model."""
@@ -153,12 +131,8 @@ class MeasuredKernels:
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
         """Uncertain numbers of the kernels."""
-        found = map(self.unknown, ("products", "others", "passes", "operator_s", "attention"))
-        return tuple(one for one in found if one.low < one.high)
-
-    def unknown(self, key: str) -> Unknown:
-        """Return the unknown of a number."""
-        return make_unknown(f"{self.name}: {key}", getattr(self, key))
+        keys = ("products", "others", "passes", "operator_s", "attention")
+        return tuple(one for key in keys if (one := unknown_of(self, key)) is not None and one.low < one.high)
 
     def runs(self, kernels: OperatorSet, device: str) -> bool:
         """Return whether layouts with these kernels run this software on the device of that name."""
@@ -169,6 +143,12 @@ class MeasuredKernels:
 
 Generation: TypeAlias = CalibrationPoint | MeasuredKernels
 """Software whose kernels are calibrated on a device."""
+
+
+def unknown_of(generation: Generation, key: str) -> Unknown | None:
+    """Return the unknown of a generation's number, such as `products`; None if the number has no value."""
+    number: Quantity | None = getattr(generation, key)
+    return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
 
 @cache

@@ -18,20 +18,16 @@ maximum and minimum, so one pass times the step in every case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, lru_cache, reduce
 from math import ceil, erfc, expm1, log1p, prod, sqrt
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from repro.config.system import System
 from repro.config.timing import EXCHANGE, MESSAGE, UNALIGNED_MATMUL
 from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operator
-
-Lanes: TypeAlias = npt.NDArray[Any]
-"""Seconds, [lanes]."""
 
 
 def maximum(first: float, other: float) -> float:
@@ -53,9 +49,11 @@ def minimum(first: float, other: float) -> float:
     return min(first, other)
 
 
-def ceiling(number: float) -> float:
-    """Return the number rounded up, in each lane."""
-    return cast(float, np.ceil(number)) if isinstance(number, np.ndarray) else ceil(number)
+def nonzero_or(number: float | None, other: float) -> float:
+    """Return the number, or `other` if it is 0 or unknown, in each lane."""
+    if isinstance(number, np.ndarray):
+        return cast(float, np.where(number, number, other))
+    return number or other
 
 
 def in_any_lane(condition: Any) -> bool:
@@ -74,7 +72,7 @@ INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 
 def slowest_device_factor(spread: float, devices: int) -> float:
     """Return the time of the slowest of `devices` over the mean. `spread` is the standard deviation over the mean."""
-    return 1.0 + spread * expected_maximum(devices) if spread else 1.0
+    return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
 def last_arrival_delay(jitter_s: float, seconds: float, members: int) -> float:
@@ -164,7 +162,7 @@ MODELLED_KERNELS = Kernels.alike(1.0)
 class DeviceCost:
     """Time of operators on a device of `system` at one precision, for the slowest of the synchronous devices.
 
-    Its numbers may be lanes (`repro.simulate.time.network`).
+    Its numbers are lanes where numbers of the system or of the kernels are.
     """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):
@@ -176,8 +174,9 @@ class DeviceCost:
         self.system, self.kernels, self.pace = system, kernels, time.pace
         self.slowest = slowest_device_factor(time.spread, devices)
         self.rates = system.device.operators
-        self.launch_s, self.operator_s = time.launch_s, kernels.operator_s or time.launch_s
-        self.backward_s = kernels.operator_s or time.backward_launch_s or time.launch_s
+        self.launch_s = time.launch_s
+        self.operator_s = nonzero_or(kernels.operator_s, self.launch_s)
+        self.backward_s = nonzero_or(kernels.operator_s, nonzero_or(time.backward_launch_s, self.launch_s))
         self.message_s = self.rates[MESSAGE].fixed_s if MESSAGE in self.rates else 0.0
         self.exchange_s = self.rates[EXCHANGE].fixed_s if EXCHANGE in self.rates else 0.0
         self.jitter_s = time.jitter_s
@@ -187,16 +186,17 @@ class DeviceCost:
             known = system.device.memory_bandwidth.known("device.memory_bandwidth", system=system.name)
             self.bandwidth = known * time.memory_efficiency
             self.peak = system.peak(precision) * time.matmul_efficiency
-        unaligned = time.unaligned_flops
-        self.unthrottled = self.peak * max(1.0, (time.unthrottled_efficiency or 0.0) / time.matmul_efficiency)
-        self.unaligned = min(unaligned, self.peak) if unaligned else 0.0
+        unthrottled = nonzero_or(time.unthrottled_efficiency, time.matmul_efficiency)
+        self.unthrottled = self.peak * maximum(1.0, unthrottled / time.matmul_efficiency)
+        self.unaligned = minimum(nonzero_or(time.unaligned_flops, 0.0), self.peak)
         self.units = time.multiprocessors
         slow = system.device.peak_flops.get("fp32")
-        self.slow_peak = slow.value * time.matmul_efficiency if slow is not None and slow.value else 0.0
+        self.slow_peak = 0.0 if slow is None or slow.value is None else slow.value * time.matmul_efficiency
         self.host_bandwidth = 0.0
-        if "pcie" in system.links and system.links["pcie"].bandwidth.value is not None:
-            efficiency = system.links["pcie"].used("pcie", "efficiency").value or 1.0
-            self.host_bandwidth = system.links["pcie"].bandwidth.value * efficiency
+        if "pcie" in system.links and (bandwidth := system.links["pcie"].bandwidth.value) is not None:
+            self.host_bandwidth = bandwidth * system.links["pcie"].used("pcie", "efficiency").known(
+                "links.pcie.efficiency"
+            )
         self.seconds = lru_cache(maxsize=None)(lambda operator: self._seconds(operator) * self.slowest)
 
     def _seconds(self, operator: Operator) -> float:
@@ -271,42 +271,32 @@ class DeviceCost:
 
     def _product(self, operator: Operator, peak: float) -> float:
         batch, m, n, k = product_sizes(operator)
-        best = reduce(minimum, (self._tiled(batch, m, n, k, tile, peak) for tile in TILES))
-        return maximum(best, self._moved(operator))
+        if isinstance(self.units, np.ndarray):
+            distinct, place = np.unique(self.units, return_inverse=True)
+            works = np.array([split_flops(batch, m, n, k, units) for units in distinct.tolist()])[place].T
+        else:
+            works = split_flops(batch, m, n, k, self.units)
+        summed = ((parts > 1) * (parts + 1) * 4 * batch * m * n for parts in SPLITS)
+        times = (work / peak + moved / self.bandwidth for work, moved in zip(works, summed, strict=True))
+        return maximum(reduce(minimum, times), self._moved(operator))
 
-    def _tiled(self, batch: int, m: int, n: int, k: int, tile: tuple[int, int], peak: float) -> float:
-        rows, columns = tile
-        tiles = batch * ceiling(m / rows) * ceiling(n / columns)
-        step = (
-            2
-            * rows
-            * columns
-            / (peak / self.units)
-            * _shared_memory_cost(rows, columns)
-            / _shared_memory_cost(*TILES[0])
+
+@lru_cache(maxsize=4096)
+def split_flops(batch: int, m: int, n: int, k: int, units: float) -> list[float]:
+    """Return the work of a product with the best tile for each of `SPLITS`, in FLOP at the rate of the largest tile.
+
+    `units`: number of multiprocessors, each of which takes its tiles one after another.
+    """
+    return [
+        min(
+            ceil(batch * ceil(m / rows) * ceil(n / columns) * parts / units)
+            * (ceil(k / parts) + PROLOGUE)
+            * (2 * rows * columns * units)
+            * (_shared_memory_cost(rows, columns) / _shared_memory_cost(*TILES[0]))
+            for rows, columns in TILES
         )
-        split = (
-            ceiling(tiles * parts / self.units) * (ceiling(k / parts) + PROLOGUE) * step
-            + (parts > 1) * (parts + 1) * 4 * batch * m * n / self.bandwidth
-            for parts in SPLITS
-        )
-        return reduce(minimum, split)
-
-
-class SeveralDevices(DeviceCost):
-    """`DeviceCost` of several systems that are not calibrated, with every operator's seconds in lanes, [systems]."""
-
-    def __init__(self, systems: Sequence[System], precision: str, kernels: Sequence[Kernels], devices: int):
-        each = [
-            DeviceCost(system, precision, generation, devices)
-            for system, generation in zip(systems, kernels, strict=True)
-        ]
-        super().__init__(systems[0], precision, devices=devices)
-        assert not self.rates, "what was measured is not in doubt"
-        for name, number in vars(self).items():
-            if isinstance(number, (float, int)):
-                vars(self)[name] = np.array([getattr(one, name) for one in each])
-        self.kernels = Kernels(*(cast(float, np.array(of_lanes)) for of_lanes in zip(*kernels, strict=True)))
+        for parts in SPLITS
+    ]
 
 
 def bytes_moved(operator: Operator) -> int:

@@ -15,11 +15,10 @@ small messages, and trees over two nodes with few adapters. Such trees reach up 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property, reduce
 from itertools import accumulate
-from math import log2
+from math import lcm, log2
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -27,9 +26,19 @@ import numpy as np
 from repro.config import Layout
 from repro.config.links import Collective
 from repro.config.system import System
+from repro.config.systems.unknowns import Lanes
 from repro.parallel.ledger import RING_PASSES, SEND, messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
-from repro.simulate.time.interconnect import Adapters, GroupsOnNodes, Numbers, Pods, Ring
+from repro.simulate.time.device import maximum, minimum
+from repro.simulate.time.interconnect import (
+    AdapterShare,
+    NodeCounts,
+    PlacedGroups,
+    PlacedMessage,
+    PlacedRing,
+    Ring,
+    placed_groups,
+)
 
 
 class GroupSpan(NamedTuple):
@@ -90,27 +99,23 @@ PCIE = "pcie"
 
 
 class Network:
-    """The links of `system` as the groups of `layout` use them."""
+    """The links of `system` as the groups of `layout` use them; times are arrays if numbers of the system are."""
 
-    def __init__(self, system: System, layout: Layout, like: Network | None = None):
-        """`like`: a network with the same layout and devices per node, whose placement of groups is reused."""
+    def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
         self._link, self._rings = cache(self._link_of), cache(self._rings_of)
-        self._spans = cache(self._spans_of)
-        self._on_nodes, self._edge = cache(self._on_nodes_of), cache(self._edge_of)
-        if like is not None:
-            self._on_nodes, self._edge = like._on_nodes, like._edge
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
         # A step repeats the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
+        self._message_seconds = cache(self._message_seconds_of)
 
     @cached_property
     def overlap_cost(self) -> float:
         """Fraction of a hidden collective's seconds that concurrent compute loses, 0 to 1."""
         hidden = self.link("dp")  # nearly all hidden collectives are those of data parallelism
         links = [hidden] if hidden else self.system.links
-        return max((self.number(link, "overlap_cost") for link in links), default=0.0)
+        return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
         """Return the seconds of one collective, from the time at which its slowest member reaches it.
@@ -130,8 +135,13 @@ class Network:
             found = (measured_seconds(measured, count, span, payload) for span in self._spans(group))
             return max(found, default=0.0)
         trees = "memory" not in self.system.links  # processor cores have gloo, and gloo has rings alone
-        rings = (ring.seconds(op, payload, trees=trees, cores_s=self._cores_s) for ring in self._rings(group))
-        return max(rings, default=0.0)
+
+        def slowest(counts: NodeCounts) -> float:
+            rings = self._rings(group, counts)
+            times = (ring.seconds(op, payload, trees=trees, cores_s=self._cores_s) for ring in rings)
+            return reduce(maximum, times, 0.0)
+
+        return self._in_node_counts(self.link(group), slowest)
 
     def _cores_s(self, payload: float) -> float:
         """Return the cores' seconds for a step of all rings of an axis, in which every rank has one."""
@@ -145,7 +155,7 @@ class Network:
 
         The number is 1 for groups with a ring of nodes, in which another thread does this (`repro.parallel.gloo_ring`).
         """
-        on = self._on_nodes(group)
+        on = self._placed.on_nodes(group)
         if on is None or ((on.nodes > 1) & (on.most(on.ranks) > 1)).all():
             return 1
         return messages_of(op, on.members.shape[1])
@@ -155,11 +165,29 @@ class Network:
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        link = self._edge_link(from_stage, to_stage)
+        """Return the seconds between two stages, which are those between the first stages on such nodes."""
+        offsets = self.layout.offsets("pp")
+        sender, receiver = offsets[from_stage], offsets[to_stage]
+        shift = min(sender, receiver) // self._period * self._period
+        return self._message_seconds(payload, sender - shift, receiver - shift)
+
+    @cached_property
+    def _period(self) -> int:
+        """Number of ranks after which the placement of messages on nodes and pods repeats."""
+        pods = (
+            [counts.pod for counts in self._node_counts if counts.pod]
+            if BETWEEN_NODES in self.system.links
+            else []
+        )
+        return self._placed.devices * lcm(*pods)
+
+    def _message_seconds_of(self, payload: int, sender: int, receiver: int) -> float:
+        """Return the seconds between two stages, whose first ranks are `sender` and `receiver`."""
+        link = self._edge_link(sender, receiver)
         measured = self._measured(SEND, link)
         if measured is not None:
             return interpolate(measured, payload)
-        return self.number(link, "latency_s") + payload / self._edge_rate(from_stage, to_stage)
+        return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def link(self, group: str) -> str:
         """Return the slowest class of links that any group of this axis needs; empty for one rank."""
@@ -167,7 +195,11 @@ class Network:
 
     def bus_bandwidth(self, group: str) -> float:
         """Return the bytes/s of the slowest group of this axis, as in nccl-tests, in the limit of large messages."""
-        return min((ring.rate for ring in self._rings(group)), default=float("inf"))
+
+        def slowest(counts: NodeCounts) -> float:
+            return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
+
+        return self._in_node_counts(self.link(group), slowest)
 
     def number(self, link: str, key: str) -> float:
         """Return a number of a class of links, known or assumed."""
@@ -185,159 +217,103 @@ class Network:
         known = self.system.links.get(link)
         return known.collectives.get(op) if known is not None else None
 
-    def _spans_of(self, group: str) -> frozenset[GroupSpan]:
+    def _spans(self, group: str) -> frozenset[GroupSpan]:
         """Return the distinct spans of the groups of an axis."""
-        if (on := self._on_nodes(group)) is None:
+        if (on := self._placed.on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
         kinds = np.unique(np.stack([on.most(on.ranks), stride], axis=1), axis=0).tolist()
         return frozenset(GroupSpan(on.members.shape[1], most, apart) for most, apart in kinds)
 
-    def _on_nodes_of(self, group: str) -> GroupsOnNodes | None:
-        """Return every group of the axis with more than one member; None if there is none."""
-        members = self.placement.members(group)
-        return GroupsOnNodes(members, self.placement.nodes(members)) if members.size else None
+    @cached_property
+    def _placed(self) -> PlacedGroups:
+        """Groups of the layout on the nodes of the system."""
+        return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
-        on = self._on_nodes(group)
+        on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
         return self.placement.link_of(group, on.members[0].tolist())
 
-    def _rings_of(self, group: str) -> tuple[Ring, ...]:
-        """Return the distinct rings of the groups of an axis."""
-        on = self._on_nodes(group)
-        if on is None:
-            return ()
-        rate = np.full(len(on.ranks), np.inf)
-        start, half, within, between, chunk = np.zeros((5, len(on.members)))
-        shared, across = on.ranks > 1, on.nodes[on.group] > 1
-        if shared.any():
-            link = self.placement.link_of(group, on.members_of(int(shared.argmax())))
-            inside = self._rate_inside(link, on.by_node(shared), on.by_node(shared * on.ranks))
-            rate[shared] = inside[on.node[shared]]
-            some = on.most(shared)
-            within = some * self.number(link, "latency_s")
-            start, half = some * self.number(link, "start_s"), some * self.number(link, "half_bytes")
-        if across.any():
-            rate[across] = np.minimum(rate[across], self._adapters().rates(on, across))
-            some = on.most(across)
-            between = some * self.number(BETWEEN_NODES, "latency_s")
-            chunk = some * self.number(BETWEEN_NODES, "chunk_s")
-            start = np.maximum(start, some * self.number(BETWEEN_NODES, "start_s"))
-            half = np.maximum(half, some * self.number(BETWEEN_NODES, "half_bytes"))
-        slowest = -on.most(-rate)
-        if across.any() and (pods := self._pods) is not None:
-            slowest = pods.rings(self.placement.nodes(on.members), slowest)
-        kinds = np.stack([on.nodes, slowest, start, within, between, half, chunk], axis=1)
-        size = on.members.shape[1]
-        return tuple(Ring(size, int(nodes), *rest) for nodes, *rest in _distinct_rows(kinds))
-
-    def _rate_inside(self, link: str, groups: Numbers, ranks: Numbers) -> Numbers:
-        """Return the bytes/s of a ring in nodes in which `ranks` devices form `groups` rings at the same time."""
-        if self.system.links[link].per == "node":
-            return self.peak(link) / np.maximum(ranks, 1)
-        alone = np.maximum(groups, 1)
-        if link == PCIE:  # all rings of a node pass the same host bridges and the link of its sockets
-            return self.peak(link) / alone
-        others: Numbers = np.maximum(ranks / alone, 2) - 1
-        return self.peak(link) * np.minimum(1.0, self.number(link, "pair") * others)
-
-    def _adapters(self) -> Adapters:
-        """Return the network adapters of every node."""
-        link = self.system.links.get(BETWEEN_NODES)
-        if link is None:
-            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError with the known links
-        assert link is not None
-        devices = int(self.system.devices_per_node.known("devices_per_node", system=self.system.name))
-        count = devices if link.per == "device" else int(self.number(BETWEEN_NODES, "adapters"))
-        each = self.peak(BETWEEN_NODES) / (1 if link.per == "device" else count)
-        rings, switch = (int(self.number(BETWEEN_NODES, key)) for key in ("rings", "switch"))
-        return Adapters(devices, count, each, rings, switch)
-
     @cached_property
-    def _pods(self) -> Pods | None:
-        """Pods of nodes that share their uplink; None without oversubscription."""
-        factor = self.number(BETWEEN_NODES, "oversubscription")
-        if factor == 1:
-            return None
-        nodes, adapters = int(self.number(BETWEEN_NODES, "pod")), self._adapters()
-        return Pods(nodes, nodes * adapters.count * adapters.each / factor)
+    def _node_counts(self) -> dict[NodeCounts, Lanes]:
+        """Distinct whole numbers of the network between nodes, and whether each case has them."""
+        if BETWEEN_NODES not in self.system.links:
+            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError with the known links
+        names = ("adapters", "switch", "pod", "oversubscription")
+        adapters, switch, pod, factor = (self.number(BETWEEN_NODES, name) for name in names)
+        if self.system.links[BETWEEN_NODES].per == "device":
+            adapters = self._placed.devices
+        cases = np.stack(np.broadcast_arrays(adapters, switch, pod * (factor != 1)), axis=-1)
+        distinct = np.unique(cases.reshape(-1, cases.shape[-1]), axis=0)
+        return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
-    def _edge_of(self, from_stage: int, to_stage: int) -> GroupsOnNodes:
-        """Return all pairs of a sending rank of one stage and a receiving rank of another."""
-        pairs = self.placement.members("pp")[:, [from_stage, to_stage]]
-        return GroupsOnNodes(pairs, self.placement.nodes(pairs))
-
-    def _slowest_link(self, from_stage: int, to_stage: int) -> str:
-        edge = self._edge(from_stage, to_stage)
+    def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
+        """Return `find` in every case of the whole numbers, which matter on the `link` between nodes alone."""
+        if link != BETWEEN_NODES:
+            return find(NodeCounts())
+        found = [find(counts) for counts in self._node_counts]
         return (
-            BETWEEN_NODES
-            if (edge.nodes > 1).any()
-            else self.placement.link_of("pp", edge.members[0].tolist())
+            found[0] if len(found) == 1 else cast(float, np.select(list(self._node_counts.values()), found))
         )
 
-    def _slowest_rate(self, from_stage: int, to_stage: int) -> float:
+    def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
+        """Return the distinct rings of the groups of an axis."""
+        return [self._ring(group, placed, counts) for placed in self._placed.rings(group, counts)]
+
+    def _ring(self, group: str, placed: PlacedRing, counts: NodeCounts) -> Ring:
+        rate, start, half, within, between, chunk = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
+        if placed.inside:
+            link = self.placement.link_of(group, self._placed.neighbours(group))
+            rate = reduce(minimum, (self._rate_inside(link, *each) for each in placed.inside))
+            within, start, half = (self.number(link, key) for key in ("latency_s", "start_s", "half_bytes"))
+        if placed.between:
+            rate = minimum(rate, self._rate_between(placed.between, placed.uplink_users, counts))
+            between, chunk = (self.number(BETWEEN_NODES, key) for key in ("latency_s", "chunk_s"))
+            start = maximum(start, self.number(BETWEEN_NODES, "start_s"))
+            half = maximum(half, self.number(BETWEEN_NODES, "half_bytes"))
+        return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
+
+    def _rate_inside(self, link: str, groups: int, ranks: int) -> float:
+        """Return the bytes/s of a ring in a node in which `ranks` devices form `groups` rings at the same time."""
+        if self.system.links[link].per == "node":
+            return self.peak(link) / ranks
+        if link == PCIE:  # all rings of a node pass the same host bridges and the link of its sockets
+            return self.peak(link) / groups
+        others = max(ranks / groups, 2) - 1
+        return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
+
+    def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
+        """Return the bytes/s of a flow with these adapters in its nodes, which shares uplinks with other flows."""
+        per_device = self.system.links[BETWEEN_NODES].per == "device"
+        adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
+        rings = self.number(BETWEEN_NODES, "rings")
+        rate = reduce(
+            minimum, (minimum(minimum(rings, each.adapters), each.part) * adapter for each in shares)
+        )
+        if uplink_users:
+            uplink = counts.pod * counts.adapters * adapter / self.number(BETWEEN_NODES, "oversubscription")
+            rate = minimum(rate, uplink / uplink_users)
+        return rate
+
+    def _slowest_link(self, sender: int, receiver: int) -> str:
+        edge = self._placed.edge(sender, receiver)
+        if (edge.nodes > 1).any():
+            return BETWEEN_NODES
+        return self.placement.link_of("pp", edge.members[0].tolist())
+
+    def _slowest_rate(self, sender: int, receiver: int) -> float:
         """Return the bytes/s of a rank of one stage that sends to another, while all ranks of the stage send."""
-        edge = self._edge(from_stage, to_stage)
-        across = edge.nodes > 1
-        senders = edge.members[across if across.any() else slice(None), :1]
-        alone = edge.once("senders", lambda: GroupsOnNodes(senders, self.placement.nodes(senders)))
-        if across.any():
-            # A message uses all adapters near its device in turn, but a ring uses those of its communicator.
-            rates = replace(self._adapters(), switch=1).rates(alone, alone.ranks > 0)
-            if (pods := self._pods) is not None:
-                rates = pods.messages(self.placement.nodes(edge.members[across]), rates[alone.of_member])
-            return float(rates.min())
-        ranks = alone.by_node(alone.ranks)
-        return float(self._rate_inside(self._edge_link(from_stage, to_stage), ranks, ranks)[alone.node].min())
+        link = self._edge_link(sender, receiver)
 
+        def rate(placed: PlacedMessage, counts: NodeCounts) -> float:
+            if placed.share is None:
+                return self._rate_inside(link, placed.senders, placed.senders)
+            return self._rate_between((placed.share,), placed.uplink_users, counts)
 
-def _distinct_rows(rows: Numbers) -> list[list[float]]:
-    """Return the distinct rows, in order; there are few of them."""
-    found = []
-    while len(rows):
-        found.append(rows[0].tolist())
-        rows = rows[(rows != rows[0]).any(axis=1)]
-    return sorted(found)
+        def slowest(counts: NodeCounts) -> float:
+            placed = self._placed.messages(sender, receiver, counts)
+            return reduce(minimum, (rate(message, counts) for message in placed))
 
-
-class SeveralNetworks:
-    """`Network` of several systems, with every message's seconds in lanes, [systems]."""
-
-    def __init__(self, systems: Sequence[System], layout: Layout):
-        placed: dict[object, Network] = {}
-
-        def network_of(system: System) -> Network:
-            """Return the network of `system`; systems with as many devices per node share the placement of groups."""
-            found = Network(system, layout, placed.get(system.devices_per_node))
-            placed.setdefault(system.devices_per_node, found)
-            return found
-
-        keys = [(id(system.links), system.devices_per_node) for system in systems]
-        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        networks = [network_of(systems[keys.index(key)]) for key in places]
-        of_lane = np.array([places[key] for key in keys])
-
-        def each(seconds: Callable[[Network], float]) -> float:
-            """Return `seconds` of every lane, [lanes], computed once for equal networks."""
-            return cast(float, np.array([seconds(network) for network in networks])[of_lane])
-
-        self.layout, self.system = layout, systems[0]
-        self.overlap_cost = each(lambda network: network.overlap_cost)
-        self.messages = networks[0].messages
-        """`Network.messages`; only calibrated systems use it, and their measured numbers have no unknowns."""
-        self.lanes = np.zeros(len(systems)).__add__
-        """Function that converts a number to lanes."""
-        self.seconds: Callable[[str, str, int], float] = cache(
-            lambda op, group, payload: each(lambda network: network.seconds(op, group, payload))
-        )
-        self._send = cache(
-            lambda payload, source, to: each(
-                lambda network: network.send_seconds(payload, from_stage=source, to_stage=to)
-            )
-        )
-
-    def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of `payload` bytes from each rank of a stage to its peer."""
-        return self._send(payload, from_stage, to_stage)
+        return self._in_node_counts(link, slowest)

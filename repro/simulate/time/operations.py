@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from repro.config import Layout
+from repro.config.systems.unknowns import Lanes
 from repro.parallel.pipeline.boundary import Boundary, exchanges
 from repro.parallel.pipeline.schedule import Action, batches, build_schedule, dependency_of
-from repro.simulate.time.device import Lanes
 
 WAIT, POST, RUN, SEND, END = "wait", "post", "run", "send", "end"
 RANKS = {WAIT: (1,), END: (2, 6), POST: (3, 5), RUN: (4,), SEND: (3, 5)}

@@ -1,23 +1,33 @@
 """Predicted step time: the kernels of a calibration point, the schedule of the traces, and the prediction interval.
 
-The interval comes from one trace that is timed in every case: each unknown at both ends of its range with all others at
-their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from its published
-point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
+The interval comes from one trace that is timed in all cases in one pass: each unknown at values in and around its range
+with all others at their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from
+its published point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 
 from repro.config import Experiment, models, systems
 from repro.config.system import System
-from repro.config.systems.unknowns import HIGH, JOINT, LOW, PACE, QuantileCase, Unknown, drawn, with_values
+from repro.config.systems.unknowns import (
+    BEST,
+    HIGH,
+    LOW,
+    MAX_CASES,
+    PACE,
+    Lanes,
+    Unknown,
+    drawn,
+    quantiles_in_cases,
+    with_values,
+)
 from repro.model import counts
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import Sensitivity, StepInterval
@@ -30,8 +40,9 @@ from repro.simulate.time.calibration import (
     calibration_point_of,
     prediction_basis,
     uncertain_numbers,
+    unknown_of,
 )
-from repro.simulate.time.device import MODELLED_KERNELS, Kernels, Lanes
+from repro.simulate.time.device import MODELLED_KERNELS, Kernels
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
 from repro.simulate.time.stage import UPDATE
@@ -39,89 +50,73 @@ from repro.simulate.trace.roles import Trace, trace_roles
 
 SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
 """Numbers of layers of the two calibration traces. Step time is linear in the number of layers."""
+MAX_GENERATIONS = 32
+"""Maximum number of generations whose best kernels and traces are cached."""
 
 
+@lru_cache(maxsize=MAX_GENERATIONS)
 def calibrated_kernels(generation: Generation) -> Kernels:
     """Return the kernels with which the published step takes its published time, or the measured kernels.
 
     Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
-    return calibrated_kernels_in(generation, (QuantileCase(),))[0]
+    return Kernels(*(np.ravel(number)[0].item() for number in calibrated_kernels_at(generation, {})))
 
 
-@cache
-def calibrated_kernels_in(
-    generation: Generation, cases: Sequence[QuantileCase], doubted: frozenset[str] = frozenset()
-) -> tuple[Kernels, ...]:
-    """Return `calibrated_kernels` in each of `cases`, [cases].
+def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]) -> Kernels:
+    """Return `calibrated_kernels` in each case, [cases], from the `quantiles` of unknowns by key.
 
-    On a slower device than assumed, the kernels are more efficient. If products take the modelled time, the other
-    kernels get all remaining time.
-
-    `doubted`: keys of the unknowns of the timed system. All other numbers of the measured system have their best
-    values, because known properties of a device hold for both systems.
+    Other unknowns have their best values. On a slower device than assumed, the kernels are more efficient. If products
+    take the modelled time, the other kernels get all remaining time. A quantile holds for the measured system and for
+    the timed system, because both have the same device.
     """
+
+    def value(key: str, cases: Mapping[str, Lanes] = quantiles) -> Any:
+        of = unknown_of(generation, key)
+        return of.values_at(cases.get(of.key, BEST)) if of is not None else 0.0
+
+    def kernels(products: Any, others: Any, cases: Mapping[str, Lanes] = quantiles) -> Kernels:
+        passes, operator_s, attention = (value(key, cases) for key in ("passes", "operator_s", "attention"))
+        return Kernels(products, others, passes, operator_s, attention, generation.attention_start)
+
     if isinstance(generation, MeasuredKernels):
-        return tuple(_measured_kernels_in(generation, case) for case in cases)
-    system = systems.load_system_file(generation.system)
-    whole, layout = models.load_model(generation.model), generation.layout
-    work = counts.hardware_flops(whole, whole.seq, layout.global_batch, layout.recompute) / layout.world
-    itself = [with_values(drawn(system, case, doubted), {PACE: 1.0}) for case in cases]
+        return kernels(value("products"), value("others"))
+    model, layout = models.load_model(generation.model), generation.layout
+    work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
 
-    def value(of: Unknown | None) -> Lanes:
-        return np.array([of.value_at(case.quantile_of(of.key)) if of is not None else 0.0 for case in cases])
-
-    attention, start = value(generation.attention_rate), generation.attention_start
-    passes, host = value(generation.passes_time), value(generation.operator_time)
-    measured = list(zip(passes.tolist(), host.tolist(), attention.tolist(), strict=True))
-
-    def seconds(products: float, others: float) -> Lanes:
-        """Return the step time on the measured device in seconds, [cases]."""
-        of_cases = [Kernels(products, others, passes, host, rate, start) for passes, host, rate in measured]
-        at_few, at_more = (
-            _seconds_of_layers(generation, layers, itself, of_cases)
-            for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
+    # One pass times the step with modelled kernels, with all kernels twice as slow, and with all but products.
+    cases = {key: np.tile(each, 3) for key, each in quantiles.items()}
+    count = max(map(len, quantiles.values()), default=1)
+    of_cases = kernels(np.repeat((1.0, 2.0, 1.0), count), np.repeat((1.0, 2.0, 2.0), count), cases)
+    system = with_values(drawn(systems.load_system_file(generation.system), cases), {PACE: 1.0})
+    few, more = (
+        scheduled_step_seconds(experiment, system, traces, of_cases)
+        for experiment, traces in (
+            _traces_of_layers(generation, layers) for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
         )
-        return at_few + (whole.layers - SHALLOW_LAYERS) * (at_more - at_few) / (DEEP_LAYERS - SHALLOW_LAYERS)
+    )
+    seconds = few + (model.layers - SHALLOW_LAYERS) * (more - few) / (DEEP_LAYERS - SHALLOW_LAYERS)
+    modelled, slower, slower_others = cast(Lanes, seconds).reshape(3, count)
 
-    published, modelled = work / value(generation.rate), seconds(1.0, 1.0)
-    every = seconds(2.0, 2.0) - modelled
+    rate = generation.rate
+    beyond = work / rate.values_at(quantiles.get(rate.key, BEST)) - modelled
     # If kernels are faster than the model, all have the same factor.
-    share = np.where(published > modelled, value(generation.products_share), 1.0)
-    other = seconds(1.0, 2.0) - modelled if (share != 1).any() else 0 * every
-    beyond = (published - modelled) / (share * (every - other) + other)
-    found = zip((share * beyond).tolist(), beyond.tolist(), measured, strict=True)
-    return tuple(
-        Kernels(1 + products, 1 + others, passes, host, rate, start)
-        for products, others, (passes, host, rate) in found
-    )
+    share = np.where(beyond > 0, value("products"), 1.0)
+    beyond /= share * (slower - slower_others) + slower_others - modelled
+    return kernels(1 + share * beyond, 1 + beyond)
 
 
-def _measured_kernels_in(generation: MeasuredKernels, case: QuantileCase) -> Kernels:
-    def value(key: str) -> float:
-        one = generation.unknown(key)
-        return one.value_at(case.quantile_of(one.key))
-
-    return Kernels(
-        products=value("products"),
-        others=value("others"),
-        passes=value("passes"),
-        operator_s=value("operator_s"),
-        attention=value("attention"),
-        attention_start=generation.attention_start,
-    )
+@lru_cache(maxsize=MAX_CASES)
+def kernels_in_cases(generation: Generation | None, found: tuple[Unknown, ...]) -> Kernels:
+    """Return the kernels in each case of the unknowns `found` of the timed system and of its kernels."""
+    quantiles = quantiles_in_cases(found)
+    if generation is not None:
+        return calibrated_kernels_at(generation, quantiles)
+    return Kernels.alike(cast(float, UNCALIBRATED_KERNELS.values_at(quantiles[UNCALIBRATED_KERNELS.key])))
 
 
-def _seconds_of_layers(
-    generation: CalibrationPoint, layers: int, itself: Sequence[System], of_cases: Sequence[Kernels]
-) -> Lanes:
-    """Return the seconds of a step with `layers` layers, [cases]."""
-    experiment, traces = _traces_of_layers(generation, layers)
-    return scheduled_step_seconds(experiment, itself, traces, of_cases)
-
-
-@cache
+@lru_cache(maxsize=MAX_GENERATIONS)
 def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experiment, list[Trace]]:
     experiment = generation.experiment(replace(models.load_model(generation.model), layers=layers))
     return experiment, trace_roles(experiment)
@@ -129,24 +124,19 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 
 SIGNIFICANT_DIGITS = 7
 """Significant digits of rounded seconds."""
+MIN_CURVE_SPAN = 0.01
+"""Minimum effect of an unknown on the step time for which its curve is stored, as a share of the step time."""
 
 
 def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
     """Return the interval of the step time; None without unknowns. `traces` contain all roles."""
-    found = uncertain_numbers(system, calibration_point_of(experiment.layout.kernels, system))
+    generation = calibration_point_of(experiment.layout.kernels, system)
+    found = tuple(uncertain_numbers(system, generation))
     if not found:
         return None
-    return interval_of_seconds(found, seconds_in_cases(experiment, system, traces, all_cases(found)))
-
-
-def seconds_in_cases(
-    experiment: Experiment, system: System, traces: list[Trace], cases: Sequence[QuantileCase]
-) -> Sequence[float]:
-    """Return the step time in seconds in each of `cases`, all in one pass."""
-    systems, kernels = systems_and_kernels(
-        system, calibration_point_of(experiment.layout.kernels, system), cases
-    )
-    return scheduled_step_seconds(experiment, systems, traces, kernels).tolist()
+    in_cases = drawn(system, quantiles_in_cases(found))
+    kernels = kernels_in_cases(generation, found)
+    return interval_of_seconds(found, scheduled_step_seconds(experiment, in_cases, traces, kernels))
 
 
 def round_seconds(seconds: float) -> float:
@@ -154,37 +144,26 @@ def round_seconds(seconds: float) -> float:
     return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
 
 
-def all_cases(found: Sequence[Unknown]) -> tuple[QuantileCase, ...]:
-    """Return both ends of each unknown, then the joint draws."""
-    return (*(QuantileCase(one.key, end) for one in found for end in (LOW, HIGH)), *JOINT)
+def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInterval:
+    """Return the interval from the seconds in the cases of `quantiles_in_cases`.
 
-
-def systems_and_kernels(
-    system: System, generation: Generation | None, cases: Sequence[QuantileCase]
-) -> tuple[list[System], Sequence[Kernels]]:
-    """Return the system and its kernels in each of `cases`."""
-    systems = [drawn(system, case) for case in cases]
-    if generation is not None:
-        doubted = frozenset(one.key for one in uncertain_numbers(system, generation))
-        return systems, calibrated_kernels_in(generation, tuple(cases), doubted)
-    return systems, [
-        Kernels.alike(UNCALIBRATED_KERNELS.value_at(case.quantile_of(UNCALIBRATED_KERNELS.key)))
-        for case in cases
-    ]
-
-
-def interval_of_seconds(found: Sequence[Unknown], seconds: Sequence[float]) -> StepInterval:
-    """Return the interval from the seconds in `all_cases(found)`."""
-    rounded = iter(map(round_seconds, seconds))
-    moves = [
-        Sensitivity(
-            key=one.key, low=one.low, best=one.best, high=one.high, low_s=next(rounded), high_s=next(rounded)
+    Unknowns that move the step by more than `MIN_CURVE_SPAN` have a curve.
+    """
+    cases = quantiles_in_cases(found)[found[0].key]
+    rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()])
+    moves = []
+    for one in found:
+        at = dict(zip(one.moves, rounded, strict=False))
+        move = Sensitivity(
+            key=one.key, low=one.low, best=one.best, high=one.high, low_s=at[LOW], high_s=at[HIGH]
         )
-        for one in found
-    ]
-    moving = [move for move in moves if move.span > 0]
-    moving.sort(key=lambda move: -move.span)
-    return StepInterval(draws=list(islice(rounded, len(JOINT))), moves=moving)
+        if move.span > MIN_CURVE_SPAN * min(move.low_s, move.high_s):
+            curve = [[round_seconds(value), at[quantile]] for value, quantile in one.around.items()]
+            move = replace(move, curve=curve)
+        if move.span > 0:
+            moves.append(move)
+    moves.sort(key=lambda move: -move.span)
+    return StepInterval(draws=list(rounded), moves=moves)
 
 
 @dataclass
@@ -291,32 +270,3 @@ def predict(
     timeline = schedule_traces(experiment, system, traces, kernels, record=record)
     found = prediction_interval(experiment, system, traces) if interval else None
     return Prediction(experiment, system, timeline, traces, generation, kernels, found)
-
-
-MIN_CURVE_SPAN = 0.01
-"""Minimum effect of an unknown on the step time for which its curve is computed, as a share of the step time."""
-
-
-def with_curves(prediction: Prediction) -> Prediction:
-    """Return the prediction with curves of the unknowns that move the step by more than `MIN_CURVE_SPAN`."""
-    interval = prediction.interval
-    if interval is None:
-        return prediction
-    moving = {
-        move.key for move in interval.moves if move.span > MIN_CURVE_SPAN * min(move.low_s, move.high_s)
-    }
-    around = [
-        (one.key, value, quantile)
-        for one in uncertain_numbers(prediction.system, prediction.generation)
-        if one.key in moving
-        for value, quantile in one.around.items()
-    ]
-    if not around:
-        return prediction
-    cases = [QuantileCase(key, quantile) for key, _, quantile in around]
-    taken = seconds_in_cases(prediction.experiment, prediction.system, prediction.roles, cases)
-    curves: dict[str, list[list[float]]] = {key: [] for key in moving}
-    for (key, value, _), seconds in zip(around, taken, strict=True):
-        curves[key].append([round_seconds(value), round_seconds(seconds)])
-    moves = [replace(move, curve=curves.get(move.key, move.curve)) for move in interval.moves]
-    return replace(prediction, interval=replace(interval, moves=moves))

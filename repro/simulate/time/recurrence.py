@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from repro.config import Layout
+from repro.config.systems.unknowns import Lanes
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.simulate.time.breakdown import STAGE_SEND, NoBreakdown, StageTime
 from repro.simulate.time.cross_stage import GROUPS_ACROSS_STAGES, StageItems, UndelayedRun
-from repro.simulate.time.device import Lanes, in_any_lane, maximum_of
+from repro.simulate.time.device import in_any_lane, maximum_of
 from repro.simulate.time.operations import END, RUN, SEND, WAIT, StepOperations, step_operations
 from repro.simulate.time.program import INNER_GROUP, Issue, Send
 from repro.simulate.time.stage import StageStreams
@@ -101,7 +102,9 @@ class _Recurrence:
         durations = [run.seconds if run is not None else 0.0 for run in self.run_of]
         seconds, second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
-        numbers = [*durations, *seconds, *starts]
+        numbers = [*durations, *seconds, *starts, stages[0].all.overlap_cost]
+        for body in bodies:
+            numbers += [item.seconds for item in (*body.items, *body.rest) if hasattr(item, "seconds")]
         self.is_scalar = not any(isinstance(number, np.ndarray) for number in numbers)
         lanes = max(map(np.size, numbers))
         self.durations, self.now = _rows(durations, lanes), _rows(starts, lanes)

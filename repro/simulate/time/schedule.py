@@ -19,8 +19,8 @@ from repro.config.engines import capture_obstacle
 from repro.config.system import System
 from repro.simulate.time.breakdown import NoBreakdown, Span, StageTime
 from repro.simulate.time.cross_stage import CoreWork, CrossStageState, SharedCores, Transfers
-from repro.simulate.time.device import DeviceCost, Kernels, Lanes, SeveralDevices, maximum_of
-from repro.simulate.time.network import Network, SeveralNetworks
+from repro.simulate.time.device import DeviceCost, Kernels, maximum_of
+from repro.simulate.time.network import Network
 from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.recurrence import run_actions
 from repro.simulate.time.stage import StageStreams
@@ -137,44 +137,29 @@ def _schedule_step(
     return Timeline(step_s, [stage.time for stage in stages], spans, unmatched), samples
 
 
+def scheduled_step_seconds(
+    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels
+) -> float:
+    """Return the step time in seconds, in each case of the arrays of `system` and `kernels`, in one pass."""
+    return schedule_traces(experiment, system, traces, kernels, account=NoBreakdown).step_s
+
+
 def schedule_traces(
-    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels, *, record: bool = False
+    experiment: Experiment,
+    system: System,
+    traces: list[Trace],
+    kernels: Kernels,
+    *,
+    record: bool = False,
+    account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Return the schedule of a step.
 
     `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
+    `account`: as for `schedule`.
     """
     layout = experiment.layout
-    cost = DeviceCost(system, layout.precision, kernels, layout.world)
-    network = Network(system, layout)
-    return _schedule_programs(experiment, traces, cost, network, system.ranks_per_core, record)
-
-
-def scheduled_step_seconds(
-    experiment: Experiment, systems: Sequence[System], traces: list[Trace], kernels: Sequence[Kernels]
-) -> Lanes:
-    """Return the step time in seconds on each of `systems` with the corresponding `kernels`, [systems], in one pass.
-
-    The systems differ only in the values of their unknowns (`repro.config.systems.unknowns`).
-    """
-    layout = experiment.layout
-    cost = SeveralDevices(systems, layout.precision, kernels, layout.world)
-    network = SeveralNetworks(systems, layout)
-    ranks_per_core = systems[0].ranks_per_core
-    found = _schedule_programs(experiment, traces, cost, network, ranks_per_core, account=NoBreakdown)
-    return network.lanes(found.step_s)
-
-
-def _schedule_programs(
-    experiment: Experiment,
-    traces: list[Trace],
-    cost: DeviceCost,
-    network: Network | SeveralNetworks,
-    ranks_per_core: float,
-    record: bool = False,
-    account: type[StageTime] = StageTime,
-) -> Timeline:
-    layout = experiment.layout
+    cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)
 
     def seconds(message: Message) -> float:
         return network.seconds(message.op, message.group, message.payload)
@@ -189,7 +174,7 @@ def _schedule_programs(
         [programs[number] for number in _trace_of_each_stage(experiment, traces)],
         network,
         overlap_cost=network.overlap_cost,
-        ranks_per_core=ranks_per_core,
+        ranks_per_core=system.ranks_per_core,
         record=record,
         account=account,
     )

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.config import Experiment, Layout, Model, models
 from repro.config.quantity import Quantity
+from repro.config.suites import load_suite
 from repro.config.system import System
 from repro.config.systems import load_system_file
-from repro.config.systems.unknowns import BEST, HIGH, LOW, QuantileCase, drawn, unknowns, with_values
+from repro.config.systems.unknowns import (
+    BEST,
+    HIGH,
+    LOW,
+    drawn,
+    quantiles_in_cases,
+    unknowns,
+    with_values,
+)
 from repro.model import counts
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
-from repro.simulate.time.calibration import UNCALIBRATED_KERNELS, calibration_points, uncertain_numbers
+from repro.simulate.time.calibration import (
+    UNCALIBRATED_KERNELS,
+    Generation,
+    calibration_point_of,
+    calibration_points,
+    uncertain_numbers,
+)
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels
 from repro.simulate.time.predict import (
-    all_cases,
+    MIN_CURVE_SPAN,
     calibrated_kernels,
-    calibrated_kernels_in,
+    calibrated_kernels_at,
     interval_of_seconds,
+    kernels_in_cases,
     predict,
     prediction_interval,
     round_seconds,
-    systems_and_kernels,
-    with_curves,
 )
 from repro.simulate.time.schedule import schedule_traces, scheduled_step_seconds
 from repro.simulate.trace.roles import Trace, trace_roles
+from tests.config.system_arrays import array_values, system_of_case
 from tests.simulate.exact import have_exact_kernels
 
+SUITES = Path(__file__).parents[3] / "suites"
 MODEL = Model(name="small", layers=8, hidden=2048, heads=16, vocab=50304, seq=1024)
 LAYOUTS = {
     "zero1": Layout(dp=32, zero=1, micro_batch=2, precision="fp16", kernels="softmax"),
@@ -65,21 +84,59 @@ def ranged(system: System, key: str, low: float, high: float) -> System:
     return replace(known, device=replace(known.device, time=replace(known.device.time, **{key: number})))
 
 
+def kernels_of(kernels: Kernels, case: int) -> Kernels:
+    """Kernels of one case."""
+    return Kernels(*(np.ravel(one)[case if np.ndim(one) else 0].item() for one in kernels))
+
+
+def assert_cases_are_alone(
+    experiment: Experiment, system: System, traces: list[Trace], cases: list[int]
+) -> None:
+    """One pass times a step in every case as the step of a system without arrays."""
+    generation = calibration_point_of(experiment.layout.kernels, system)
+    found = tuple(uncertain_numbers(system, generation))
+    in_cases, kernels = drawn(system, quantiles_in_cases(found)), kernels_in_cases(generation, found)
+    together = scheduled_step_seconds(experiment, in_cases, traces, kernels)
+    assert set(array_values(in_cases)) == {
+        one.key for one in found if one.key.startswith(("device.", "links."))
+    }
+    for case in cases:
+        alone = predict(experiment, system_of_case(in_cases, case), traces, kernels=kernels_of(kernels, case))
+        assert together[case] == pytest.approx(alone.step_s, rel=1e-12), case  # type: ignore[index]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_cases_in_one_pass_take_what_each_takes_by_itself(name: str) -> None:
+def test_one_pass_times_every_case_as_a_system_without_arrays(name: str) -> None:
     experiment, traces = traced(name)
-    system = load_system_file("dgx2")
-    cases = all_cases(uncertain_numbers(system, None))[::7]
-    systems = [drawn(system, case) for case in cases]
-    factors = [1.0 + number / 10 for number in range(len(cases))]
-    together = scheduled_step_seconds(
-        experiment, systems, traces, [Kernels.alike(factor) for factor in factors]
+    for system in (
+        "dgx2",
+        "selene",
+        "gb200-nvl72",
+        "mi300x",
+        "vtrain-a100",
+    ):  # counts of all kinds are unknown
+        assert_cases_are_alone(experiment, load_system_file(system), traces, [0, 40, 111, -1, -17, -33])
+
+
+def test_the_delay_of_the_last_rank_does_not_change_the_seconds_of_a_collective() -> None:
+    """The arrays of repeated collectives come from a cache."""
+    experiment, traces = traced("tp")
+    system = with_values(load_system_file("dgx2"), {"device.time.jitter_s": 1e-6})
+    assert_cases_are_alone(experiment, system, traces, [0, 40, -1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_times_published_experiments_in_every_case(seed: int) -> None:
+    random = Random(seed)
+    suites = ("megatron_2019", "zero_throughput", "v100_clusters", "a100_clusters", "one_node", "today")
+    suite = load_suite(SUITES / f"{random.choice(suites)}.toml")
+    experiment = random.choice(
+        [entry.experiment for entry in suite.entries if entry.experiment.layout.pp < 8]
     )
-    for seconds, one, factor in zip(together, systems, factors, strict=True):
-        assert float(seconds) == pytest.approx(
-            schedule_traces(experiment, one, traces, Kernels.alike(factor)).step_s, rel=1e-12
-        )
-    assert len(set(together.tolist())) > 3, "the cases differ"
+    experiment = replace(experiment, model=replace(experiment.model, layers=experiment.layout.pp * 2))
+    traces = trace_roles(experiment)
+    cases = [random.randrange(200) for _ in range(8)]
+    assert_cases_are_alone(experiment, load_system_file(experiment.system), traces, cases)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -155,12 +212,9 @@ def test_nobody_pays_for_an_interval_who_does_not_ask() -> None:
 
 def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval:
     """The interval of kernels as the model has them: no published point takes back what the device is taken for."""
-    found = list(unknowns(system))
-    cases = all_cases(found)
-    systems = [drawn(system, case) for case in cases]
-    return interval_of_seconds(
-        found, scheduled_step_seconds(experiment, systems, traces, [MODELLED_KERNELS] * len(cases)).tolist()
-    )
+    found = unknowns(system)
+    in_cases = drawn(system, quantiles_in_cases(found))
+    return interval_of_seconds(found, scheduled_step_seconds(experiment, in_cases, traces, MODELLED_KERNELS))
 
 
 @settings(max_examples=12)
@@ -185,13 +239,19 @@ def alike(found: Kernels) -> Kernels:
     return found._replace(products=found.others)
 
 
+def kernels_at(generation: Generation, key: str, *quantiles: float) -> list[Kernels]:
+    """The calibrated kernels with one unknown at each of `quantiles`."""
+    found = calibrated_kernels_at(generation, {key: np.array(quantiles)})
+    return [kernels_of(found, case) for case in range(len(quantiles))]
+
+
 def test_a_published_point_takes_back_what_is_doubted_of_its_own_device() -> None:
     """The run that a generation comes from takes as long as published, whatever its products are taken for."""
     for point in calibration_points():
         if "V100" not in point.name:
             continue
         key = "device.time.matmul_efficiency"
-        slow, best = calibrated_kernels_in(point, (QuantileCase(key, LOW), QuantileCase()), frozenset([key]))
+        slow, best = kernels_at(point, key, LOW, BEST)
         assert slow < best, "slower products leave less for the software"
         assert best == alike(calibrated_kernels(point))
 
@@ -206,15 +266,14 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
         if point.layout.world > 1:
             continue
         model = models.load_model(point.model)
-        cases = [QuantileCase(point.products_share.key, quantile)]
         experiment = replace(point.experiment(model), name=f"published {point.name}")
         alone = with_values(
             load_system_file(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0}
         )
-        (found,) = calibrated_kernels_in(point, tuple(cases))
-        (seconds,) = scheduled_step_seconds(experiment, [alone], trace_roles(experiment), [found])
+        (found,) = kernels_at(point, f"{point.name}: products", quantile)
+        seconds = scheduled_step_seconds(experiment, alone, trace_roles(experiment), found)
         work = counts.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
-        assert float(seconds) == pytest.approx(work / point.flops_per_device, rel=1e-3)
+        assert seconds == pytest.approx(work / point.flops_per_device, rel=1e-3)
         best = calibrated_kernels(point)
         if best.others < 1:  # they beat the model, and do so alike
             assert found == best
@@ -226,7 +285,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
 
 def test_kernels_that_beat_the_model_do_so_alike() -> None:
     point = replace(calibration_points()[0], flops_per_device=90e12, low=None, high=None)
-    slow, best = calibrated_kernels_in(point, (QuantileCase(point.products_share.key, LOW), QuantileCase()))
+    slow, best = kernels_at(point, f"{point.name}: products", LOW, BEST)
     assert slow == best == alike(best)
     assert best.others < 1
 
@@ -238,12 +297,9 @@ def test_what_the_point_does_not_fix_stays_in_doubt() -> None:
     assert found.interval is not None
     keys = {move.key: move.span / found.step_s for move in found.interval.moves}
     assert keys["links.inter-node.rings"] > 0.2, "small products over a slow network: messages decide"
-    alone = found.generation
-    systems, factors = systems_and_kernels(
-        system, alone, (QuantileCase("device.time.matmul_efficiency", LOW), QuantileCase())
-    )
-    assert systems[0].timing.matmul_efficiency < systems[1].timing.matmul_efficiency
-    assert factors[0].others < factors[1].others
+    assert found.generation is not None
+    slow, best = kernels_at(found.generation, "device.time.matmul_efficiency", LOW, BEST)
+    assert slow.others < best.others
 
 
 def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_point_from_the_best() -> None:
@@ -267,20 +323,20 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
     (rounded,) = (p for p in calibration_points() if p.claim == "meg1-baseline-39tf")
     key = rounded.rate.key
     assert key in {one.key for one in uncertain_numbers(load_system_file("dgx2h"), rounded)}
-    least, most = calibrated_kernels_in(rounded, (QuantileCase(key, 1.0), QuantileCase(key, 0.0)))
+    least, most = kernels_at(rounded, key, HIGH, LOW)
     # Passes over parameters it does not move, seven percent of that step.
     assert 39.5 / 38.5 < most.others / least.others < 1 + 1.1 * (39.5 / 38.5 - 1)
     number = Quantity(value=39e12, low=38.5e12, high=39.5e12, source=rounded.source)
     assert rounded.rate.best == number.value
 
 
-def test_a_step_that_no_unknown_moves_has_no_curves() -> None:
+def test_an_unknown_with_a_small_effect_has_no_curve() -> None:
     experiment, traces = traced("zero1")
-    found = predict(experiment, load_system_file("dgx2"), traces, interval=True)
-    assert found.interval is not None
-    still = [replace(move, low_s=found.step_s, high_s=found.step_s) for move in found.interval.moves]
-    unmoved = replace(found, interval=replace(found.interval, moves=still))
-    assert with_curves(unmoved) == unmoved
+    found = prediction_interval(experiment, load_system_file("dgx2"), traces)
+    assert found is not None
+    for move in found.moves:
+        assert (move.curve is not None) == (move.span > MIN_CURVE_SPAN * min(move.low_s, move.high_s))
+    assert {move.curve is None for move in found.moves} == {True, False}
 
 
 @pytest.mark.parametrize("name", ["zero1", "tp"])
@@ -289,11 +345,8 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
     experiment, traces = traced(name)
     system = load_system_file("dgx2")
     plain = predict(experiment, system, traces, interval=True)
-    found = with_curves(plain).interval
+    found = plain.interval
     assert found is not None
-    assert plain.interval is not None
-    assert found.draws == plain.interval.draws
-    assert not any(move.curve for move in plain.interval.moves), "which takes as long again"
     curves = {move.key: move for move in found.moves if move.curve}
     assert "device.time.pace" in curves
     for move in curves.values():
@@ -313,6 +366,12 @@ def test_a_curve_goes_through_the_range_and_says_what_a_step_takes_with_any_valu
         assert pace.seconds_at(value) == pytest.approx(alone, rel=1.5e-2), value
 
 
+def checked(system: System) -> System:
+    """`system`, whose numbers are checked like those of a file."""
+    device = replace(system.device, time=replace(system.device.time))
+    return replace(system, device=device, links={name: replace(link) for name, link in system.links.items()})
+
+
 def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
     for name in ("dgx2", "selene", "lowbw-v100"):
         system = load_system_file(name)
@@ -320,10 +379,10 @@ def test_what_is_searched_stays_a_number_that_a_system_can_have() -> None:
             values = list(one.around)
             assert values == sorted(values)
             for value in (values[0], values[-1]):
-                with_values(system, {one.key: value})
+                checked(with_values(system, {one.key: value}))
             assert values[0] <= one.low
             assert values[-1] >= one.high
-            assert [one.value_at(quantile) for quantile in one.around.values()] == values
+            assert one.values_at(list(one.around.values())).tolist() == values
 
 
 def test_seconds_are_kept_to_seven_digits() -> None:
@@ -336,12 +395,11 @@ def test_what_is_hidden_takes_multiprocessors_from_compute_in_every_case() -> No
     system = load_system_file("dgx2")
     cost = "links.inter-node.overlap_cost"
     free, best, dear = (with_values(system, {cost: value}) for value in (0.0, 0.025, 0.2))
-    steps = scheduled_step_seconds(experiment, [free, best, dear], traces, [MODELLED_KERNELS] * 3)
+    steps = [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in (free, best, dear)]
     assert steps[0] < steps[1] < steps[2]
-    assert steps.tolist() == pytest.approx(
-        [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in (free, best, dear)],
-        rel=1e-12,
-    )
+    several = with_values(system, {cost: np.array([0.0, 0.025, 0.2])})
+    together = scheduled_step_seconds(experiment, several, traces, MODELLED_KERNELS)
+    assert np.ravel(together).tolist() == pytest.approx(steps, rel=1e-12)
     plain = replace(experiment, layout=replace(experiment.layout, overlap=False))
     alone = trace_roles(plain)
     assert len({schedule_traces(plain, one, alone, MODELLED_KERNELS).step_s for one in (free, dear)}) == 1

@@ -107,4 +107,4 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
 
 def test_a_spread_is_a_part_of_the_mean() -> None:
     with pytest.raises(ConfigError, match="spread"):
-        with_values(H100, {SPREAD: 8})
+        replace(H100.device.time, spread=Quantity(value=8, source="a test"))

@@ -17,7 +17,7 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError
 from repro.config.system import System
-from repro.config.systems.unknowns import QuantileCase
+from repro.config.systems.unknowns import drawn, quantiles_in_cases
 from repro.model import counts
 from repro.parallel.pipeline.schedule import FORWARD, Action
 from repro.results.interval import StepInterval
@@ -28,9 +28,9 @@ from repro.simulate.plan.extrapolation.shallow_traces import LayoutFamily
 from repro.simulate.time import calibration
 from repro.simulate.time.breakdown import NoBreakdown, StageTime
 from repro.simulate.time.calibration import prediction_basis, uncertain_numbers
-from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, SeveralDevices
-from repro.simulate.time.network import Network, SeveralNetworks
-from repro.simulate.time.predict import Prediction, all_cases, interval_of_seconds, systems_and_kernels
+from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
+from repro.simulate.time.network import Network
+from repro.simulate.time.predict import Prediction, interval_of_seconds, kernels_in_cases
 from repro.simulate.time.program import StageProgram, compile_program
 from repro.simulate.time.schedule import Timeline, schedule
 from repro.simulate.trace.events import Event, Message, Operator, PhaseStart
@@ -39,7 +39,6 @@ from repro.util.processes import pause_garbage_collection
 
 SCHEDULED_STAGES = 4
 """Number of scheduled stages for a deeper pipeline, which is also scheduled with one more stage."""
-Networks = Network | SeveralNetworks
 ScheduleSize = tuple[int, int]
 """Stages and micro-batches of a schedule."""
 
@@ -51,8 +50,6 @@ class StepTimes:
         self.model, self.seq, self.system, self.rates = model, seq, system, SystemRates(system)
         self._widened: dict[tuple[str, int], tuple[Trace, Trace]] = {}
         """Widened traces of the last family, with few and with more layers, by role and samples."""
-        self._cases: dict[tuple[str, str], tuple[list[System], SeveralDevices]] = {}
-        """The system at its best values and in every case, and its devices, by precision and kernels."""
 
     def family(
         self, layouts: Sequence[Layout], families: dict[str, LayoutFamily]
@@ -85,28 +82,29 @@ class StepTimes:
     ) -> StepInterval | None:
         """Return the interval of a step time `step_s`; None without unknowns. Raises `ConfigError` as `of_layout`."""
         generation = calibration.calibration_point_of(layout.kernels, self.system)
-        found = uncertain_numbers(self.system, generation)
+        found = tuple(uncertain_numbers(self.system, generation))
         if not found:
             return None
-        key = layout.precision, layout.kernels
-        if key not in self._cases:
-            systems, kernels = systems_and_kernels(
-                self.system, generation, (QuantileCase(), *all_cases(found))
+        system = drawn(self.system, quantiles_in_cases(found))
+        cost = DeviceCost(system, layout.precision, kernels_in_cases(generation, found), layout.world)
+        best, seconds = (
+            sum(
+                weight * timeline.step_s
+                for weight, _, timeline in self._timelines(layout, families, *of, NoBreakdown)
             )
-            self._cases[key] = systems, SeveralDevices(systems, layout.precision, kernels, layout.world)
-        systems, cost = self._cases[key]
-        network = SeveralNetworks(systems, network_layout(layout))
-        seconds = network.lanes(0.0)
-        for weight, _, timeline in self._timelines(layout, families, cost, network, account=NoBreakdown):
-            seconds = seconds + weight * timeline.step_s
-        return interval_of_seconds(found, (seconds[1:] * (step_s / seconds[0])).tolist())
+            for of in (
+                (self.rates.cost(layout), self.rates.network(layout)),
+                (cost, Network(system, network_layout(layout))),
+            )
+        )
+        return interval_of_seconds(found, seconds * (step_s / best))
 
     def _timelines(
         self,
         layout: Layout,
         families: dict[str, LayoutFamily],
         cost: DeviceCost,
-        network: Networks,
+        network: Network,
         account: type[StageTime] = StageTime,
     ) -> Iterator[tuple[float, ScheduleSize, Timeline]]:
         """Yield the small schedules whose weighted sum is the step: the weight, size and timeline of each."""
@@ -126,7 +124,7 @@ class StepTimes:
         families: dict[str, LayoutFamily],
         deep: bool,
         cost: DeviceCost,
-        network: Networks,
+        network: Network,
     ) -> dict[str, StageProgram]:
         found = {}
         for name, family in families.items():
@@ -147,7 +145,7 @@ class StepTimes:
         layout: Layout,
         point: ScheduleSize,
         programs: dict[str, StageProgram],
-        network: Networks,
+        network: Network,
         account: type[StageTime],
     ) -> Timeline:
         stages, micro_batches = point
@@ -273,7 +271,7 @@ def _program_for(traced: StageProgram, micro_batches: int) -> StageProgram:
 class _MeanStageEdges:
     """Messages between the stages of a shortened pipeline, with the mean time of neighbours in the full pipeline."""
 
-    def __init__(self, network: Networks, stages: int):
+    def __init__(self, network: Network, stages: int):
         self.network, self.last, self.known = network, stages - 1, dict[tuple[int, int], float]()
         nodes = network.system.devices_per_node.value or 1
         self.edges = range(min(network.layout.pp - 1, int(nodes)))  # further edges repeat these
@@ -293,7 +291,7 @@ class _MeanStageEdges:
         return self.known[payload, step]
 
 
-def _seconds(network: Networks, layout: Layout, shards: float) -> Callable[[Message], float]:
+def _seconds(network: Network, layout: Layout, shards: float) -> Callable[[Message], float]:
     def seconds(message: Message) -> float:
         payload = message.payload
         if message.group == "embedding" and layout.zero:  # shards of the tied gradients
