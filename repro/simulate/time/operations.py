@@ -29,13 +29,8 @@ MAX_SCHEDULES = 16
 """Number of schedules whose operations a process stores."""
 
 
-class Operation(NamedTuple):
-    """Operation of one stage."""
-
-    kind: str
-    stage: int
-    subject: int
-    """Position of an action, or number of a message."""
+Operation = tuple[str, int]
+"""Kind, and position of an action or number of a message."""
 
 
 class OperationGroup(NamedTuple):
@@ -143,10 +138,10 @@ class _OperationBuilder:
         ]
         for order in orders:
             waits: list[list[int]] = [[]]
-            for operation in order:
-                if operation.kind == WAIT:
-                    waits[-1].append(operation.subject)
-                elif operation.kind == END:
+            for kind, subject in order:
+                if kind == WAIT:
+                    waits[-1].append(subject)
+                elif kind == END:
                     waits.append([])
             self.found.waits.append(waits)
         self.found.levels = _Leveller(len(self.found.routes), orders).levels()
@@ -158,7 +153,7 @@ class _OperationBuilder:
         sent: dict[tuple[int, int, int], list[int]] = {}
 
         def add(kind: str, subject: int) -> None:
-            found.append(Operation(kind, stage, subject))
+            found.append((kind, subject))
 
         received = [*self.received[stage], -1]
         if received[0] >= 0:
@@ -187,7 +182,7 @@ class _OperationBuilder:
         batches = action_batches(self.actions[stage], self.chunks)
 
         def add(kind: str, subjects: Sequence[int]) -> None:
-            found.extend(Operation(kind, stage, subject) for subject in subjects if subject >= 0)
+            found.extend([(kind, subject) for subject in subjects if subject >= 0])
 
         def inputs(batch: Sequence[int]) -> list[int]:
             return [self.received[stage][position] for position in batch]
@@ -210,6 +205,15 @@ class _OperationBuilder:
         return found
 
 
+def _following_place(kind: str, rank: int) -> tuple[int, int]:
+    """Return the number of levels to the first place for `kind` after an operation at `rank`, and its rank."""
+    ranks = [one for one in RANKS[kind] if one > rank or (one == rank and rank in SHARED_RANKS)]
+    return (0, ranks[0]) if ranks else (1, RANKS[kind][0])
+
+
+FOLLOWING_PLACE = {(kind, rank): _following_place(kind, rank) for kind in RANKS for rank in range(7)}
+
+
 class _Leveller:
     """Assign a level to every operation."""
 
@@ -217,59 +221,58 @@ class _Leveller:
         self.orders = orders
         self.matches: dict[int, list[int]] = defaultdict(list)
         """Messages by level."""
-        self.groups: dict[tuple[int, int, int, str], list[Operation]] = defaultdict(list)
-        """Operations by level, rank, number among the waits of a stage in this place, and kind."""
-        self.stamps: list[list[int]] = [[] for _ in range(messages)]
-        """Levels of a message's post and send so far."""
+        self.groups: dict[tuple[int, int, int, str], tuple[list[int], list[int]]] = defaultdict(
+            lambda: ([], [])
+        )
+        """Stages and subjects by level, rank, number among the waits of a stage in this place, and kind."""
+        self.stamps = [-1] * messages
+        """Level of the first of a message's post and send; -1: not yet."""
         self.matched = [-1] * messages
         """Level at which the end of a message is known; -1: not yet."""
 
     def levels(self) -> list[Level]:
         """Return all levels in order."""
-        following = [iter(order) for order in self.orders]
+        at = [0] * len(self.orders)
         places = [(0, 0, 0)] * len(self.orders)
-        ready: list[tuple[int, Operation | None]] = [(stage, None) for stage in range(len(self.orders))]
-        held: dict[int, list[tuple[int, Operation]]] = defaultdict(list)
+        held: dict[int, list[int]] = defaultdict(list)
+        ready = list(range(len(self.orders)))
         while ready:
-            stage, operation = ready.pop()
-            operation = operation or next(following[stage], None)
-            while operation is not None:
-                message = operation.subject
-                if operation.kind == WAIT and self.matched[message] < 0:
-                    held[message].append((stage, operation))
-                    break
-                earliest = self.matched[message] if operation.kind == WAIT else 0
-                places[stage] = self._place(operation, places[stage], earliest)
-                if operation.kind in (POST, SEND):
-                    self.stamps[message].append(places[stage][0])
-                    if len(self.stamps[message]) == 2:
-                        self.matched[message] = 1 + max(self.stamps[message])
-                        self.matches[self.matched[message]].append(message)
-                        ready.extend(held.pop(message, ()))
-                operation = next(following[stage], None)
+            stage = ready.pop()
+            level, rank, slot = places[stage]
+            for kind, subject in self.orders[stage][at[stage] :]:
+                if kind == WAIT:
+                    earliest = self.matched[subject]
+                    if earliest < 0:
+                        held[subject].append(stage)
+                        break
+                    if earliest > level:
+                        level, rank = earliest, 0
+                before = level, rank
+                further, rank = FOLLOWING_PLACE[kind, rank]
+                level += further
+                slot = slot + 1 if kind == WAIT and before == (level, rank) else 0
+                stages, subjects = self.groups[level, rank, slot, kind]
+                stages.append(stage)
+                subjects.append(subject)
+                at[stage] += 1
+                if kind in (POST, SEND):
+                    if self.stamps[subject] < 0:
+                        self.stamps[subject] = level
+                        continue
+                    matched = self.matched[subject] = 1 + max(level, self.stamps[subject])
+                    self.matches[matched].append(subject)
+                    ready.extend(held.pop(subject, ()))
+            places[stage] = level, rank, slot
         assert not held, "stages wait for each other for ever"
         return self._arrays()
-
-    def _place(
-        self, operation: Operation, place: tuple[int, int, int], earliest: int
-    ) -> tuple[int, int, int]:
-        """Add an operation to the first place after `place` from the level `earliest` on, and return this place."""
-        level, rank, slot = max(place, (earliest, 0, 0))
-        kind = operation.kind
-        ranks = [one for one in RANKS[kind] if one > rank or (one == rank and rank in SHARED_RANKS)]
-        if not ranks:
-            level, ranks = level + 1, [RANKS[kind][0]]
-        slot = slot + 1 if kind == WAIT and (level, ranks[0]) == place[:2] else 0
-        self.groups[level, ranks[0], slot, kind].append(operation)
-        return level, ranks[0], slot
 
     def _arrays(self) -> list[Level]:
         last = max([level for level, *_ in self.groups] + list(self.matches), default=-1)
         found = [Level(np.array(self.matches[number], dtype=int), []) for number in range(last + 1)]
-        for (level, _, _, kind), operations in sorted(self.groups.items(), key=lambda item: item[0][:3]):
-            stages = np.array([operation.stage for operation in operations])
-            subjects = np.array([operation.subject for operation in operations])
-            found[level].groups.append(OperationGroup(kind, stages, subjects))
+        for (level, _, _, kind), (stages, subjects) in sorted(
+            self.groups.items(), key=lambda item: item[0][:3]
+        ):
+            found[level].groups.append(OperationGroup(kind, np.array(stages), np.array(subjects)))
         return found
 
 
