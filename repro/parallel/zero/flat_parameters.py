@@ -102,21 +102,38 @@ class FlatParameters:
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter, in its shape."""
         sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they are contiguous
-        parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
-        return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
+        with storage.UNOBSERVED():
+            parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
+            return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
         """Write the initial values to this rank's parameters, and those of the shard to `master`."""
         if self.stage in (1, 2):
             for slot in self.plan.slots:
-                for start, stop in _chunks(0, slot.stop - slot.start, self.full):
-                    self.full[slot.start + start : slot.start + stop].copy_(values(slot.index, start, stop))
+                self._write(values, slot.index, 0, slot.stop - slot.start, (self.full,), slot.start)
         for index, first, last, place in self.pieces():
-            for start, stop in _chunks(first, last, self.shard):
+            self._write(values, index, first, last, (master, self.shard), place)
+
+    def _write(
+        self,
+        values: InitialValues,
+        index: int,
+        first: int,
+        last: int,
+        targets: Sequence[Tensor],
+        place: int,
+    ) -> None:
+        """Write the values of elements `first` to `last` of a parameter to the targets, from `place` on."""
+        kinds = tuple((target.dtype, storage.category_of(target.untyped_storage())) for target in targets)
+        for start, stop in _chunks(first, last, self.full):
+            here = slice(place + start - first, place + stop - first)
+
+            def write(start: int = start, stop: int = stop, here: slice = here) -> None:
                 piece = values(index, start, stop)
-                here = slice(place + start - first, place + start - first + piece.numel())
-                master[here].copy_(piece)
-                self.shard[here].copy_(piece)
+                for target in targets:
+                    target[here].copy_(piece)
+
+            storage.call_once(self.full, ("initial values", stop - start, *kinds), write)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """Return the content of the shard as (parameter index, first, last + 1, offset in the shard)."""
