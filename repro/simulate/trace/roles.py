@@ -185,8 +185,8 @@ def trace(
             (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
         repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
-        for part in engine.parts if repeat else ():
-            repeats.attach(part)
+        for chunk, part in enumerate(engine.parts if repeat else ()):
+            repeats.attach(part, chunk)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
         # As after an earlier step, whose parameters are still being gathered when the next step begins.
         for part in engine.parts:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from repro.parallel.storage import UNOBSERVED
+from repro.parallel.storage import UNOBSERVED, mark
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
 from repro.simulate.trace.recorder import TraceRecorder
@@ -87,7 +87,9 @@ class Segment:
 
     steps: list[Step]
     result: int | None
-    """Place of the returned tensor. None if the pass returns the gradient that came in."""
+    """Place of the returned tensor; None if the pass returns the gradient that came in, or nothing."""
+    returns_gradient: bool = False
+    """Whether the pass returns the gradient that came in."""
 
 
 @dataclass
@@ -99,6 +101,19 @@ class Recording:
     adding: Segment | None = None
     """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). This
     pass has no effect beyond the block."""
+    outliving: int | None = None
+    """Place of the storage that is freed with the graph of the passes; None if there is none."""
+
+    def find_outliving(self) -> None:
+        """Set `outliving`. Raises `UnrepeatableBlock` if there are several, whose order would be unknown."""
+        segments = [segment for segment in (self.forward, self.backward) if segment is not None]
+        steps = [step for segment in segments for step in segment.steps]
+        count = sum(do in (Instruction.ALLOC, Instruction.MAKE) for do, _, _ in steps)
+        over = {place for do, place, _ in steps if do in (Instruction.FREE, Instruction.DROP)}
+        live = set(range(count)) - over - {segment.result for segment in segments}
+        if len(live) > 1:
+            raise UnrepeatableBlock(f"storages {sorted(live)} outlive the backward pass")
+        self.outliving = next(iter(live), None)
 
 
 @dataclass
@@ -110,19 +125,27 @@ class RecordedPass:
 
 
 def segment_of(
-    recorder: TraceRecorder, running: RecordedPass, places: dict[int, int], result: Tensor, gradient: int
+    recorder: TraceRecorder,
+    running: RecordedPass,
+    places: dict[int, int],
+    result: Tensor | None,
+    gradient: int,
 ) -> Segment:
     """Return the events of `running` so far as a segment.
 
     `places` are the places of storages by number; the segment's own storages are added. `result` is the returned
-    tensor. `gradient` is the storage of the gradient that came in, or -1.
+    tensor, if any. `gradient` is the storage of the gradient that came in, or -1.
     """
-    returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
+    if result is None:
+        return Segment(_SegmentWriter(recorder, places, made, gradient).steps(running), None)
+    returned = recorder.number(result)
     if returned != gradient:
         made[returned] = TensorMeta.from_tensor(result)
     steps = _SegmentWriter(recorder, places, made, gradient).steps(running)
-    return Segment(steps, None if returned == gradient else places[returned])
+    if returned == gradient:
+        return Segment(steps, None, returns_gradient=True)
+    return Segment(steps, places[returned])
 
 
 class _SegmentWriter:
@@ -132,6 +155,8 @@ class _SegmentWriter:
         self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
     ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
+        self.following = max(-1, *places.values(), -1) + 1
+        """Place of the next storage."""
         self.found: list[Step] = []
         self.operators: list[Event] = []
 
@@ -176,7 +201,8 @@ class _SegmentWriter:
         if isinstance(event, Alloc):
             if event.id in self.places:
                 raise UnrepeatableBlock(f"storage {event.id} comes back")
-            self.places[event.id] = max(-1, *self.places.values()) + 1
+            self.places[event.id] = self.following
+            self.following += 1
             if event.id in self.made:
                 unmarked = self.recorder.is_unmarked(event.id)
                 self.found.append((Instruction.MAKE, event, (self.made[event.id], unmarked)))
@@ -223,6 +249,10 @@ class RepeatedBlock:
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that other code may hold too, by place."""
 
+    def __del__(self) -> None:
+        if self.recording.outliving is not None:
+            self.recorder.events.append(Free(self.numbers[self.recording.outliving]))
+
     def forward(self) -> Tensor:
         """Repeat the forward pass and return y."""
         segment = self.recording.forward
@@ -231,8 +261,8 @@ class RepeatedBlock:
         self._do(segment.steps, None)
         return self.held.pop(segment.result)
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Repeat the backward pass for the gradient of y and return the gradient of x."""
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """Repeat the backward pass for the gradient of y and return the gradient of x, if there is an x."""
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -247,9 +277,11 @@ class RepeatedBlock:
         recording.adding = segment_of(self.recorder, RecordedPass(start), places, result, came)
         return result
 
-    def _backward(self, segment: Segment, gradient: Tensor) -> Tensor:
+    def _backward(self, segment: Segment, gradient: Tensor) -> Tensor | None:
         self._do(segment.steps, gradient)
-        result = gradient if segment.result is None else self.held.pop(segment.result)
+        result = gradient if segment.returns_gradient else None
+        if segment.result is not None:
+            result = self.held.pop(segment.result)
         self.held.clear()
         return result
 
@@ -281,8 +313,10 @@ class RepeatedBlock:
                 vars(self.parameters[what])["gradient_sink"](*how)
             elif do is Instruction.GIVE:
                 self._give(self.parameters[what], *how)
-            elif do is Instruction.MARK:
+            elif do is Instruction.MARK and what >= 0:
                 events.append(Mark(numbers[what], how))
+            elif do is Instruction.MARK:
+                mark(held[what], how)
             else:
                 assert gradient is not None
                 recorder.release(gradient)
