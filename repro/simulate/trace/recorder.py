@@ -140,10 +140,10 @@ class TraceRecorder(UncompiledMode):
         """Return whether a live storage has no category yet."""
         return number in self._unmarked
 
-    def reserve(self) -> int:
-        """Return the number of one more storage, which no tensor has."""
-        self._count += 1
-        return self._count - 1
+    def reserve(self, count: int = 1) -> int:
+        """Return the first number of `count` more storages, which no tensor has."""
+        self._count += count
+        return self._count - count
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
         """Return a tensor whose storage is allocated now, with the size and category of the allocation `like`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -56,25 +56,36 @@ class Instruction(IntEnum):
     """Kind of a segment's step."""
 
     EVENTS = 0
-    """Operators, which have no storage or message numbers."""
-    ALLOC = 1
-    FREE = 2
-    MARK = 3
-    MESSAGE = 4
-    WAIT = 5
-    MAKE = 6
+    """Events that have no effect beyond the block."""
+    MAKE = 1
     """Allocation that other code comes to hold, which therefore needs a tensor."""
-    DROP = 7
+    DROP = 2
     """The block releases its reference to a tensor that other code may hold."""
-    TAKEN = 8
+    TAKEN = 3
     """The gradient of the block's output is freed."""
-    SINK = 9
+    MARK = 4
+    """The category of an input changes."""
+    SINK = 5
     """A product for the gradient of a matrix goes to the matrix's gradient sink."""
-    GIVE = 10
+    GIVE = 6
     """A parameter's gradient is complete and goes to the parameter's hooks."""
 
 
 Step = tuple[Instruction, Any, Any]
+
+
+@dataclass
+class EventRun:
+    """Consecutive events of a block. Those with numbers of storages or messages are listed by their position."""
+
+    events: list[Event] = field(default_factory=list)
+    allocations: list[int] = field(default_factory=list)
+    frees: list[tuple[int, int]] = field(default_factory=list)
+    """Positions, and the places of the storages."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Positions, and the places of the storages."""
+    messages: list[int] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -108,8 +119,10 @@ class Recording:
         """Set `outliving`. Raises `UnrepeatableBlock` if there are several, whose order would be unknown."""
         segments = [segment for segment in (self.forward, self.backward) if segment is not None]
         steps = [step for segment in segments for step in segment.steps]
-        count = sum(do in (Instruction.ALLOC, Instruction.MAKE) for do, _, _ in steps)
-        over = {place for do, place, _ in steps if do in (Instruction.FREE, Instruction.DROP)}
+        runs = [run for do, run, _ in steps if do is Instruction.EVENTS]
+        count = sum(len(run.allocations) for run in runs) + sum(do is Instruction.MAKE for do, _, _ in steps)
+        over = {place for run in runs for _, place in run.frees}
+        over |= {place for do, place, _ in steps if do is Instruction.DROP}
         live = set(range(count)) - over - {segment.result for segment in segments}
         if len(live) > 1:
             raise UnrepeatableBlock(f"storages {sorted(live)} outlive the backward pass")
@@ -158,7 +171,7 @@ class _SegmentWriter:
         self.following = max(-1, *places.values(), -1) + 1
         """Place of the next storage."""
         self.found: list[Step] = []
-        self.operators: list[Event] = []
+        self.run = EventRun()
 
     def steps(self, running: RecordedPass) -> list[Step]:
         """Return all steps of the pass."""
@@ -189,15 +202,16 @@ class _SegmentWriter:
             self.found.append((Instruction.SINK, call.parameter, operands))
 
     def _close(self) -> None:
-        if self.operators:
-            self.found.append((Instruction.EVENTS, tuple(self.operators), None))
-            self.operators = []
+        if self.run.events:
+            self.found.append((Instruction.EVENTS, self.run, None))
+            self.run = EventRun()
+
+    def _step(self, do: Instruction, what: Any, how: Any = None) -> None:
+        self._close()
+        self.found.append((do, what, how))
 
     def _write(self, event: Event) -> None:
-        if isinstance(event, Operator):
-            self.operators.append(event)
-            return
-        self._close()
+        run, position = self.run, len(self.run.events)
         if isinstance(event, Alloc):
             if event.id in self.places:
                 raise UnrepeatableBlock(f"storage {event.id} comes back")
@@ -205,24 +219,31 @@ class _SegmentWriter:
             self.following += 1
             if event.id in self.made:
                 unmarked = self.recorder.is_unmarked(event.id)
-                self.found.append((Instruction.MAKE, event, (self.made[event.id], unmarked)))
-            else:
-                self.found.append((Instruction.ALLOC, event[1:], None))
-        elif isinstance(event, Free) and event.id == self.gradient:
-            self.found.append((Instruction.TAKEN, None, None))
+                self._step(Instruction.MAKE, event, (self.made[event.id], unmarked))
+                return
+            run.allocations.append(position)
         elif isinstance(event, Free):
+            if event.id == self.gradient:
+                self._step(Instruction.TAKEN, None)
+                return
             place = self._place(event)
-            self.found.append(
-                (Instruction.DROP if place < 0 or event.id in self.made else Instruction.FREE, place, None)
-            )
+            if place < 0 or event.id in self.made:
+                self._step(Instruction.DROP, place)
+                return
+            run.frees.append((position, place))
         elif isinstance(event, Mark):
-            self.found.append((Instruction.MARK, self._place(event), event.category))
+            place = self._place(event)
+            if place < 0:
+                self._step(Instruction.MARK, place, event.category)
+                return
+            run.marks.append((position, place))
         elif isinstance(event, Message):
-            self.found.append((Instruction.MESSAGE, event.work, event))
+            run.messages.append(position)
         elif isinstance(event, Wait):
-            self.found.append((Instruction.WAIT, event.work, None))
-        else:
+            run.waits.append(position)
+        elif not isinstance(event, Operator):
             raise UnrepeatableBlock(f"{event} inside a block")
+        run.events.append(event)
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
@@ -287,22 +308,10 @@ class RepeatedBlock:
 
     def _do(self, steps: Sequence[Step], gradient: Tensor | None) -> None:
         recorder, numbers, held = self.recorder, self.numbers, self.held
-        events, works = recorder.events, dict[int, int]()
+        works = dict[int, int]()
         for do, what, how in steps:
             if do is Instruction.EVENTS:
-                events.extend(what)
-            elif do is Instruction.ALLOC:
-                number = recorder.reserve()
-                numbers.append(number)
-                events.append(Alloc(number, *what))
-            elif do is Instruction.FREE:
-                events.append(Free(numbers[what]))
-            elif do is Instruction.MESSAGE:
-                recorder.works += 1
-                works[what] = recorder.works
-                events.append(how._replace(work=recorder.works))
-            elif do is Instruction.WAIT:
-                events.append(Wait(works[what]))
+                self._repeat(what, works)
             elif do is Instruction.MAKE:
                 meta, unmarked = how
                 held[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
@@ -313,13 +322,32 @@ class RepeatedBlock:
                 vars(self.parameters[what])["gradient_sink"](*how)
             elif do is Instruction.GIVE:
                 self._give(self.parameters[what], *how)
-            elif do is Instruction.MARK and what >= 0:
-                events.append(Mark(numbers[what], how))
             elif do is Instruction.MARK:
                 mark(held[what], how)
             else:
                 assert gradient is not None
                 recorder.release(gradient)
+
+    def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
+        """Append the events of `run` under new numbers. `works`: new numbers of the pass's messages by recorded ones."""
+        recorder, numbers, events = self.recorder, self.numbers, list(run.events)
+        new: Callable[[Any, Any], Any] = tuple.__new__  # half the time of a named tuple's own constructor
+        first = recorder.reserve(len(run.allocations))
+        numbers.extend(range(first, first + len(run.allocations)))
+        for number, at in enumerate(run.allocations, first):
+            events[at] = new(Alloc, (number, *events[at][1:]))
+        for at, place in run.frees:
+            events[at] = new(Free, (numbers[place],))
+        for at, place in run.marks:
+            events[at] = new(Mark, (numbers[place], events[at][1]))
+        for at in run.messages:
+            message = events[at]
+            recorder.works += 1
+            works[message.work] = recorder.works
+            events[at] = message._replace(work=recorder.works)
+        for at in run.waits:
+            events[at] = new(Wait, (works[events[at].work],))
+        recorder.events += events
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
         """Pass a complete gradient to the parameter and its hooks, and drop the tensors in `given`."""
