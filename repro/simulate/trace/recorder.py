@@ -113,8 +113,8 @@ class TraceRecorder(UncompiledMode):
         self.works = 0
         """Number of messages so far, which is the number of the last message."""
         self._quiet = False
-        self._calls: dict[Hashable, tuple[list[Event], int]] = {}
-        """Events of calls by key, and the number of storages before the call."""
+        self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
+        """Events of calls by key, the number of storages before the call, and the number of storages of the call."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is released (ZeRO stage 3, between uses)."""
 
@@ -206,13 +206,14 @@ class TraceRecorder(UncompiledMode):
             start, count, live = len(self.events), self._count, len(self._live)
             call()
             assert len(self._live) == live, f"{key}: the call allocates a storage that it does not free"
-            self._calls[key] = self.events[start:], count
+            self._calls[key] = self.events[start:], count, self._count - count
             return
-        events, count = self._calls[key]
-        shift = self._count - count
+        events, before, made = self._calls[key]
+        if not made:
+            self.events += events
+            return
+        shift = self.reserve(made) - before
         for event in events:
-            if isinstance(event, Alloc):
-                self._count += 1
             shifted = isinstance(event, (Alloc, Free, Mark))
             self.events.append(event._replace(id=event.id + shift) if shifted else event)
 

@@ -84,8 +84,6 @@ class BlockRepeater:
             alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
             self._blocks.append(block)
-            for number, parameter in enumerate(block.parameters()):
-                self._watch(number, parameter)
 
     def first_backward(self) -> bool:
         """Return whether the current micro-batch's backward pass comes before those of other micro-batches."""
@@ -99,15 +97,16 @@ class BlockRepeater:
         self._blocks.clear()
         self._parts.clear()
 
-    def _watch(self, number: int, parameter: nn.Parameter) -> None:
-        """Intercept the gradients of a parameter when they leave the block that is being recorded."""
-        own = vars(parameter)
-        sink = own.get("gradient_sink")
-        if sink is not None:
-            own["gradient_sink"] = partial(self._sunk, number, sink)
-        hooks: dict[int, Callable[[Tensor], None]] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        for key, hook in hooks.items():
-            hooks[key] = partial(self._accumulated, number, hook)
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Intercept the gradients of a block's parameters when they leave the block that is being recorded."""
+        for number, parameter in enumerate(parameters):
+            own = vars(parameter)
+            sink = own.get("gradient_sink")
+            if sink is not None:
+                own["gradient_sink"] = partial(self._sunk, number, sink)
+            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for key, hook in hooks.items():
+                hooks[key] = partial(self._accumulated, number, hook)
 
     def _sunk(self, number: int, sink: Callable[[Tensor, Tensor], None], rows: Tensor, x: Tensor) -> None:
         self._called(
@@ -159,6 +158,7 @@ class _RepeatableBlock:
             record = _BlockRecorder(self.repeats, recording, inputs)
             if not kind.graph:
                 return record.forward(self.run(x, place, masks))
+            self.repeats.watch(self.parameters)
             y = self.run(_ObservedGradient.apply(x, record.leave), place, masks)
             return _ObservedGradient.apply(record.forward(y), record.enter)
         again = RepeatedBlock(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
