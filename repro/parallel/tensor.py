@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repro import kernels
-from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import MAX, SUM, Group, Work
 

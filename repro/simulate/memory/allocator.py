@@ -240,10 +240,9 @@ def replay(
     allocated_at = reserved_at = failed_at = -1
     failure = None
     for index, event in enumerate(events):
-        kind = type(event)
-        if kind is Operator:
+        if type(event) is Operator:
             continue
-        if kind is Alloc:
+        if type(event) is Alloc:
             if event.category == Category.HOST:
                 host.add(event.id)
                 continue
@@ -256,12 +255,12 @@ def replay(
                 allocated, allocated_at = allocator.allocated, index
             if allocator.reserved > reserved:
                 reserved, reserved_at, phase = allocator.reserved, index, now
-        elif kind is Free:
+        elif type(event) is Free:
             if host and event.id in host:
                 host.remove(event.id)
             else:
                 free(event.id)
-        elif kind is PhaseStart:
+        elif type(event) is PhaseStart:
             now = event.name
     return Replay(
         peak_allocated=allocator.peak_allocated,

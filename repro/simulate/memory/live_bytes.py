@@ -24,27 +24,21 @@ class LiveBytes:
         """Peak of each category."""
         self.total = 0
         """Live bytes of the device, without `Category.HOST`."""
-        self._live: dict[int, tuple[int, int, Category]] = {}
-        """Live storages by number: an event of the allocation, with the current category."""
+        self._live: dict[int, tuple[Category, int]] = {}
 
     def see(self, event: Event) -> None:
         """Record the next event of a trace; events without an allocation or a release change nothing."""
-        kind = type(event)
-        if kind is Alloc:
-            self._live[event[0]] = event  # type: ignore[assignment]
-            self._add(event[2], event[1])  # type: ignore[misc, arg-type]
-        elif kind is Free:
-            gone = self._live.pop(event[0])  # type: ignore[arg-type]
-            category, size = gone[2], gone[1]
-            self.now[category] -= size
-            if category is not Category.HOST:
-                self.total -= size
-        elif kind is Mark:
-            number, category = event  # type: ignore[misc]
-            _, size, before, *_ = self._live[number]
-            self._live[number] = number, size, category
-            self._add(before, -size)
-            self._add(category, size)
+        if type(event) is Alloc:
+            self._live[event.id] = event.category, event.bytes
+            self._add(event.category, event.bytes)
+        elif type(event) is Free:
+            category, size = self._live.pop(event.id)
+            self._add(category, -size)
+        elif type(event) is Mark:
+            category, size = self._live[event.id]
+            self._live[event.id] = event.category, size
+            self._add(category, -size)
+            self._add(event.category, size)
 
     def _add(self, category: Category, size: int) -> None:
         now = self.now[category] = self.now[category] + size
@@ -94,7 +88,7 @@ def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
     for event in chain(events, (PhaseStart("", -1),)):
         if type(event) is Operator:
             continue
-        if type(event) is Alloc and event[2] is not Category.HOST:
+        if type(event) is Alloc and event.category is not Category.HOST:
             live.see(event)
             if live.total > found.peak_bytes:
                 found.peak_bytes, peak = live.total, event
@@ -125,7 +119,7 @@ class PinnedMemory:
     def see(self, event: Event) -> None:
         """Record the next event of a trace; events without host memory change nothing."""
         if type(event) is Alloc:
-            if event[2] is Category.HOST and event.bytes:
+            if event.category is Category.HOST and event.bytes:
                 size = 1 << (event.bytes - 1).bit_length()
                 self._size[event.id] = size
                 if self._free[size]:

@@ -214,8 +214,9 @@ class TraceRecorder(UncompiledMode):
             return
         shift = self.reserve(made) - before
         for event in events:
-            shifted = isinstance(event, (Alloc, Free, Mark))
-            self.events.append(event._replace(id=event.id + shift) if shifted else event)
+            if isinstance(event, (Alloc, Free, Mark)):
+                event = event._replace(id=event.id + shift)
+            self.events.append(event)
 
     def listed(self, whole: Tensor, views: int) -> None:
         """Record that `views` views of a tensor were made, one by one."""

@@ -92,8 +92,10 @@ class BlockRepeater:
 
     def detach(self) -> None:
         """Restore the forward functions of all blocks and parts."""
-        for each in (*self._blocks, *self._parts):
-            del each.forward
+        for block in self._blocks:
+            del block.forward
+        for part in self._parts:
+            del part.forward
         self._blocks.clear()
         self._parts.clear()
 

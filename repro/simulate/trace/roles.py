@@ -87,15 +87,13 @@ class Trace:
         at = 0
         append = found[0].append
         for event in self.events[self.step_start : self.step_stop]:
-            kind = type(event)
-            if kind is Alloc or kind is Free:
+            if type(event) is Alloc or type(event) is Free:
                 continue
-            if kind is Operator or kind is Wait or kind is Message:
-                append(event)  # type: ignore[arg-type]
-            elif kind is PhaseStart and event.position != at:  # type: ignore[union-attr]
-                position: int = event.position  # type: ignore[union-attr]
+            if type(event) is Operator or type(event) is Message or type(event) is Wait:
+                append(event)
+            elif type(event) is PhaseStart and event.position != at:
                 # Events before the first action belong to the first action.
-                at = position if position >= 0 else len(self.actions) if at else 0
+                at = event.position if event.position >= 0 else len(self.actions) if at else 0
                 append = found[at].append
         return found
 
@@ -122,7 +120,9 @@ class Trace:
 
     def _events_of(self, kind: type[TimedEvent]) -> Iterator[tuple[int, TimedEvent]]:
         """Return (number of repetitions, event) for all events of one kind in the full step."""
-        weights = [1 + self.copies * (action.micro_batch == TYPICAL_MICRO_BATCH) for action in self.actions]
+        weights: list[int] = [
+            1 + self.copies * (action.micro_batch == TYPICAL_MICRO_BATCH) for action in self.actions
+        ]
         for weight, piece in zip([*weights, 1], self.pieces, strict=True):
             for event in piece:
                 if type(event) is kind:
