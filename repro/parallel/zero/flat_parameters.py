@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,30 +111,20 @@ class FlatParameters:
         """Write the initial values to this rank's parameters, and those of the shard to `master`."""
         if self.stage in (1, 2):
             for slot in self.plan.slots:
-                self._write(values, slot.index, 0, slot.stop - slot.start, (self.full,), slot.start)
-        for index, first, last, place in self.pieces():
-            self._write(values, index, first, last, (master, self.shard), place)
+                for start, stop in _chunks(0, slot.stop - slot.start, self.full):
+                    place = slice(slot.start + start, slot.start + stop)
 
-    def _write(
-        self,
-        values: InitialValues,
-        index: int,
-        first: int,
-        last: int,
-        targets: Sequence[Tensor],
-        place: int,
-    ) -> None:
-        """Write the values of elements `first` to `last` of a parameter to the targets, from `place` on."""
-        kinds = tuple((target.dtype, storage.category_of(target.untyped_storage())) for target in targets)
-        for start, stop in _chunks(first, last, self.full):
-            here = slice(place + start - first, place + stop - first)
+                    def write(index: int = slot.index, start: int = start, place: slice = place) -> None:
+                        self.full[place].copy_(values(index, start, start + place.stop - place.start))
 
-            def write(start: int = start, stop: int = stop, here: slice = here) -> None:
+                    storage.call_once(self.full, ("values", self.full.dtype, stop - start), write)
+        kinds = tuple((one.dtype, storage.category_of(one.untyped_storage())) for one in (master, self.shard))
+        for index, first, last, offset in self.pieces():
+            for start, stop in _chunks(first, last, self.shard):
                 piece = values(index, start, stop)
-                for target in targets:
-                    target[here].copy_(piece)
-
-            storage.call_once(self.full, ("initial values", stop - start, *kinds), write)
+                place = slice(offset + start - first, offset + stop - first)
+                copy = partial(_copy, piece, place, (master, self.shard))
+                storage.call_once(self.full, ("piece", stop - start, *kinds), copy)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """Return the content of the shard as (parameter index, first, last + 1, offset in the shard)."""
@@ -164,6 +155,12 @@ class FlatParameters:
             synchronize_host(self.full)
 
         return Work(finish=finish)
+
+
+def _copy(piece: Tensor, place: slice, targets: Sequence[Tensor]) -> None:
+    """Copy a flat piece to a place in each target."""
+    for target in targets:
+        target[place].copy_(piece)
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:
