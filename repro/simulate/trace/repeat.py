@@ -5,6 +5,9 @@ equal for every layer, chunk and micro-batch, except for the numbers of storages
 runs, and the others repeat its events under their own numbers. Effects beyond a block still happen: hooks around the
 block, gradient buckets, and tensors that other code holds. The events of the trace are the same as if all blocks ran.
 
+Under stages 0 and 1 the passes of an ordinary micro-batch through a part of the model have no effect beyond the part,
+because they only add to gradients. So the first ordinary micro-batch of a part is recorded, and the others repeat it.
+
 Kinds of blocks differ by their neighbours, which hold the tensors that blocks exchange. The first and the last block of
 a part of the model have no block as neighbour on one side.
 """
