@@ -29,13 +29,13 @@ def observer_of(tensor: Tensor) -> Any:
 def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
     """Run `call`. The observer of a tensor `like` on `meta` may repeat the events of a call with an equal `key`.
 
-    These events must be operators and storages that `call` frees.
+    These events must be operators and storages that `call` frees. Only a trace repeats calls.
     """
-    observer = observer_of(like) if like.is_meta else None
-    if observer is None:
+    repeat = getattr(observer_of(like), "call_once", None) if like.is_meta else None
+    if repeat is None:
         call()
     else:
-        observer.call_once(key, call)
+        repeat(key, call)
 
 
 def mark(tensor: Tensor, category: Category) -> Tensor:
