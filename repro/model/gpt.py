@@ -242,7 +242,6 @@ def initial_values(
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
     splits: list[int | None] = [vars(p)["split"] for p in parameters]
-    keys = [kernels.derive_key(seed, zlib.crc32(name.encode())) for name in names]
 
     def values(i: int, start: int, stop: int) -> Tensor:
         if device.type == "meta":  # shapes only, without arithmetic
@@ -251,6 +250,7 @@ def initial_values(
             return torch.full((stop - start,), float(kinds[i] == "ones"), device=device)
         index = full_index(start, stop, shapes[i], splits[i], rank, ranks, device)
         deviation = STANDARD_DEVIATION / (math.sqrt(2 * layers) if kinds[i] == "residual" else 1.0)
-        return kernels.normal_at(index, keys[i]).mul_(deviation)
+        key = kernels.derive_key(seed, zlib.crc32(names[i].encode()))
+        return kernels.normal_at(index, key).mul_(deviation)
 
     return values

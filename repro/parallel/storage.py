@@ -6,6 +6,7 @@ registry outlives an experiment.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,10 +17,25 @@ from repro.config.enums import Category
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data type of each precision of a layout."""
 
+UNOBSERVED = torch._C._DisableTorchDispatch
+"""Context manager in which dispatch modes see no operators. Use it for views and for shapes without memory."""
+
 
 def observer_of(tensor: Tensor) -> Any:
     """Return the object that follows the tensor's storage (`repro.simulate`); None if there is no observer."""
     return getattr(tensor.untyped_storage(), "watcher", None)
+
+
+def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
+    """Run `call`. The observer of a tensor `like` on `meta` may repeat the events of a call with an equal `key`.
+
+    These events must be operators and storages that `call` frees. Only a trace repeats calls.
+    """
+    repeat = getattr(observer_of(like), "call_once", None) if like.is_meta else None
+    if repeat is None:
+        call()
+    else:
+        repeat(key, call)
 
 
 def mark(tensor: Tensor, category: Category) -> Tensor:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repro import kernels
-from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import MAX, SUM, Group, Work
 
@@ -186,7 +185,8 @@ def split_parameter(
     if split is not None:
         assert local[split] % tp.size == 0
         local[split] //= tp.size
-    parameter = nn.Parameter(storage.mark(torch.empty(local, device="meta"), Category.SHAPE))
+    with storage.UNOBSERVED():
+        parameter = nn.Parameter(torch.empty(local, device="meta"))
     vars(parameter).update(split=split, init=init, partial=False, used_once=used_once)
     return parameter
 

@@ -11,14 +11,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from repro import cli
 from repro.config import Layout
+from repro.config.suites import load_suite
 from repro.config.systems import load_system_file
+from repro.simulate.memory.allocator import replay
+from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.placement import Placement
+from repro.simulate.trace.roles import roles, trace
 
 STEPS = {
     "100B on 400 (C4)": (
@@ -73,6 +79,29 @@ def test_host_memory(benchmark: Any, name: str) -> None:
     peak = benchmark.pedantic(process, rounds=1, iterations=1)
     benchmark.extra_info["peak_rss_bytes"] = peak
     assert peak < MOST_MEMORY
+
+
+SUITES = ("zero_throughput", "turing_nlg", "megatron_2021", "a100_clusters")
+EVERY = 20
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+def test_roles_of_published_experiments(benchmark: Any) -> None:
+    """CPU seconds of the traces and of the memory of every 20th published experiment, divided by their roles."""
+    benchmark.group = "trace and memory of published roles"
+    chosen = [
+        entry.experiment for suite in SUITES for entry in load_suite(Path(f"suites/{suite}.toml")).entries
+    ][::EVERY]
+    wanted = [(experiment, role) for experiment in chosen for role in roles(experiment)]
+
+    def answer() -> None:
+        for experiment, role in wanted:
+            events = trace(experiment, role).events
+            measure_live_bytes(events)
+            replay(events)
+
+    benchmark.pedantic(answer, rounds=3, iterations=1)
+    benchmark.extra_info["seconds_per_role"] = benchmark.stats.stats.min / len(wanted)
 
 
 def test_placing_ranks_of_3072(benchmark: Any) -> None:

@@ -177,7 +177,7 @@ def test_a_rank_that_owns_padding_alone(zero: int) -> None:
     experiment = tiny(Layout(dp=8, zero=zero, micro_batch=1), model)
     mesh = meshes.shape_only_mesh(Layout(dp=8), rank=7)
     engine = build_engine(experiment, mesh, torch.device("cpu"))
-    assert all(not bucket.ranges() for bucket in engine.buckets)
+    assert all(not bucket.ranges for bucket in engine.buckets)
     norms = engine.step(micro_batches(experiment, 7, 0), lambda phase: None)
     assert norms.gradient.item() == 0
     assert norms.overflow.item() == 0

@@ -22,6 +22,7 @@ without other replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -98,8 +99,9 @@ class Bucket(FlatParameters):
         else:
             self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS)
 
+    @cached_property
     def ranges(self) -> list[tuple[Tag, int, int]]:
-        """Return the optimizer's shard as runs of one tag."""
+        """The optimizer's shard as runs of one tag."""
         if self.stage:
             return self.plan.ranges(self.part)
         return BucketPlan(self.plan.slots, 1).ranges(0)
@@ -198,7 +200,7 @@ class Bucket(FlatParameters):
         self._sum_over(ends, lambda tag: tag.tied, "tied gradients")
 
     def _sum_over(self, group: Group, wanted: Callable[[Tag], bool], purpose: str) -> None:
-        runs = [(start, stop) for tag, start, stop in self.ranges() if wanted(tag)]
+        runs = [(start, stop) for tag, start, stop in self.ranges if wanted(tag)]
         if not runs or group.size == 1:
             return
         total = sum(stop - start for start, stop in runs)

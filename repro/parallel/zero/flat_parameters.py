@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -102,21 +103,28 @@ class FlatParameters:
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter, in its shape."""
         sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they are contiguous
-        parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
-        return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
+        with storage.UNOBSERVED():
+            parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
+            return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 
     def fill(self, values: InitialValues, master: Tensor) -> None:
         """Write the initial values to this rank's parameters, and those of the shard to `master`."""
         if self.stage in (1, 2):
             for slot in self.plan.slots:
                 for start, stop in _chunks(0, slot.stop - slot.start, self.full):
-                    self.full[slot.start + start : slot.start + stop].copy_(values(slot.index, start, stop))
-        for index, first, last, place in self.pieces():
+                    place = slice(slot.start + start, slot.start + stop)
+
+                    def write(index: int = slot.index, start: int = start, place: slice = place) -> None:
+                        self.full[place].copy_(values(index, start, start + place.stop - place.start))
+
+                    storage.call_once(self.full, ("values", self.full.dtype, stop - start), write)
+        kinds = tuple((one.dtype, storage.category_of(one.untyped_storage())) for one in (master, self.shard))
+        for index, first, last, offset in self.pieces():
             for start, stop in _chunks(first, last, self.shard):
                 piece = values(index, start, stop)
-                here = slice(place + start - first, place + start - first + piece.numel())
-                master[here].copy_(piece)
-                self.shard[here].copy_(piece)
+                place = slice(offset + start - first, offset + stop - first)
+                copy = partial(_copy, piece, place, (master, self.shard))
+                storage.call_once(self.full, ("piece", stop - start, *kinds), copy)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """Return the content of the shard as (parameter index, first, last + 1, offset in the shard)."""
@@ -147,6 +155,12 @@ class FlatParameters:
             synchronize_host(self.full)
 
         return Work(finish=finish)
+
+
+def _copy(piece: Tensor, place: slice, targets: Sequence[Tensor]) -> None:
+    """Copy a flat piece to a place in each target."""
+    for target in targets:
+        target[place].copy_(piece)
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:

@@ -209,13 +209,17 @@ class GradientReducer:
         # The division for the mean over n replicas costs nothing in this copy.
         bucket = self.buckets[b]
         add = self._adds(b, s)
-        view = self._view(bucket, s)
-        if add:
-            view.add_(gradient, alpha=1 / bucket.group.size)
-        elif bucket.group.size > 1:
-            torch.mul(gradient, 1 / bucket.group.size, out=view)
-        else:
-            view.copy_(gradient)
+        view, size = self._view(bucket, s), bucket.group.size
+
+        def write() -> None:
+            if add:
+                view.add_(gradient, alpha=1 / size)
+            elif size > 1:
+                torch.mul(gradient, 1 / size, out=view)
+            else:
+                view.copy_(gradient)
+
+        storage.call_once(view, ("gradient", view.shape, view.dtype, gradient.dtype, add, size > 1), write)
         self._arrive(b, s)
 
     def _sink(self, b: int, s: int) -> Callable[[Tensor, Tensor], None]:
@@ -223,8 +227,13 @@ class GradientReducer:
             """Add rows^T x / n to the gradient, for rows [N, o] and x [N, i]."""
             bucket = self.buckets[b]
             add = self._adds(b, s)
-            view = self._view(bucket, s).view(rows.shape[1], x.shape[1])
-            torch.addmm(view, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=view)
+            view = self._view(bucket, s)
+
+            def write() -> None:
+                sums = view.view(rows.shape[1], x.shape[1])
+                torch.addmm(sums, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=sums)
+
+            storage.call_once(view, ("product", view.dtype, rows.shape, x.shape, x.dtype, add), write)
             self._arrive(b, s)
 
         return add_product

@@ -66,7 +66,7 @@ class GradientShards:
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
-            for tag, start, stop in bucket.ranges():
+            for tag, start, stop in bucket.ranges:
                 if not wanted(tag):
                     continue
                 if runs and runs[-1][1] == start:
@@ -157,7 +157,7 @@ class ShardedAdamW:
         """Return the parts of a bucket's shard: parameter group (None for padding) and number of elements."""
         parts: list[tuple[int | None, int]] = []
         end = 0
-        for tag, start, stop in bucket.ranges():
+        for tag, start, stop in bucket.ranges:
             if start > end:
                 parts.append((None, start - end))
             if parts and parts[-1][0] == tag.group:

@@ -24,6 +24,7 @@ from repro.config.errors import require
 from repro.simulate.memory.pools import (
     LARGE_BUFFER,
     LIVE,
+    MIN_BLOCK_SIZE,
     SMALL_SIZE,
     UNLIMITED,
     UNMAPPED,
@@ -33,7 +34,7 @@ from repro.simulate.memory.pools import (
     Pool,
     round_up,
 )
-from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
+from repro.simulate.trace.events import Alloc, Event, Free, Operator, PhaseStart
 
 
 class OutOfMemory(Exception):
@@ -130,7 +131,7 @@ class CachingAllocator:
         if size == 0:
             self._live[id] = None
             return
-        size, requested = round_up(size), size
+        size, requested = -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE, size
         pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.find(size) or self._grow(pool, size)
         if block is None:
@@ -142,7 +143,10 @@ class CachingAllocator:
                 pool.largest(),
                 self._device.limit,
             )
-        pool.cut(block, size)
+        if block.size == size:
+            block.state = LIVE
+        else:
+            pool.cut(block, size)
         self._live[id] = pool, block
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -236,7 +240,9 @@ def replay(
     allocated_at = reserved_at = failed_at = -1
     failure = None
     for index, event in enumerate(events):
-        if isinstance(event, Alloc):
+        if type(event) is Operator:
+            continue
+        if type(event) is Alloc:
             if event.category == Category.HOST:
                 host.add(event.id)
                 continue
@@ -249,12 +255,12 @@ def replay(
                 allocated, allocated_at = allocator.allocated, index
             if allocator.reserved > reserved:
                 reserved, reserved_at, phase = allocator.reserved, index, now
-        elif isinstance(event, Free):
-            if event.id in host:
+        elif type(event) is Free:
+            if host and event.id in host:
                 host.remove(event.id)
             else:
                 free(event.id)
-        elif isinstance(event, PhaseStart):
+        elif type(event) is PhaseStart:
             now = event.name
     return Replay(
         peak_allocated=allocator.peak_allocated,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
@@ -27,13 +28,13 @@ class LiveBytes:
 
     def see(self, event: Event) -> None:
         """Record the next event of a trace; events without an allocation or a release change nothing."""
-        if isinstance(event, Alloc):
+        if type(event) is Alloc:
             self._live[event.id] = event.category, event.bytes
             self._add(event.category, event.bytes)
-        elif isinstance(event, Free):
+        elif type(event) is Free:
             category, size = self._live.pop(event.id)
             self._add(category, -size)
-        elif isinstance(event, Mark):
+        elif type(event) is Mark:
             category, size = self._live[event.id]
             self._live[event.id] = event.category, size
             self._add(category, -size)
@@ -82,14 +83,22 @@ class RoleMemory:
 def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
     """Return the live bytes of a trace."""
     found, live, pinned, phase = RoleMemory(), LiveBytes(), PinnedMemory(), ""
-    for event in events:
+    peak: Alloc | None = None
+    """The allocation of the highest total so far, while no other event has followed."""
+    for event in chain(events, (PhaseStart("", -1),)):
+        if type(event) is Operator:
+            continue
+        if type(event) is Alloc and event.category is not Category.HOST:
+            live.see(event)
+            if live.total > found.peak_bytes:
+                found.peak_bytes, peak = live.total, event
+            continue
+        if peak is not None:
+            found.by_category, found.phase = live.now.copy(), phase
+            found.line, found.operator, peak = peak.line, peak.operator, None
         live.see(event)
         pinned.see(event)
-        if isinstance(event, Alloc):
-            if live.total > found.peak_bytes:
-                found.peak_bytes, found.by_category = live.total, dict(live.now)
-                found.phase, found.line, found.operator = phase, event.line, event.operator
-        elif isinstance(event, PhaseStart):
+        if type(event) is PhaseStart:
             if phase == "init":
                 found.init_peak_bytes = found.peak_bytes
             phase = event.name
@@ -109,14 +118,15 @@ class PinnedMemory:
 
     def see(self, event: Event) -> None:
         """Record the next event of a trace; events without host memory change nothing."""
-        if isinstance(event, Alloc) and event.category is Category.HOST and event.bytes:
-            size = 1 << (event.bytes - 1).bit_length()
-            self._size[event.id] = size
-            if self._free[size]:
-                self._free[size] -= 1
-            else:
-                self.reserved += size
-        elif isinstance(event, Free) and event.id in self._size:
+        if type(event) is Alloc:
+            if event.category is Category.HOST and event.bytes:
+                size = 1 << (event.bytes - 1).bit_length()
+                self._size[event.id] = size
+                if self._free[size]:
+                    self._free[size] -= 1
+                else:
+                    self.reserved += size
+        elif self._size and type(event) is Free and event.id in self._size:
             self._free[self._size.pop(event.id)] += 1
 
 
@@ -134,31 +144,35 @@ def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) ->
     largest sum is the role's peak, unless the peak is in the initialisation.
     """
     step = traced.events[traced.step_start : traced.step_stop]
-    whole = sum(seconds(event) for event in step if isinstance(event, Operator))
+    took: dict[int, float] = {}
+    """Seconds by operator. Layers share operators."""
+    whole = 0.0
+    for event in step:
+        if type(event) is Operator:
+            if id(event) not in took:
+                took[id(event)] = seconds(event)
+            whole += took[id(event)]
     live = LiveBytes()
     found: list[dict[str, int]] = []
     phases: dict[int, tuple[str, int]] = {}
     most, spent = -1, 0.0
-
-    def seen() -> None:
-        """Store this moment if it holds more than the other moments of its part."""
-        nonlocal most
-        part = min(TIMELINE_POINTS - 1, int(spent / whole * TIMELINE_POINTS)) if whole else 0
-        while len(found) <= part:
-            found.append(dict(live.now))
-            most = live.total
-        if live.total > most:
-            found[-1], most = dict(live.now), live.total
-
-    for number, event in enumerate(traced.events[: traced.step_stop]):
+    for event in traced.events[: traced.step_start]:
         live.see(event)
-        if number < traced.step_start:
+    for event in step:
+        if type(event) is Operator:
+            spent += took[id(event)]
+            part = min(TIMELINE_POINTS - 1, int(spent / whole * TIMELINE_POINTS)) if whole else 0
+            while len(found) <= part:
+                found.append(live.now.copy())
+                most = live.total
             continue
-        if isinstance(event, Operator):
-            spent += seconds(event)
-        elif isinstance(event, PhaseStart):
+        if type(event) is PhaseStart:
             phases.setdefault(min(TIMELINE_POINTS - 1, len(found)), (event.name, event.micro_batch))
-        seen()
+        live.see(event)
+        if not found:
+            found.append({})
+        if live.total > most:  # the fullest moment of the part
+            found[-1], most = live.now.copy(), live.total
     unit = max(1, max(sum(point.values()) - point[Category.HOST] for point in found) // TIMELINE_RESOLUTION)
     scaled = {
         category: [round(point[category] / unit) for point in found]

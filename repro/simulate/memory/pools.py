@@ -102,6 +102,8 @@ class Pool:
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._max_split = max_split
+        self._grows = False
+        """Whether blocks grow into the bytes after them, which decides between free blocks."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
         self._cut_below = max_split
 
@@ -111,12 +113,11 @@ class Pool:
         at = bisect_left(free, (size,))
         if at == len(free):
             return None
-        at = self._best(at)
+        if self._grows:
+            at = self._best(at)
         block = free[at][2]
         # A block that may not be split is retained for requests that nearly fill it.
-        if size < self._max_split <= block.size:
-            return None
-        if size >= self._max_split and block.size >= size + LARGE_BUFFER:
+        if block.size >= self._max_split and (size < self._max_split or block.size >= size + LARGE_BUFFER):
             return None
         del free[at]
         return block
@@ -146,7 +147,8 @@ class Pool:
         if after is not None and after.state is FREE:
             self._remove(after)
             block.absorb()
-        self._insert(block)
+        block.state = FREE
+        insort(self._free, (block.size, block.address, block))
 
     def release(self) -> None:
         """Give the driver every segment that holds no live block."""
@@ -179,6 +181,11 @@ class Pool:
         return self._free[-1][0] if self._free else 0
 
     def _best(self, at: int) -> int:
+        """Return the index of the free block to take, from index `at` on."""
+        free = self._free
+        # The size of the block before the unmapped end includes the unmapped bytes, so that it is taken last.
+        while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
+            at += 1
         return at
 
     def _drop(self, block: MemoryBlock) -> None:
@@ -204,7 +211,7 @@ class ExpandablePool(Pool):
 
     def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
         super().__init__(device, small=small, max_split=max_split)
-        self._least_rest, self._cut_below = MIN_BLOCK_SIZE, UNLIMITED
+        self._least_rest, self._cut_below, self._grows = MIN_BLOCK_SIZE, UNLIMITED, True
         self._granule = SMALL_BUFFER if small else LARGE_BUFFER
         self._base = device.place(ADDRESS_SPACE)
         everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
@@ -235,13 +242,6 @@ class ExpandablePool(Pool):
     def release_oversize(self, size: int) -> bool:
         """Return False: no part of an expandable segment is a segment of its own."""
         return False
-
-    def _best(self, at: int) -> int:
-        # The size of the block before the unmapped end includes the unmapped bytes, so that it is taken last.
-        free = self._free
-        while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
-            at += 1
-        return at
 
     def _lowest(self, size: int) -> MemoryBlock:
         """Return the first block of the lowest chain of free or unmapped blocks with `size` bytes together."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -61,8 +61,6 @@ def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Call
     return line
 
 
-UNTRACED = torch._C._DisableTorchDispatch
-"""Context manager that excludes tensor operations from the trace."""
 line_of_step = innermost_line(
     (
         "repro.parallel",
@@ -115,6 +113,8 @@ class TraceRecorder(UncompiledMode):
         self.works = 0
         """Number of messages so far, which is the number of the last message."""
         self._quiet = False
+        self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
+        """Events of calls by key, the number of storages before the call, and the number of storages of the call."""
         self._released: set[int] = set()
         """Numbers of storages whose memory is released (ZeRO stage 3, between uses)."""
 
@@ -140,14 +140,14 @@ class TraceRecorder(UncompiledMode):
         """Return whether a live storage has no category yet."""
         return number in self._unmarked
 
-    def reserve(self) -> int:
-        """Return the number of one more storage, which no tensor has."""
-        self._count += 1
-        return self._count - 1
+    def reserve(self, count: int = 1) -> int:
+        """Return the first number of `count` more storages, which no tensor has."""
+        self._count += count
+        return self._count - count
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
         """Return a tensor whose storage is allocated now, with the size and category of the allocation `like`."""
-        with UNTRACED():
+        with storage.UNOBSERVED():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made
@@ -200,6 +200,24 @@ class TraceRecorder(UncompiledMode):
             category = storage.category_of(seen) or Category.OTHER
             self.events.append(Alloc(number, size, category, "restore", line_of_step()))
 
+    def call_once(self, key: Hashable, call: Callable[[], None]) -> None:
+        """Record `call`, or repeat the events of an earlier call with an equal `key` (`repro.parallel.storage`)."""
+        if key not in self._calls:
+            start, count, live = len(self.events), self._count, len(self._live)
+            call()
+            assert len(self._live) == live, f"{key}: the call allocates a storage that it does not free"
+            self._calls[key] = self.events[start:], count, self._count - count
+            return
+        events, before, made = self._calls[key]
+        if not made:
+            self.events += events
+            return
+        shift = self.reserve(made) - before
+        for event in events:
+            if isinstance(event, (Alloc, Free, Mark)):
+                event = event._replace(id=event.id + shift)
+            self.events.append(event)
+
     def listed(self, whole: Tensor, views: int) -> None:
         """Record that `views` views of a tensor were made, one by one."""
         self._append(Operator(HOST_VIEWS, 0, 0, 0, (), whole.element_size(), calls=views))
@@ -228,10 +246,7 @@ class TraceRecorder(UncompiledMode):
         else:
             event = self.events[index]
             assert isinstance(event, Alloc)
-            if category == Category.SHAPE:
-                self.events[index] = event._replace(bytes=0)
-            else:
-                self.events[index] = event._replace(category=category)
+            self.events[index] = event._replace(category=category)
 
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
         if seen._cdata in self._live:

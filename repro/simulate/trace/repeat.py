@@ -5,6 +5,9 @@ equal for every layer, chunk and micro-batch, except for the numbers of storages
 runs, and the others repeat its events under their own numbers. Effects beyond a block still happen: hooks around the
 block, gradient buckets, and tensors that other code holds. The events of the trace are the same as if all blocks ran.
 
+Under stages 0 and 1 the passes of an ordinary micro-batch through a part of the model have no effect beyond the part,
+because they only add to gradients. So the first ordinary micro-batch of a part is recorded, and the others repeat it.
+
 Kinds of blocks differ by their neighbours, which hold the tensors that blocks exchange. The first and the last block of
 a part of the model have no block as neighbour on one side.
 """
@@ -23,7 +26,8 @@ from repro.engines.native.model_part import ModelPart
 from repro.model.gpt import BatchPosition, Part
 from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
-from repro.parallel.pipeline.schedule import BACKWARD
+from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
+from repro.parallel.storage import UNOBSERVED
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.segments import (
@@ -67,9 +71,14 @@ class BlockRepeater:
         self.running: RecordedPass | None = None
         """The pass that is being recorded; None outside a recording."""
         self._blocks: list[nn.Module] = []
+        self._parts: list[ModelPart] = []
 
-    def attach(self, part: ModelPart) -> None:
-        """Make the blocks of a part of the model repeat each other."""
+    def attach(self, part: ModelPart, chunk: int) -> None:
+        """Make the blocks of a part of the model repeat each other, and ordinary micro-batches as well."""
+        typical = _typical_micro_batches(self._pipeline, chunk)
+        if part.sharded.sharding.stage < 2 and len(typical) > 1:
+            part.forward = _RepeatablePart(self, part, typical).forward  # type: ignore[method-assign]
+            self._parts.append(part)
         blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
             after, before = _neighbours(index, len(blocks), part.model.part)
@@ -78,8 +87,6 @@ class BlockRepeater:
             alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
             self._blocks.append(block)
-            for number, parameter in enumerate(block.parameters()):
-                self._watch(number, parameter)
 
     def first_backward(self) -> bool:
         """Return whether the current micro-batch's backward pass comes before those of other micro-batches."""
@@ -87,20 +94,24 @@ class BlockRepeater:
         return action is not None and self._first[action.chunk] == action.micro_batch
 
     def detach(self) -> None:
-        """Restore the forward functions of all blocks."""
+        """Restore the forward functions of all blocks and parts."""
         for block in self._blocks:
             del block.forward
+        for part in self._parts:
+            del part.forward
         self._blocks.clear()
+        self._parts.clear()
 
-    def _watch(self, number: int, parameter: nn.Parameter) -> None:
-        """Intercept the gradients of a parameter when they leave the block that is being recorded."""
-        own = vars(parameter)
-        sink = own.get("gradient_sink")
-        if sink is not None:
-            own["gradient_sink"] = partial(self._sunk, number, sink)
-        hooks: dict[int, Callable[[Tensor], None]] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        for key, hook in hooks.items():
-            hooks[key] = partial(self._accumulated, number, hook)
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Intercept the gradients of a block's parameters when they leave the block that is being recorded."""
+        for number, parameter in enumerate(parameters):
+            own = vars(parameter)
+            sink = own.get("gradient_sink")
+            if sink is not None:
+                own["gradient_sink"] = partial(self._sunk, number, sink)
+            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for key, hook in hooks.items():
+                hooks[key] = partial(self._accumulated, number, hook)
 
     def _sunk(self, number: int, sink: Callable[[Tensor, Tensor], None], rows: Tensor, x: Tensor) -> None:
         self._called(
@@ -152,6 +163,7 @@ class _RepeatableBlock:
             record = _BlockRecorder(self.repeats, recording, inputs)
             if not kind.graph:
                 return record.forward(self.run(x, place, masks))
+            self.repeats.watch(self.parameters)
             y = self.run(_ObservedGradient.apply(x, record.leave), place, masks)
             return _ObservedGradient.apply(record.forward(y), record.enter)
         again = RepeatedBlock(self.repeats.recorder, recording, self.parameters, inputs, self.reducer)
@@ -165,6 +177,34 @@ class _RepeatableBlock:
         return self.repeats.recomputed or (self.soonest and self.repeats.first_backward())
 
 
+class _RepeatablePart:
+    """The forward pass of one part of the model, run or repeated.
+
+    The passes of an ordinary micro-batch only add to gradients under stages 0 and 1, so they have no effect beyond the
+    part.
+    """
+
+    def __init__(self, repeats: BlockRepeater, part: ModelPart, typical: Sequence[int]):
+        """`typical`: ordinary micro-batches; the first one runs, and the others repeat it."""
+        self.repeats, self.run, self.reducer = repeats, part.forward, part.sharded.reducer
+        self.typical, self.recording = typical, Recording()
+        with UNOBSERVED():
+            self._anchor = torch.empty(0, device="meta", requires_grad=True)
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        """Run or repeat the part; the arguments are those of `ModelPart.forward`."""
+        if micro_batch not in self.typical:
+            return self.run(micro_batch, x)
+        inputs = [] if x is None else [x]
+        if micro_batch != self.typical[0]:
+            again = RepeatedBlock(self.repeats.recorder, self.recording, (), inputs, self.reducer)
+            found: Tensor = _RepeatedFunction.apply(self._anchor if x is None else x, again)
+            return found
+        record = _PartRecorder(self.repeats, self.recording, inputs)
+        y = self.run(micro_batch, None if x is None else _ObservedGradient.apply(x, record.leave))
+        return _ObservedGradient.apply(record.forward(y), record.enter)
+
+
 class _BlockRecorder:
     """Recorder of the forward and backward pass of one block, which runs."""
 
@@ -174,6 +214,7 @@ class _BlockRecorder:
         """Places of storages by their numbers."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
+        self.has_input = bool(inputs)
 
     def forward(self, y: Tensor) -> Tensor:
         """Record the forward pass, which returned `y`, and return `y`."""
@@ -190,8 +231,23 @@ class _BlockRecorder:
         self.repeats.running = None
         self.recording.backward = self._segment(gradient)
 
-    def _segment(self, result: Tensor) -> Segment:
+    def _segment(self, result: Tensor | None) -> Segment:
         return segment_of(self.recorder, self.running, self.places, result, self.gradient)
+
+
+class _PartRecorder(_BlockRecorder):
+    """Recorder of the passes of a part of the model, which runs."""
+
+    def enter(self, gradient: Tensor) -> None:
+        """Begin to record the backward pass. The pass of the first part ends with autograd's, as it has no x."""
+        self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
+        if not self.has_input:
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+
+    def leave(self, gradient: Tensor | None = None) -> None:
+        """Record the backward pass, which ends with the gradient of x, if there is an x."""
+        self.recording.backward = self.recording.adding = self._segment(gradient)
+        self.recording.find_outliving()
 
 
 class _ObservedGradient(torch.autograd.Function):
@@ -217,8 +273,18 @@ class _RepeatedFunction(torch.autograd.Function):
         return again.forward()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
         return ctx.again.backward(gradients[0]), None
+
+
+def _typical_micro_batches(pipeline: Pipeline, chunk: int) -> list[int]:
+    """Return a chunk's micro-batches whose passes are neither first nor last, if one of them precedes all others."""
+    forward, backward = (
+        [action.micro_batch for action in pipeline.actions if (action.kind, action.chunk) == (kind, chunk)]
+        for kind in (FORWARD, BACKWARD)
+    )
+    found = [micro_batch for micro_batch in forward[1:] if micro_batch in backward[1:-1]]
+    return found if found and found[0] == next(b for b in backward[1:] if b in found) else []
 
 
 def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:

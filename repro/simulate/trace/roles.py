@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 import torch
 
@@ -26,12 +27,13 @@ from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
 from repro.parallel.pipeline.schedule import Action, build_schedule, in_flight
 from repro.parallel.transports import Transport
-from repro.simulate.trace.events import Event, Message, Operator, PhaseStart, Timed, Wait
+from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, PhaseStart, Timed, Wait
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
 from repro.simulate.trace.repeat import BlockRepeater, recordings_of
 from repro.simulate.trace.transport import GlooBufferTransport, NoDataTransport, RecordedTransport
 from repro.util.processes import pause_garbage_collection
 
+TimedEvent = TypeVar("TimedEvent", Operator, Message)
 TYPICAL_MICRO_BATCH = 1
 """The micro-batch that represents the micro-batches that did not run."""
 
@@ -83,13 +85,16 @@ class Trace:
         """The timed events of each action; the last list has the events after the last action (the optimizer's)."""
         found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
         at = 0
+        append = found[0].append
         for event in self.events[self.step_start : self.step_stop]:
-            if isinstance(event, PhaseStart):
-                if event.position != at:
-                    # Events before the first action belong to the first action.
-                    at = event.position if event.position >= 0 else len(self.actions) if at else 0
-            elif isinstance(event, (Operator, Message, Wait)):
-                found[at].append(event)
+            if type(event) is Alloc or type(event) is Free:
+                continue
+            if type(event) is Operator or type(event) is Message or type(event) is Wait:
+                append(event)
+            elif type(event) is PhaseStart and event.position != at:
+                # Events before the first action belong to the first action.
+                at = event.position if event.position >= 0 else len(self.actions) if at else 0
+                append = found[at].append
         return found
 
     @cached_property
@@ -113,22 +118,23 @@ class Trace:
             keys[old.work] = keys[new.work]
         return keys
 
-    @cached_property
-    def _weighted(self) -> list[tuple[int, Event]]:
-        found, weight = [], 1
-        for event in self.step:
-            if isinstance(event, PhaseStart):
-                weight = 1 + self.copies * (event.micro_batch == TYPICAL_MICRO_BATCH)
-            found.append((weight, event))
-        return found
+    def _events_of(self, kind: type[TimedEvent]) -> Iterator[tuple[int, TimedEvent]]:
+        """Return (number of repetitions, event) for all events of one kind in the full step."""
+        weights: list[int] = [
+            1 + self.copies * (action.micro_batch == TYPICAL_MICRO_BATCH) for action in self.actions
+        ]
+        for weight, piece in zip([*weights, 1], self.pieces, strict=True):
+            for event in piece:
+                if type(event) is kind:
+                    yield weight, event
 
     def operators(self) -> Iterator[tuple[int, Operator]]:
         """Return (number of repetitions, operator) for all operators of the full step."""
-        return ((n, event) for n, event in self._weighted if isinstance(event, Operator))
+        return self._events_of(Operator)
 
     def messages(self) -> Iterator[tuple[int, Message]]:
         """Return (number of repetitions, message) for all messages of the full step."""
-        return ((n, event) for n, event in self._weighted if isinstance(event, Message))
+        return self._events_of(Message)
 
 
 def roles(experiment: Experiment) -> list[PipelineRole]:
@@ -185,8 +191,8 @@ def trace(
             (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
         repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
-        for part in engine.parts if repeat else ():
-            repeats.attach(part)
+        for chunk, part in enumerate(engine.parts if repeat else ()):
+            repeats.attach(part, chunk)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
         # As after an earlier step, whose parameters are still being gathered when the next step begins.
         for part in engine.parts:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from repro.parallel.storage import UNOBSERVED, mark
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
-from repro.simulate.trace.recorder import UNTRACED, TraceRecorder
+from repro.simulate.trace.recorder import TraceRecorder
 
 
 class UnrepeatableBlock(Exception):
@@ -55,25 +56,36 @@ class Instruction(IntEnum):
     """Kind of a segment's step."""
 
     EVENTS = 0
-    """Operators, which have no storage or message numbers."""
-    ALLOC = 1
-    FREE = 2
-    MARK = 3
-    MESSAGE = 4
-    WAIT = 5
-    MAKE = 6
+    """Events that have no effect beyond the block."""
+    MAKE = 1
     """Allocation that other code comes to hold, which therefore needs a tensor."""
-    DROP = 7
+    DROP = 2
     """The block releases its reference to a tensor that other code may hold."""
-    TAKEN = 8
+    TAKEN = 3
     """The gradient of the block's output is freed."""
-    SINK = 9
+    MARK = 4
+    """The category of an input changes."""
+    SINK = 5
     """A product for the gradient of a matrix goes to the matrix's gradient sink."""
-    GIVE = 10
+    GIVE = 6
     """A parameter's gradient is complete and goes to the parameter's hooks."""
 
 
 Step = tuple[Instruction, Any, Any]
+
+
+@dataclass
+class EventRun:
+    """Consecutive events of a block. Those with numbers of storages or messages are listed by their position."""
+
+    events: list[Event] = field(default_factory=list)
+    allocations: list[int] = field(default_factory=list)
+    frees: list[tuple[int, int]] = field(default_factory=list)
+    """Positions, and the places of the storages."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Positions, and the places of the storages."""
+    messages: list[int] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -86,7 +98,9 @@ class Segment:
 
     steps: list[Step]
     result: int | None
-    """Place of the returned tensor. None if the pass returns the gradient that came in."""
+    """Place of the returned tensor; None if the pass returns the gradient that came in, or nothing."""
+    returns_gradient: bool = False
+    """Whether the pass returns the gradient that came in."""
 
 
 @dataclass
@@ -98,6 +112,21 @@ class Recording:
     adding: Segment | None = None
     """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). This
     pass has no effect beyond the block."""
+    outliving: int | None = None
+    """Place of the storage that is freed with the graph of the passes; None if there is none."""
+
+    def find_outliving(self) -> None:
+        """Set `outliving`. Raises `UnrepeatableBlock` if there are several, whose order would be unknown."""
+        segments = [segment for segment in (self.forward, self.backward) if segment is not None]
+        steps = [step for segment in segments for step in segment.steps]
+        runs = [run for do, run, _ in steps if do is Instruction.EVENTS]
+        count = sum(len(run.allocations) for run in runs) + sum(do is Instruction.MAKE for do, _, _ in steps)
+        over = {place for run in runs for _, place in run.frees}
+        over |= {place for do, place, _ in steps if do is Instruction.DROP}
+        live = set(range(count)) - over - {segment.result for segment in segments}
+        if len(live) > 1:
+            raise UnrepeatableBlock(f"storages {sorted(live)} outlive the backward pass")
+        self.outliving = next(iter(live), None)
 
 
 @dataclass
@@ -109,19 +138,27 @@ class RecordedPass:
 
 
 def segment_of(
-    recorder: TraceRecorder, running: RecordedPass, places: dict[int, int], result: Tensor, gradient: int
+    recorder: TraceRecorder,
+    running: RecordedPass,
+    places: dict[int, int],
+    result: Tensor | None,
+    gradient: int,
 ) -> Segment:
     """Return the events of `running` so far as a segment.
 
     `places` are the places of storages by number; the segment's own storages are added. `result` is the returned
-    tensor. `gradient` is the storage of the gradient that came in, or -1.
+    tensor, if any. `gradient` is the storage of the gradient that came in, or -1.
     """
-    returned = recorder.number(result)
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
+    if result is None:
+        return Segment(_SegmentWriter(recorder, places, made, gradient).steps(running), None)
+    returned = recorder.number(result)
     if returned != gradient:
         made[returned] = TensorMeta.from_tensor(result)
     steps = _SegmentWriter(recorder, places, made, gradient).steps(running)
-    return Segment(steps, None if returned == gradient else places[returned])
+    if returned == gradient:
+        return Segment(steps, None, returns_gradient=True)
+    return Segment(steps, places[returned])
 
 
 class _SegmentWriter:
@@ -131,8 +168,10 @@ class _SegmentWriter:
         self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
     ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
+        self.following = max(-1, *places.values(), -1) + 1
+        """Place of the next storage."""
         self.found: list[Step] = []
-        self.operators: list[Event] = []
+        self.run = EventRun()
 
     def steps(self, running: RecordedPass) -> list[Step]:
         """Return all steps of the pass."""
@@ -158,44 +197,53 @@ class _SegmentWriter:
         if call.gradient >= 0:
             self.found.append((Instruction.GIVE, call.parameter, (self.places[call.gradient], tuple(given))))
         else:
-            with UNTRACED():
+            with UNOBSERVED():
                 operands = [meta.make() for meta in call.operands]
             self.found.append((Instruction.SINK, call.parameter, operands))
 
     def _close(self) -> None:
-        if self.operators:
-            self.found.append((Instruction.EVENTS, tuple(self.operators), None))
-            self.operators = []
+        if self.run.events:
+            self.found.append((Instruction.EVENTS, self.run, None))
+            self.run = EventRun()
+
+    def _step(self, do: Instruction, what: Any, how: Any = None) -> None:
+        self._close()
+        self.found.append((do, what, how))
 
     def _write(self, event: Event) -> None:
-        if isinstance(event, Operator):
-            self.operators.append(event)
-            return
-        self._close()
+        run, position = self.run, len(self.run.events)
         if isinstance(event, Alloc):
             if event.id in self.places:
                 raise UnrepeatableBlock(f"storage {event.id} comes back")
-            self.places[event.id] = max(-1, *self.places.values()) + 1
+            self.places[event.id] = self.following
+            self.following += 1
             if event.id in self.made:
                 unmarked = self.recorder.is_unmarked(event.id)
-                self.found.append((Instruction.MAKE, event, (self.made[event.id], unmarked)))
-            else:
-                self.found.append((Instruction.ALLOC, event[1:], None))
-        elif isinstance(event, Free) and event.id == self.gradient:
-            self.found.append((Instruction.TAKEN, None, None))
+                self._step(Instruction.MAKE, event, (self.made[event.id], unmarked))
+                return
+            run.allocations.append(position)
         elif isinstance(event, Free):
+            if event.id == self.gradient:
+                self._step(Instruction.TAKEN, None)
+                return
             place = self._place(event)
-            self.found.append(
-                (Instruction.DROP if place < 0 or event.id in self.made else Instruction.FREE, place, None)
-            )
+            if place < 0 or event.id in self.made:
+                self._step(Instruction.DROP, place)
+                return
+            run.frees.append((position, place))
         elif isinstance(event, Mark):
-            self.found.append((Instruction.MARK, self._place(event), event.category))
+            place = self._place(event)
+            if place < 0:
+                self._step(Instruction.MARK, place, event.category)
+                return
+            run.marks.append((position, place))
         elif isinstance(event, Message):
-            self.found.append((Instruction.MESSAGE, event.work, event))
+            run.messages.append(position)
         elif isinstance(event, Wait):
-            self.found.append((Instruction.WAIT, event.work, None))
-        else:
+            run.waits.append(position)
+        elif not isinstance(event, Operator):
             raise UnrepeatableBlock(f"{event} inside a block")
+        run.events.append(event)
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
@@ -218,9 +266,13 @@ class RepeatedBlock:
         self.reducer = reducer
         self.numbers: list[int] = []
         """Numbers of storages by place."""
-        with UNTRACED():
+        with UNOBSERVED():
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that other code may hold too, by place."""
+
+    def __del__(self) -> None:
+        if self.recording.outliving is not None:
+            self.recorder.events.append(Free(self.numbers[self.recording.outliving]))
 
     def forward(self) -> Tensor:
         """Repeat the forward pass and return y."""
@@ -230,8 +282,8 @@ class RepeatedBlock:
         self._do(segment.steps, None)
         return self.held.pop(segment.result)
 
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Repeat the backward pass for the gradient of y and return the gradient of x."""
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """Repeat the backward pass for the gradient of y and return the gradient of x, if there is an x."""
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -246,30 +298,20 @@ class RepeatedBlock:
         recording.adding = segment_of(self.recorder, RecordedPass(start), places, result, came)
         return result
 
-    def _backward(self, segment: Segment, gradient: Tensor) -> Tensor:
+    def _backward(self, segment: Segment, gradient: Tensor) -> Tensor | None:
         self._do(segment.steps, gradient)
-        result = gradient if segment.result is None else self.held.pop(segment.result)
+        result = gradient if segment.returns_gradient else None
+        if segment.result is not None:
+            result = self.held.pop(segment.result)
         self.held.clear()
         return result
 
     def _do(self, steps: Sequence[Step], gradient: Tensor | None) -> None:
         recorder, numbers, held = self.recorder, self.numbers, self.held
-        events, works = recorder.events, dict[int, int]()
+        works = dict[int, int]()
         for do, what, how in steps:
             if do is Instruction.EVENTS:
-                events.extend(what)
-            elif do is Instruction.ALLOC:
-                number = recorder.reserve()
-                numbers.append(number)
-                events.append(Alloc(number, *what))
-            elif do is Instruction.FREE:
-                events.append(Free(numbers[what]))
-            elif do is Instruction.MESSAGE:
-                recorder.works += 1
-                works[what] = recorder.works
-                events.append(how._replace(work=recorder.works))
-            elif do is Instruction.WAIT:
-                events.append(Wait(works[what]))
+                self._repeat(what, works)
             elif do is Instruction.MAKE:
                 meta, unmarked = how
                 held[len(numbers)] = recorder.make(meta.make, what, unmarked=unmarked)
@@ -281,10 +323,31 @@ class RepeatedBlock:
             elif do is Instruction.GIVE:
                 self._give(self.parameters[what], *how)
             elif do is Instruction.MARK:
-                events.append(Mark(numbers[what], how))
+                mark(held[what], how)
             else:
                 assert gradient is not None
                 recorder.release(gradient)
+
+    def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
+        """Append the events of `run` under new numbers. `works`: numbers of the pass's messages by recorded numbers."""
+        recorder, numbers, events = self.recorder, self.numbers, list[Any](run.events)
+        new: Any = tuple.__new__  # takes half the time of a named tuple's constructor
+        first = recorder.reserve(len(run.allocations))
+        numbers.extend(range(first, first + len(run.allocations)))
+        for number, at in enumerate(run.allocations, first):
+            events[at] = new(Alloc, (number, *events[at][1:]))
+        for at, place in run.frees:
+            events[at] = new(Free, (numbers[place],))
+        for at, place in run.marks:
+            events[at] = new(Mark, (numbers[place], events[at][1]))
+        for at in run.messages:
+            message = events[at]
+            recorder.works += 1
+            works[message.work] = recorder.works
+            events[at] = message._replace(work=recorder.works)
+        for at in run.waits:
+            events[at] = new(Wait, (works[events[at].work],))
+        recorder.events += events
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
         """Pass a complete gradient to the parameter and its hooks, and drop the tensors in `given`."""

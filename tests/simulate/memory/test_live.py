@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from repro.config.enums import Category
 from repro.simulate.memory.live_bytes import LiveBytes, measure_live_bytes
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, PhaseStart
@@ -55,6 +58,46 @@ def test_the_peak_is_the_first_moment_that_holds_most() -> None:
         0,
         0,
     )
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Event]:
+    """Allocations, releases and new categories in any order."""
+    events: list[Event] = []
+    live: list[int] = []
+    for number in range(draw(st.integers(0, 30))):
+        kind = draw(st.sampled_from(["alloc", "alloc", "free", "mark", "phase", "operator"]))
+        category = draw(st.sampled_from([Category.HOST, Category.ACTIVATIONS, Category.GRADIENTS]))
+        if kind == "alloc":
+            events.append(
+                Alloc(number, draw(st.integers(0, 3)), category, f"operator {number}", f"line {number}")
+            )
+            live.append(number)
+        elif kind == "free" and live:
+            events.append(Free(live.pop(draw(st.integers(0, len(live) - 1)))))
+        elif kind == "mark" and live:
+            events.append(Mark(draw(st.sampled_from(live)), category))
+        elif kind == "phase":
+            events.append(PhaseStart(f"phase {number}", 0))
+        else:
+            events.append(Operator("aten.mm", 1, 1, 1, (), 4))
+    return events
+
+
+@given(traces())
+def test_the_peak_is_that_of_a_walk_that_looks_after_every_allocation(events: list[Event]) -> None:
+    live, phase, peak = LiveBytes(), "", 0
+    expected: tuple[object, ...] = (dict.fromkeys(live.now, 0), "", "", "")
+    for event in events:
+        live.see(event)
+        if isinstance(event, PhaseStart):
+            phase = event.name
+        if isinstance(event, Alloc) and live.total > peak:
+            peak = live.total
+            expected = dict(live.now), phase, event.line, event.operator
+    found = measure_live_bytes(events)
+    assert found.peak_bytes == peak
+    assert (found.by_category, found.phase, found.line, found.operator) == expected
 
 
 def test_page_locked_memory_is_rounded_to_powers_of_two_and_kept() -> None:

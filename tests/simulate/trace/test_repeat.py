@@ -159,6 +159,33 @@ def test_what_is_recorded_serves_other_depths_stages_and_degrees() -> None:
     assert share < 0.5
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_repeated_calls_have_the_events_of_calls_that_run(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Initial values and gradients: the events of a trace in which no call repeats an earlier one."""
+    experiment = Experiment(name="e", model=model_of(layout), layout=layout)
+    role = roles(experiment)[0]
+    found = trace(experiment, role)
+    monkeypatch.setattr(TraceRecorder, "call_once", lambda recorder, key, call: call())
+    assert_same(trace(experiment, role), found)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "1f1b-recomputed", "1f1b-ddp"])
+def test_further_ordinary_micro_batches_run_no_block(kind: str) -> None:
+    """A deeper pipeline has more micro-batches in flight, each of which costs only its messages."""
+
+    def calls(stages: int) -> int:
+        layout = replace(LAYOUTS[kind], pp=stages, global_batch=64)
+        experiment = Experiment(name="e", model=replace(MODEL, layers=4 * stages), layout=layout)
+        recorder = Counting()
+        trace(experiment, roles(experiment)[0], recorder=recorder)
+        return recorder.calls
+
+    calls(2)  # records the blocks
+    assert (calls(12) - calls(2)) / 10 < 8, "operators around the part, without those of its four blocks"
+
+
 def test_a_block_that_does_something_that_another_cannot_do_again_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
