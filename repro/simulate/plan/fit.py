@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from repro.config import Experiment, Layout, Model, Training
@@ -258,7 +258,7 @@ def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
         "gpus": question.layout.world,
         "limit_bytes": question.allocatable,
         "context_bytes": question.system.context(),
-        "layout": vars(question.layout),
+        "layout": asdict(question.layout),
         "sizes": {key: getattr(model, key) for key in ("hidden", "heads", "vocab", "seq")},
         "largest": _trial_document(question, answer.largest),
         "first_failing": _trial_document(question, failing),

@@ -19,6 +19,7 @@ from math import prod
 
 from repro.config import Layout, Model
 from repro.config.layout import ELEMENT_BYTES
+from repro.parallel.ledger import RING_PASSES
 from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.plan.closed_form import FIRST, LAST, stage_parameters, state_bytes
 from repro.simulate.time.device import ATTENTION, DeviceCost
@@ -208,6 +209,15 @@ def step_time_lower_bound(
         before + reduced,
         reduced + gathered,
     )
+
+
+def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
+    """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
+    work = LayerWork(model, layout, seq)
+    sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
+    payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
+    ring = RING_PASSES["all_reduce"] * (layout.tp - 1) / layout.tp
+    return {"tp": sums * ring * payload, "dp": sum(_sent_bytes(model, layout))}
 
 
 def _sent_bytes(model: Model, layout: Layout) -> tuple[float, float]:

@@ -17,7 +17,11 @@ from repro.config.errors import ConfigError
 from repro.simulate.plan import closed_form
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS, largest_term
-from repro.simulate.plan.lower_bound import memory_lower_bound, step_time_lower_bound
+from repro.simulate.plan.lower_bound import (
+    memory_lower_bound,
+    sent_bytes_lower_bound,
+    step_time_lower_bound,
+)
 from repro.simulate.plan.rows import BOUND, FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow, ideal_s
 from repro.simulate.time.calibration import Generation, calibration_point_of
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels
@@ -51,11 +55,17 @@ class Planner:
         return found
 
     def remove_times(self, rows: Iterable[PlanRow]) -> None:
-        """Remove the times of `rows`, which are ordered by `ideal_s`; its lower bound sends no messages."""
+        """Remove the times of `rows`, which `ideal_s` orders; open rows get a lower bound of it."""
+        request = self.request
         for row in rows:
             row.time = {}
             if row.outcome == OPEN:
-                row.least_s = ideal_s(self.request, row.layout, {})
+                sent = sent_bytes_lower_bound(request.model, row.layout, request.seq)
+                by_link: dict[str, float] = {}
+                for group, size in sent.items():
+                    link = self._network(row.layout).link(group)
+                    by_link[link] = by_link.get(link, 0.0) + size
+                row.least_s = ideal_s(request, row.layout, by_link)
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
         """Return the rows of `layouts` without times. Layouts that no lower bound excludes are simulated."""

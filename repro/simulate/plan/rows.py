@@ -7,8 +7,8 @@ effect on the order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import log
 from typing import Any
 
@@ -184,7 +184,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
     ]
 
 
-def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> float:
+def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) -> float:
     """Return the step time at peak rates in seconds (`IDEAL_ORDER_RULE`); unknown rates take no time."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
@@ -223,7 +223,7 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "model": model.name,
         "system": request.system.name,
         "gpus": request.gpus,
-        "layout": vars(layout),
+        "layout": asdict(layout),
         "params": total_parameters(model),
         "memory": memory,
         "comm": comm,
