@@ -120,15 +120,11 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
         f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
-    slower = (
-        f", {len(left):,} cannot be among the first {max(top, COMPARED_ROWS)} and are left open"
-        if left
-        else ""
-    )
-    console.print(
-        f"{len(rows):,} layouts for {units.size(request.allocatable)} a GPU: {len(fits):,} fit, {len(others):,} do not "
-        f"fit{slower}; {plan.simulated:,} were simulated\n"
-    )
+    slower = f"cannot be among the first {max(top, COMPARED_ROWS)} and are left open"
+    counts = ((fits, "fit"), (others, "do not fit"), (left, slower))
+    text = ", ".join(f"{len(some):,} {what}" for some, what in counts if some)
+    size = units.size(request.allocatable)
+    console.print(f"{len(rows):,} layouts for {size} a GPU: {text}; {plan.simulated:,} were simulated\n")
     if note := unfused_attention_note(
         request.model, rows[0].layout, request.system.device.compute_capability
     ):
