@@ -19,7 +19,6 @@ from math import prod
 
 from repro.config import Layout, Model
 from repro.config.layout import ELEMENT_BYTES
-from repro.parallel.ledger import RING_PASSES
 from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.plan.closed_form import FIRST, LAST, stage_parameters, state_bytes
 from repro.simulate.time.device import ATTENTION, DeviceCost
@@ -103,17 +102,25 @@ class LayerWork:
             found = [seconds + keys for seconds in found]
         return found[0], found[1]
 
-    def reduced_at_once(self) -> float:
-        """Return the bytes of a stage's gradients that a rank sends before the end of each backward pass of stage 2.
+    def buckets(self) -> tuple[int, float]:
+        """Return the least number of gradient buckets of a layer, and the largest bytes of a bucket.
 
-        Two buckets may be under reduction when the pass ends; a bucket holds one parameter, or up to `bucket_bytes`.
+        A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
         """
-        layout = self.layout
-        layers = self.model.layers // (layout.pp * layout.chunks)
-        sizes = [self.bytes * depth * width for depth, width in self._matrices()]
-        largest = max(layout.bucket_bytes, *sizes) if layout.cb else float("inf")
-        left = max(0.0, layers * sum(sizes) - 2 * largest)
-        return layout.chunks * left * (layout.copies - 1) / layout.copies
+        sizes, limit = self.matrix_bytes(), self.layout.bucket_bytes
+        if self.layout.zero == 3:
+            return 1, sum(sizes)
+        if not self.layout.cb:  # one bucket for all layers
+            return 0, float("inf")
+        return sum(size > limit for size in sizes), max(limit, *sizes)
+
+    def stage_bytes(self) -> float:
+        """Return the bytes of the parameters of a rank of the last stage, which are also those of its gradients."""
+        return self.bytes * list(stage_parameters(self.model, self.layout).values())[-1]
+
+    def matrix_bytes(self) -> list[int]:
+        """Return the bytes of each matrix of a layer on a rank."""
+        return [self.bytes * depth * width for depth, width in self._matrices()]
 
     @property
     def _ffn(self) -> int:
@@ -199,11 +206,10 @@ def step_time_lower_bound(
     before, after = ((layout.pp - 1) * one / layout.chunks for one in (forward, backward))
     forward, backward = forward + head_forward, backward + head_backward
 
-    rate, lost = network.bus_bandwidth("dp"), network.overlap_cost
-    reduced, gathered = (size / rate for size in _sent_bytes(model, layout))
-    reducing = work.reduced_at_once() / rate if layout.zero == 2 else 0.0
+    lost = network.overlap_cost
+    reduced, gathered, awaited = _data_parallel_seconds(work, network)
     return max(
-        before + m * (forward + max(backward + lost * reducing, reducing)) + after,
+        before + m * (forward + max(backward + lost * awaited, awaited)) + after,
         before + m * (forward + backward) + lost * reduced,
         m * (forward + backward) + lost * (reduced + gathered),
         before + reduced,
@@ -211,19 +217,39 @@ def step_time_lower_bound(
     )
 
 
+def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
+    """Return the least seconds of the last stage's reductions and gathers over dp in a step, and of awaited reductions.
+
+    A backward pass of stage 2 awaits the reductions of all but its last two buckets.
+    """
+    layout, (reductions, gathers) = work.layout, _messages_in_step(work.layout)
+    op = "reduce_scatter" if layout.zero else "all_reduce"
+    layers = work.model.layers // (layout.pp * layout.chunks)
+    count, largest = work.buckets()
+    reduced, gathered = (
+        network.least_seconds(
+            one, "dp", times * work.stage_bytes(), times * max(1, count * layers * layout.chunks)
+        )
+        for one, times in ((op, reductions), ("all_gather", gathers))
+    )
+    left = max(0.0, layers * sum(work.matrix_bytes()) - 2 * largest) if layout.zero == 2 else 0.0
+    awaited = network.least_seconds(op, "dp", left, max(1, count * layers - 2)) if left else 0.0
+    return reduced, gathered, layout.chunks * awaited
+
+
+def _messages_in_step(layout: Layout) -> tuple[int, int]:
+    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7)."""
+    m = layout.accumulation
+    return {0: (1, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[layout.zero]
+
+
 def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
     """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
-    work = LayerWork(model, layout, seq)
+    work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
     sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
-    ring = RING_PASSES["all_reduce"] * (layout.tp - 1) / layout.tp
-    return {"tp": sums * ring * payload, "dp": sum(_sent_bytes(model, layout))}
-
-
-def _sent_bytes(model: Model, layout: Layout) -> tuple[float, float]:
-    """Return the bytes of gradients and parameters that a rank of the last stage sends over dp (1910.02054 sec. 7)."""
-    m = layout.accumulation
-    reduced, gathered = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[layout.zero]
-    parameters = list(stage_parameters(model, layout).values())[-1]
-    once = parameters * ELEMENT_BYTES[layout.precision] * (layout.copies - 1) / layout.copies
-    return reduced * once, gathered * once
+    passes = gathers + reductions * (1 if layout.zero else 2)
+    return {
+        "tp": sums * 2 * (layout.tp - 1) / layout.tp * payload,
+        "dp": passes * (layout.copies - 1) / layout.copies * work.stage_bytes(),
+    }

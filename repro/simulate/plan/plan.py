@@ -61,25 +61,34 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
     planner = Planner(request, workers)
     rows = planner.bounded(layouts)
     rows += planner.bounded(_with_partitioned_activations(request, rows))
-    at_once = len(rows) if whole else ROWS_PER_WORKER * workers.count
+    at_once = ROWS_PER_WORKER * workers.count
     while some := _rows_to_simulate(rows, len(rows) if whole else compared)[:at_once]:
-        made = {row.layout: row for row in planner.simulate([row.layout for row in some])}
+        layouts = [row.layout for row in some]
+        made = {
+            row.layout: row
+            for row in planner.simulate(layouts, interval_below_s=_seconds_of_place(rows, compared))
+        }
         more = planner.bounded(_with_partitioned_activations(request, made.values()))
         rows = [*(made.get(row.layout, row) for row in rows), *more]
         if planner.no_time:
             planner.remove_times(rows)
         rows.sort(key=plan_order)
-    first = [row.layout for row in rows[:compared] if row.outcome == OK and row.time]
-    with_intervals = {row.layout: row for row in planner.simulate(first, interval=True)}
-    rows = [with_intervals.get(row.layout, row) for row in rows]
-    compare_rows([row for row in rows[:compared] if row.layout in with_intervals])
-    return Plan(rows, len(planner.simulated), planner.no_time)
+    first = [row for row in rows[:compared] if row.outcome == OK and row.time]
+    compare_rows(first)
+    for row in rows[len(first) :]:
+        row.remove_interval()
+    return Plan(rows, planner.simulated, planner.no_time)
+
+
+def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
+    """Return the seconds of the simulated row at `place` (from 1) of those that fit; infinity if there are fewer."""
+    known = sorted(row.seconds for row in rows if row.outcome == OK)
+    return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
 
 
 def _rows_to_simulate(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
     """Return the open rows that may be among the first `wanted` rows, the least lower bound first."""
-    known = sorted(row.seconds for row in rows if row.outcome == OK)
-    limit = known[wanted - 1] if len(known) >= wanted else float("inf")
+    limit = _seconds_of_place(rows, wanted)
     found = [row for row in rows if row.outcome == OPEN and row.least_s <= limit]
     return sorted(found, key=plan_order)
 

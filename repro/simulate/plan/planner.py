@@ -35,7 +35,8 @@ class Planner:
 
     def __init__(self, request: PlanRequest, workers: Workers):
         self.request, self.workers = request, workers
-        self.simulated: set[Layout] = set()
+        self.simulated = 0
+        """Number of simulated layouts."""
         self.no_time = ""
         """Reason why times cannot be predicted."""
         self._costs: dict[tuple[str, str], DeviceCost] = {}
@@ -75,20 +76,21 @@ class Planner:
         return [found[layout] for layout in layouts]
 
     def simulate(
-        self, layouts: Iterable[Layout], *, time: bool = True, interval: bool = False
+        self, layouts: Iterable[Layout], *, time: bool = True, interval_below_s: float = 0.0
     ) -> list[PlanRow]:
         """Return the rows of `layouts` from simulations, in any order.
 
-        `time`: with times. `interval`: with intervals of the times. Layouts of equal widths go to one worker, because
-        their traces have common parts.
+        `time`: with times. `interval_below_s`: shorter steps get an interval. Layouts of equal widths go to one worker,
+        because their traces have common parts.
         """
         by_width: dict[tuple[object, ...], list[Layout]] = {}
         for one in layouts:
             width = one.tp, one.cp, one.sp, one.micro_batch, one.recompute, one.pa
             by_width.setdefault(width, []).append(one)
-        self.simulated.update(*by_width.values())
-        tasks = [(self.request, some, time and not self.no_time, interval) for some in by_width.values()]
+        time = time and not self.no_time
+        tasks = [(self.request, some, time, interval_below_s) for some in by_width.values()]
         made = [answer for answers in self.workers.map(_simulated_rows, tasks) for answer in answers]
+        self.simulated += len(made)
         self.no_time = next((no_time for _, no_time in made if no_time), self.no_time)
         return [row for row, _ in made]
 
@@ -153,23 +155,22 @@ def _kernels_in_worker(generation: Generation) -> Kernels:
 
 
 def _simulated_rows(
-    request: PlanRequest, layouts: Sequence[Layout], time: bool, interval: bool
+    request: PlanRequest, layouts: Sequence[Layout], time: bool, interval_below_s: float
 ) -> list[tuple[PlanRow, str]]:
     """Return the rows of `layouts`, each with the reason why it has no times; runs in a worker."""
-    return [_simulated_row(request, layout, time, interval) for layout in layouts]
+    return [_simulated_row(request, layout, time, interval_below_s) for layout in layouts]
 
 
-def _simulated_row(request: PlanRequest, layout: Layout, time: bool, interval: bool) -> tuple[PlanRow, str]:
+def _simulated_row(
+    request: PlanRequest, layout: Layout, time: bool, interval_below_s: float
+) -> tuple[PlanRow, str]:
     from repro.simulate.step import sent_bytes_by, simulate
+    from repro.simulate.time.predict import prediction_interval
 
-    found = simulate(
-        plan_experiment(request, layout),
-        request.system,
-        memory_limit=request.limit,
-        expandable=request.expandable,
-        time=time,
-        interval=interval,
-    )
+    system, experiment = request.system, plan_experiment(request, layout)
+    found = simulate(experiment, system, memory_limit=request.limit, expandable=request.expandable, time=time)
+    if found.fits and found.time is not None and found.time.step_s <= interval_below_s:
+        found.time.interval = prediction_interval(experiment, system, found.traces)
     document = found.as_dict()
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"])
     row.trace_seconds = document["trace_seconds"]

@@ -29,7 +29,7 @@ from repro.config.links import Collective
 from repro.config.system import System
 from repro.parallel.ledger import RING_PASSES, SEND, messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
-from repro.simulate.time.interconnect import Adapters, GroupsOnNodes, Numbers, Pods, Ring
+from repro.simulate.time.interconnect import ALL_REDUCE, Adapters, GroupsOnNodes, Numbers, Pods, Ring
 
 
 class GroupSpan(NamedTuple):
@@ -168,6 +168,23 @@ class Network:
     def bus_bandwidth(self, group: str) -> float:
         """Return the bytes/s of the slowest group of this axis, as in nccl-tests, in the limit of large messages."""
         return min((ring.rate for ring in self._rings(group)), default=float("inf"))
+
+    def least_seconds(self, op: str, group: str, payload: float, count: int) -> float:
+        """Return a lower bound of the seconds of `count` collectives with together `payload` bytes.
+
+        A ring takes the same time for each collective and for each byte. Where all-reduces may take a tree, bytes alone
+        count, since a tree is faster for small messages only.
+        """
+        rings = self._rings(group)
+        if op == ALL_REDUCE:
+            return max(
+                (RING_PASSES[op] * (r.ranks - 1) / r.ranks * payload / r.rate for r in rings), default=0.0
+            )
+        each = (
+            (count - 1) * ring.seconds(op, 0, trees=False) + ring.seconds(op, int(payload), trees=False)
+            for ring in rings
+        )
+        return max(each, default=0.0)
 
     def number(self, link: str, key: str) -> float:
         """Return a number of a class of links, known or assumed."""
