@@ -223,7 +223,7 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
     A backward pass of stage 2 awaits the reductions of all but its last two buckets.
     """
     layout, (reductions, gathers) = work.layout, _messages_in_step(work.layout)
-    op = "reduce_scatter" if layout.zero else "all_reduce"
+    op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
     layers = work.model.layers // (layout.pp * layout.chunks)
     count, largest = work.buckets()
     reduced, gathered = (
@@ -238,9 +238,13 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
 
 
 def _messages_in_step(layout: Layout) -> tuple[int, int]:
-    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7)."""
+    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7).
+
+    Stage 3 that gathers parameter by parameter retains an unknown part of the parameters between uses.
+    """
     m = layout.accumulation
-    return {0: (1, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[layout.zero]
+    in_blocks = layout.zero3_gather == "block"
+    return {0: (1, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m * in_blocks)}[layout.zero]
 
 
 def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:

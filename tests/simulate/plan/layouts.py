@@ -44,14 +44,25 @@ def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
             "bucket_bytes": choose.choice([200_000, 25_000_000]),
             "cb": choose.random() < 0.9,
             "scatter_gather": choose.random() < 0.2,
+            "order": choose.choice(["tp-dp-pp", "tp-dp-pp", "tp-pp-dp", "dp-tp-pp"]),
+            "zero1_reduce": choose.choice(["reduce-scatter", "reduce-scatter", "all-reduce"]),
+            "zero3_gather": choose.choice(["block", "block", "parameter"]),
+            "md": choose.random() < 0.2,
+            "gather_overlap": choose.random() < 0.8,
+            "precision": choose.choice([system.best_precision, system.best_precision, "fp32"]),
         }
         keys["chunks"] = 2 if keys["schedule"] == "interleaved" else 1
         keys["pa"] = bool(keys["recompute"]) and choose.random() < 0.5
+        keys["pa_cpu"] = bool(keys["recompute"]) and choose.random() < 0.3
+        if keys["zero"] != 1:
+            keys["zero1_reduce"] = "reduce-scatter"
+        if keys["zero"] != 3:
+            keys["zero3_gather"] = "block"
         if keys["zero"] == 3 and keys["schedule"] == "gpipe":  # no such step exists
             continue
         keys["global_batch"] = keys["dp"] * keys["micro_batch"] * choose.choice([1, 2, 4, 8])
         try:
-            layout = Layout(precision=system.best_precision, **keys)
+            layout = Layout(**keys)
             engines.check_layout_fits(layout, model)
         except ConfigError:
             continue
