@@ -22,8 +22,8 @@ def main() -> None:
         )
     if lacking := [name for name in facts["present"] if not is_installed(name)]:
         print(
-            f"warning: {sys.executable} lacks {', '.join(lacking)}, which the kit leaves out because PRESENT named them;"
-            " steps that need them will fail. Pack the kit again without these names.",
+            f"warning: {sys.executable} lacks {', '.join(lacking)}, which the kit leaves out because PRESENT named "
+            "them; steps that need them will fail. Pack the kit again without these names.",
             file=sys.stderr,
         )
     scratch = Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))

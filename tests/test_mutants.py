@@ -33,7 +33,9 @@ def test_the_nearest_tests_of_a_file_come_first() -> None:
         Path("repro/simulate/time/interconnect.py"), ["tests/simulate", "tests/claims/test_expression.py"]
     )
     assert "tests/claims/test_expression.py" not in found
-    assert found.index("tests/simulate/time/test_by_hand.py") < found.index("tests/simulate/test_steptime.py")
+    assert found.index("tests/simulate/time/test_by_hand.py") < found.index(
+        "tests/simulate/plan/test_plan.py"
+    )
     kernel = relevant(Path("kernels/norm.py"), ["tests/kernels/test_norm.py", "tests/results/test_schema.py"])
     assert kernel == ["tests/kernels/test_norm.py"]
 

@@ -133,8 +133,8 @@ class Simulation:
             "comm": {
                 "role": busiest.role.name,
                 "sent_bytes": sum(t.sent_bytes for t in busiest.traffic),
-                "bytes_by_group": _sent_bytes_by(busiest.traffic, "group"),
-                "bytes_by_link": _sent_bytes_by(busiest.traffic, "link"),
+                "bytes_by_group": sent_bytes_by(busiest.traffic, "group"),
+                "bytes_by_link": sent_bytes_by(busiest.traffic, "link"),
                 "rows": [t.as_dict() for t in busiest.traffic],
             },
             "flops": {
@@ -162,7 +162,8 @@ def _role_document(role: RoleResult) -> dict[str, Any]:
     }
 
 
-def _sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
+def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
+    """Return the sent bytes of `rows` by `group` or by `link`."""
     found: dict[str, int] = {}
     for row in rows:
         name = getattr(row, key)

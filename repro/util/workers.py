@@ -1,15 +1,14 @@
-"""Worker processes for many tasks, and pickled values that the process in between forwards."""
+"""Worker processes for many tasks."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from repro.util.processes import available_bytes, usable_cores
 
@@ -124,28 +123,3 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # the parent's output is one document
-
-
-class LazyPickle(Generic[T]):
-    """A pickled value that a process forwards without unpickling it.
-
-    A plan holds the events of hundreds of traces that workers make and workers use.  To unpickle all of them would
-    take the process in between seconds.
-    """
-
-    def __init__(self, value: T):
-        self._value: T | None = value
-        self._bytes = b""
-
-    @property
-    def value(self) -> T:
-        """The value, equal to the one that was sent."""
-        if self._value is None:
-            self._value = pickle.loads(self._bytes)
-        return cast(T, self._value)
-
-    def __getstate__(self) -> bytes:
-        return self._bytes or pickle.dumps(self._value, pickle.HIGHEST_PROTOCOL)
-
-    def __setstate__(self, state: bytes) -> None:
-        self._value, self._bytes = None, state

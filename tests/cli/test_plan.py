@@ -44,7 +44,13 @@ def test_plan_json_and_page(
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
     code, out = run(capsys, *asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
     assert code == 0
-    shown = ("layouts fit", "TFLOP/s", "MFU", "predicted", "tp x pp x dp")
+    shown = (
+        "2 layouts for 424 MB a GPU: 2 fit; 2 were simulated",
+        "TFLOP/s",
+        "MFU",
+        "predicted",
+        "tp x pp x dp",
+    )
     for words in (*shown, "trained", "in days", "millions"):
         assert words in out
     assert max(map(len, out.splitlines())) <= 80

@@ -12,7 +12,6 @@ import repro
 from repro.config import Layout
 from repro.config.engines import has_fused_softmax
 from repro.model.operator_sets import _softmax_apart
-from repro.simulate.plan.extrapolation.shallow_traces import family_of
 from repro.simulate.time.device import MATMULS
 from repro.simulate.trace.events import Operator, PhaseStart
 from repro.simulate.trace.roles import roles, trace
@@ -72,15 +71,3 @@ def test_what_a_softmax_apart_moves(samples: int, fused: bool) -> None:
         ]
         mask = LONG.seq**2
         assert sum(e.read + e.written for e in apart) == 36 * scores + mask
-
-
-def test_a_plan_tells_families_of_other_operators_apart() -> None:
-    """Two heads a rank: one sample's softmax is apart, those of two and four are not; other sets have one family."""
-    of = {
-        kernels: [family_of(Layout(tp=2, micro_batch=b, kernels=kernels), 4, 1024) for b in (1, 2, 4)]
-        for kernels in ("softmax", "unfused", "fused")
-    }
-    one, *others = of["softmax"]
-    assert one not in others
-    assert others[0] == others[1]
-    assert all(len(set(of[kernels])) == 1 for kernels in ("unfused", "fused"))

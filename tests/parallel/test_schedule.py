@@ -24,6 +24,7 @@ from repro.parallel.pipeline.schedule import (
     chunks_of,
     dependency_of,
     in_flight,
+    peak_in_flight,
     timeline,
 )
 
@@ -149,6 +150,14 @@ def test_in_flight_micro_batches(case: Case) -> None:
     name, p, m, _ = case
     live = [in_flight(actions) for actions in build_schedule(*case)]
     assert live == [m if name == "gpipe" else min(m, p - stage) for stage in range(p)]
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_the_peak_in_flight_needs_no_actions(case: Case) -> None:
+    name, p, m, v = case
+    live = [in_flight(actions) for actions in build_schedule(*case)]
+    assert [peak_in_flight(name, stage, p, m, v) for stage in range(p)] == live
 
 
 @settings(max_examples=60)

@@ -102,6 +102,11 @@ def in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
+def peak_in_flight(name: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+    """Return `in_flight` of a stage of the schedule `name`, without its actions."""
+    return min(micro_batches * chunks, _warm_up(name, stage, stages, micro_batches, chunks) + 1)
+
+
 def timeline(
     schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2
 ) -> list[list[TimedAction]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
-from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow
+from repro.simulate.plan.rows import FULL, OK, OOM, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
 from repro.util import units
 from repro.util.console import MIN_TABLE_COLUMNS, bar, new_table, stdout
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from repro.simulate.plan.rows import PlanRow
 
 
+KNOWN_FROM = {STATES: "closed form", RETAINED: "lower bound", FULL: "simulation"}
+"""Text for the evidence of a layout that does not fit."""
 TIME_LOSS_COLUMNS = {"waits\n%": "exposed_s", "bubble\n%": "bubble_s"}
 """Columns for parts of the step time, with the keys of these times."""
 MIN_WIDE_TABLE_COLUMNS = 96
@@ -109,20 +111,20 @@ def _print_trials(console: Console, document: dict[str, Any]) -> None:
 def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
     """Print the first `top` layouts, and the limiting terms of the others."""
     from repro.simulate.plan.plan import COMPARED_ROWS
-    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, OK, TIME_ORDER_RULE, unknown_rates
+    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, OK, OOM, OPEN, TIME_ORDER_RULE, unknown_rates
 
     console = stdout()
     rows = plan.rows
-    fits = [row for row in rows if row.outcome == OK]
-    left = sum(row.open for row in fits)
-    slower = f"; {left} cannot be among the first {max(top, COMPARED_ROWS)} and are left open" if left else ""
+    fits, others, left = ([row for row in rows if row.outcome == outcome] for outcome in (OK, OOM, OPEN))
     console.print(
         f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}, global batch "
         f"{request.global_batch}, {rows[0].layout.precision}"
     )
-    console.print(
-        f"{len(fits)} of {len(rows)} layouts fit {units.size(request.allocatable)}{slower}; {plan.traces} traces\n"
-    )
+    slower = f"cannot be among the first {max(top, COMPARED_ROWS)} and are left open"
+    counts = ((fits, "fit"), (others, "do not fit"), (left, slower))
+    text = ", ".join(f"{len(some):,} {what}" for some, what in counts if some)
+    size = units.size(request.allocatable)
+    console.print(f"{len(rows):,} layouts for {size} a GPU: {text}; {plan.simulated:,} were simulated\n")
     if note := unfused_attention_note(
         request.model, rows[0].layout, request.system.device.compute_capability
     ):
@@ -134,8 +136,7 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
             _print_undecided(console, [row for row in fits if row.interval is not None], top)
             _print_basis(console, request, shown[0])
         rule = IDEAL_ORDER_RULE if plan.no_time else TIME_ORDER_RULE
-        text = f"s: {rule}.  *: the whole step was traced, GB are reserved; else live "
-        text += "bytes, traffic and time of a few layers, extended in straight lines."
+        text = f"s: {rule}."
         if plan.no_time:
             text += f"  No times: {plan.no_time}."
             missing = unknown_rates(request, rows[0].layout.precision)
@@ -143,7 +144,7 @@ def print_layouts(request: PlanRequest, plan: Plan, top: int) -> None:
         console.print(textwrap.fill(text, console.width), style="dim", markup=False)
     else:
         console.print("[bold red]No layout fits.[/]")
-    _print_ruled_out(console, [row for row in rows if row.outcome != OK])
+    _print_ruled_out(console, others)
 
 
 def _print_basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
@@ -156,7 +157,7 @@ def _print_basis(console: Console, request: PlanRequest, row: PlanRow) -> None:
 def _print_layout_table(
     console: Console, request: PlanRequest, rows: Sequence[PlanRow], *, timed: bool
 ) -> None:
-    from repro.simulate.plan.rows import FULL, training_cost
+    from repro.simulate.plan.rows import training_cost
 
     trained = timed and request.tokens > 0
     columns = ["GB\na GPU", "step\ns"]
@@ -183,9 +184,7 @@ def _print_layout_table(
     for place, row in enumerate(rows, 1):
         layout, time = row.layout, row.time
         extra = {"recompute": "rc", "sp": "sp", "pa": "pa"}
-        size = row.memory.get("reserved_bytes") if row.evidence == FULL else None
-        mark = "*" if row.evidence == FULL else " "
-        cells = [gb(size or row.memory["peak_bytes"]) + mark]
+        cells = [gb(row.memory["reserved_bytes"])]
         if timed:
             step, (least, most) = time["step_s"], bound_marks(console, time["rests_on"])
             cells += [least + units.number(step)]
@@ -217,7 +216,7 @@ def _print_layout_table(
             *cells,
         )
     console.print(made)
-    note = "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: on the fullest rank; "
+    note = "mb: micro-batch; rc: recomputation; sp: sequence parallelism; pa: P_a; GB: reserved on the fullest rank; "
     if timed:
         note += "TFLOP/s: recomputation counted; MFU: of the device's peak, recomputation not counted; "
         if "waits\n%" in columns:
@@ -286,7 +285,7 @@ def _print_ruled_out(console: Console, rows: Sequence[PlanRow]) -> None:
             str(count),
             gb(row.memory["peak_bytes"]),
             row.ruled_out_by,
-            {"states": "closed form", "shallow": "shallow traces", "full": "a full trace"}[row.evidence],
+            KNOWN_FROM[row.evidence],
         )
     console.print(made)
 
@@ -313,9 +312,8 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
     console.print(drawn)
     kinds = {row.evidence for cell in there for row in cell.rows.values()}
     notes = ["-: no such layout (--json says why)"] if len(there) < len(rows) * len(columns) else []
-    notes += [">: the model states alone, in closed form"] if STATES in kinds else []
-    notes += ["*: reserved, from a full trace; else live, from shallow ones"] if FULL in kinds else []
-    notes += ["live bytes, from shallow traces"] if FULL not in kinds else []
+    notes += [">: lower bound, not simulated"] if kinds & {STATES, RETAINED} else []
+    notes += ["GB are reserved, or live where the layout does not fit"] if FULL in kinds else []
     notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
     console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
     for limit in limits:
@@ -323,16 +321,14 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
-    """Return `21.20*` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
+    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
     from rich.text import Text
 
     if cell is None:
         return Text("-\n", style="dim")
     row = most_informative_row(cell)
-    need = row.memory.get("reserved_bytes") if row.evidence == FULL and row.outcome == OK else None
-    mark = "*" if need else ""
-    more = ">" if row.evidence == STATES else ""
-    number = f"{more}{units.gb(need or row.memory['peak_bytes'])}{mark}"
+    need = row.memory["reserved_bytes" if row.outcome == OK else "peak_bytes"]
+    number = f"{'' if row.evidence == FULL else '>'}{units.gb(need)}"
     enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
     if enough:
         style = FITS_ALL_STYLE if enough[0] == limits[0] else FITS_LARGER_STYLE
@@ -341,10 +337,9 @@ def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
 
 
 def most_informative_row(cell: MapCell) -> PlanRow:
-    """Return the row of a full trace that fits, else the row with the largest memory."""
+    """Return the row of the smallest memory that fits, else that of the largest memory."""
     rows = [cell.rows[limit] for limit in sorted(cell.rows)]
-    full = [row for row in rows if row.evidence == FULL and row.outcome == OK]
-    return full[0] if full else rows[-1]
+    return next((row for row in rows if row.outcome == OK), rows[-1])
 
 
 def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:

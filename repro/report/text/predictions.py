@@ -216,6 +216,7 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
     tensor, stages = map_axes(request)
     what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"
     with show_progress(what), Workers() as workers:
+        workers.start()
         cells = search_map(request, tensor, stages, limits, workers)
     if json:
         print_json(map_document(request, cells, limits))

@@ -1,4 +1,4 @@
 """Search over layouts for `repro fit` and `repro plan`: candidates, memory limits, step times and their order.
 
-`closed_form` rejects layouts whose model states exceed the memory. `planner` traces the remaining candidates.
+`lower_bound` excludes layouts that cannot fit or cannot be among the first. `planner` simulates the other candidates.
 """

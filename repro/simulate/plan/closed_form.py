@@ -52,15 +52,6 @@ def stage_parameters(model: Model, layout: Layout) -> dict[str, float]:
     return {FIRST: layers + first, LAST: layers + tokens + norm}
 
 
-def exceeding_states(model: Model, layout: Layout, limit: int) -> tuple[str, dict[str, float]] | None:
-    """Return the largest term and all states of the fullest role, if model states alone exceed `limit` bytes."""
-    fullest = max(stage_parameters(model, layout).values())
-    states = state_bytes(fullest, layout)
-    if sum(states.values()) <= limit:
-        return None
-    return max(states, key=lambda key: states[key]), states
-
-
 def suggested_width(limit: int, gpus_per_replica: int, layout: Layout) -> int:
     """Return a width whose largest model has about width/64 layers, like those of the ZeRO paper (Table 4).
 

@@ -1,14 +1,14 @@
 """Search for the largest model (or micro-batch) that fits, and the smallest that does not.
 
-Memory is linear in the number of layers, so two shallow trials predict the limit. Trials near the limit decide it: the
-answer is a value that fits next to a value that does not.
+Memory is nearly linear in the number of layers, so two trials with few layers predict the limit. Trials near the limit
+decide it: the answer is a value that fits next to a value that does not. Each trial is a simulation of the step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from repro.config import Experiment, Layout, Model, Training
@@ -114,7 +114,7 @@ def search_largest(
     """Try values until a value that fits is next to one that does not.
 
     `values` ascend, and larger values need more memory. The values of `start` are tried first. The next value is where
-    the straight line through two trials reaches `limit` bytes, or the middle if these trials show no bytes.
+    the line through two trials reaches `limit` bytes, or the middle if these trials show no bytes.
     """
     found: dict[int, FitTrial] = {}
     low, high = -1, len(values)
@@ -159,7 +159,7 @@ def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, l
 
 
 def fit_by_simulation(question: FitQuestion) -> FitAnswer:
-    """Return the answer by simulation, with a full trace for each trial."""
+    """Return the answer by simulation of each trial."""
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
@@ -258,7 +258,7 @@ def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
         "gpus": question.layout.world,
         "limit_bytes": question.allocatable,
         "context_bytes": question.system.context(),
-        "layout": vars(question.layout),
+        "layout": asdict(question.layout),
         "sizes": {key: getattr(model, key) for key in ("hidden", "heads", "vocab", "seq")},
         "largest": _trial_document(question, answer.largest),
         "first_failing": _trial_document(question, failing),

@@ -1,9 +1,10 @@
 """Layout search: which layouts of a model fit a system, in the order of their step times, and the map over tp and pp.
 
-Where the system lacks numbers for times (`no_time`), the seconds at peak rates decide the order. Rows whose memory the
-allocator decides are traced in full (`repro.simulate.plan.planner`), and so are the first rows. A plan that shows few
-rows leaves a row open once enough other rows are faster than its lower bound, or than its shallow estimate. The first
-rows are those of a plan that decides every layout."""
+Lower bounds exclude layouts that cannot fit. The others are simulated, the least lower bound of the step time first. A
+plan that shows few rows leaves a layout open if enough simulated layouts are faster than its lower bound. Its first
+rows are therefore those of a plan that simulates every layout. Where the system lacks numbers for times (`no_time`),
+the seconds at peak rates decide the order.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,14 @@ from repro.simulate.plan.candidates import (
     tensor_degrees,
 )
 from repro.simulate.plan.planner import Planner
-from repro.simulate.plan.rows import FULL, OK, OOM, STATES, PlanRow, plan_entry, plan_order
+from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, compare_rows, plan_entry, plan_order
 from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
-FULLY_TRACED_ROWS = 3
-"""Number of first rows that are traced in full."""
 COMPARED_ROWS = 12
 """Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""
-ROWS_DECIDED_AHEAD = 2
-"""Number of rows to decide at once, as a multiple of the wanted rows, so that all workers are busy."""
+ROWS_PER_WORKER = 4
+"""Number of layouts that a worker simulates before the next lower bounds are compared with the known step times."""
 
 
 @dataclass
@@ -38,8 +37,8 @@ class Plan:
     """Result of a layout search: all layouts, best first."""
 
     rows: list[PlanRow]
-    traces: int
-    """Number of traces that were made."""
+    simulated: int
+    """Number of simulated layouts."""
     no_time: str
     """Reason why rows have no times; empty if they have times."""
 
@@ -48,8 +47,8 @@ class Plan:
 def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
     """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
 
-    `whole`: all other rows are timed too; otherwise, rows stay open if they cannot be among the first. With `shown` =
-    0, no row has an interval. Raises `ConfigError` if there are no layouts.
+    `whole`: all layouts that may fit are simulated; otherwise, rows stay open if they cannot be among the first. With
+    `shown` = 0, no row has an interval. Raises `ConfigError` if there are no layouts.
     """
     compared = max(shown, COMPARED_ROWS) if shown else 0
     layouts = candidates(request)
@@ -60,41 +59,38 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
         except ConfigError as error:
             raise error.for_key("precision") from None
     planner = Planner(request, workers)
-    rows = planner.estimated(layouts)
-    rows += planner.estimated(_with_partitioned_activations(request, rows))
-    planner.open(rows)
-    while True:
+    rows = planner.bounded(layouts)
+    rows += planner.bounded(_with_partitioned_activations(request, rows))
+    at_once = ROWS_PER_WORKER * workers.count
+    while some := _rows_to_simulate(rows, len(rows) if whole else compared)[:at_once]:
+        layouts = [row.layout for row in some]
+        made = {
+            row.layout: row
+            for row in planner.simulate(layouts, interval_below_s=_seconds_of_place(rows, compared))
+        }
+        more = planner.bounded(_with_partitioned_activations(request, made.values()))
+        rows = [*(made.get(row.layout, row) for row in rows), *more]
         if planner.no_time:
-            for row in rows:
-                row.time, row.least_s = {}, 0.0
-            planner.send([row for row in rows if row.outcome == OK])
+            planner.remove_times(rows)
         rows.sort(key=plan_order)
-        if some := _rows_to_decide(rows, len(rows) if whole else compared):
-            made = planner.decide(some)
-        else:
-            first = [row for row in rows[:FULLY_TRACED_ROWS] if row.outcome == OK and row.evidence != FULL]
-            if not first:
-                break
-            made = planner.full(first)
-        # Rows that turn out to be slower, or not to fit, change the order.
-        decided = {row.layout: row for row in made}
-        rows = [decided.get(row.layout, row) for row in rows]
-        more = planner.estimated(_with_partitioned_activations(request, made))
-        planner.open(more)
-        rows += more
-    planner.send(rows if whole else rows[:compared])
-    planner.intervals([row for row in rows[:compared] if row.outcome == OK and row.time])
-    return Plan(rows, planner.traces, planner.no_time)
+    first = [row for row in rows[:compared] if row.outcome == OK and row.time]
+    compare_rows(first)
+    for row in rows[len(first) :]:
+        row.remove_interval()
+    return Plan(rows, planner.simulated, planner.no_time)
 
 
-def _rows_to_decide(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
-    """Return the next open rows that may be among the first `wanted` rows; `rows` are best first."""
-    fits = [row for row in rows if row.outcome == OK]
-    open_ones = [row for row in fits if row.open]
-    known = [row.seconds for row in fits if not row.open]
-    if len(known) >= wanted:
-        open_ones = [row for row in open_ones if row.seconds <= known[wanted - 1]]
-    return open_ones[: ROWS_DECIDED_AHEAD * wanted]
+def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
+    """Return the seconds of the simulated row at `place` (from 1) of those that fit; infinity if there are fewer."""
+    known = sorted(row.seconds for row in rows if row.outcome == OK)
+    return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
+
+
+def _rows_to_simulate(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
+    """Return the open rows that may be among the first `wanted` rows, the least lower bound first."""
+    limit = _seconds_of_place(rows, wanted)
+    found = [row for row in rows if row.outcome == OPEN and row.least_s <= limit]
+    return sorted(found, key=plan_order)
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
@@ -104,11 +100,12 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
     return [
         replace(row.layout, pa=True)
         for row in rows
-        if row.evidence != STATES
-        and row.outcome == OOM
+        if row.outcome == OOM
+        and row.evidence != STATES
         and row.layout.recompute
         and row.layout.tp > 1
         and not row.layout.sp
+        and not row.layout.pa
     ]
 
 
@@ -139,13 +136,11 @@ def search_map(
     stages: Sequence[int],
     limits: Sequence[int],
     workers: Workers,
-    confirmed: Iterable[tuple[int, int]] = (),
 ) -> list[MapCell]:
     """Return every pair of tp and pp, with the rest of the layout from `request`.
 
     Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
-    are `full` if `confirmed` contains (tp, pp) or only a full trace decides the row, and `states` or `shallow`
-    otherwise. Raises `ConfigError` if no (tp, pp) has a layout.
+    have no times. Raises `ConfigError` if no (tp, pp) has a layout.
     """
     cells = []
     layouts: dict[tuple[int, int], Layout] = {}
@@ -166,14 +161,9 @@ def search_map(
     there = [cell for cell in cells if (cell.tp, cell.pp) in layouts]
     if not there and refused:
         raise refused[0]
-    wanted = set(confirmed)
-    planner = Planner(request, workers)
     for limit in limits:
-        planner.request = replace(request, limit=limit)
+        planner = Planner(replace(request, limit=limit), workers)
         for cell, row in zip(there, planner.rows([layouts[c.tp, c.pp] for c in there]), strict=True):
-            cell.rows[limit] = row
-        again = [c for c in there if c.rows[limit].evidence != FULL and (c.tp, c.pp) in wanted]
-        for cell, row in zip(again, planner.full([c.rows[limit] for c in again]), strict=True):
             cell.rows[limit] = row
     return cells
 

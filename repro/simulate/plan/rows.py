@@ -7,8 +7,8 @@ effect on the order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import log
 from typing import Any
 
@@ -73,26 +73,29 @@ def _time_ratio(mine: TimedStep, its: TimedStep, case: tuple[str, bool]) -> floa
     return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
 
 
-STATES, SHALLOW, FULL = "states", "shallow", "full"
-OK, OOM = "ok", "oom"
+STATES, RETAINED, BOUND, FULL = "states", "retained", "bound", "full"
+"""Evidence of a row (`repro.simulate.plan.planner`)."""
+OK, OOM, OPEN = "ok", "oom", "open"
+"""Outcomes of a row. An open layout may fit, but its lower bound of the step time is above the first rows."""
 
 
 @dataclass
 class PlanRow:
-    """One layout of a plan, in bytes; parts of `memory` are empty if nothing was traced."""
+    """One layout of a plan, in bytes and seconds."""
 
     layout: Layout
     outcome: str
-    """`ok` or `oom`."""
+    """`ok`, `oom` or `open`."""
     evidence: str
     memory: dict[str, Any]
+    """Memory as in `repro.simulate.step.Simulation.as_dict`; lower bounds have a part of its keys, open rows none."""
     comm: dict[str, Any] = field(default_factory=dict)
-    """Bytes that the busiest rank sends; empty if nothing was traced, or if the row is neither timed nor shown."""
+    """Bytes that the busiest rank sends; empty without a simulation."""
     ideal_s: float | None = None
     """Step time at the peak rates of devices and links, without overlap: a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
     """The predicted step, as in `repro.simulate.time.predict.Prediction.as_dict`. Empty if the system lacks numbers for
-    times, or nothing was traced."""
+    times, or without a simulation."""
     interval: StepInterval | None = None
     """Interval of the step time; only the first rows have one."""
     undecided: list[Tie] | None = None
@@ -101,20 +104,23 @@ class PlanRow:
     """The term that rules the layout out: model states, activations, ... or fragmentation."""
     reason: str = ""
     trace_seconds: float = 0.0
-    open: bool = False
-    """Whether the layout may fit while its time or its reserved memory is undecided. An open row comes after all wanted
-    rows, as far as is known."""
     least_s: float = 0.0
-    """Lower bound of an `open` row's step time in seconds (`repro.simulate.plan.extrapolation.lower_bound`)."""
+    """Lower bound of an open row's step time in seconds, or of its `ideal_s` without times."""
 
     @property
     def seconds(self) -> float:
-        """Step time for the order: predicted, or the lower bound of an open row, or `ideal_s` without times."""
-        if self.open and self.least_s:
+        """Step time for the order: predicted, or `ideal_s` without times, or the lower bound of an open row."""
+        if self.outcome == OPEN:
             return self.least_s
         ideal = self.ideal_s if self.ideal_s is not None else float("inf")
         seconds: float = self.time.get("step_s", ideal)
         return seconds
+
+    def remove_interval(self) -> None:
+        """Remove the interval of the step time."""
+        self.interval = None
+        if self.time:
+            self.time["interval"] = None
 
     @property
     def bubble(self) -> float:
@@ -122,12 +128,28 @@ class PlanRow:
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
 
 
+def compare_rows(rows: Sequence[PlanRow]) -> None:
+    """Add the ties among `rows`, best first; rows without unknown numbers have none."""
+    for row in rows:
+        row.undecided = []
+    some = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
+    for (row, _), ties in zip(some, find_ties([step for _, step in some]), strict=True):
+        row.undecided = ties
+
+
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a row: rows that fit, then the shortest step (or least `ideal_s`), then the simplest."""
+    """Return the sort key of a row: rows that fit, open rows, others; the shortest step (or least `ideal_s`), the
+    simplest layout."""
     if row.outcome == OOM:
-        return (1, row.evidence == STATES, row.memory["peak_bytes"], *_complexity(row.layout))
+        return (2, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
-    return (0, row.seconds, by_link.get("inter-node", 0), sum(by_link.values()), *_complexity(row.layout))
+    return (
+        row.outcome == OPEN,
+        row.seconds,
+        by_link.get("inter-node", 0),
+        sum(by_link.values()),
+        *_complexity(row.layout),
+    )
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
@@ -168,7 +190,7 @@ def unknown_rates(request: PlanRequest, precision: str) -> list[str]:
     ]
 
 
-def ideal_s(request: PlanRequest, layout: Layout, by_link: dict[str, int]) -> float:
+def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) -> float:
     """Return the step time at peak rates in seconds (`IDEAL_ORDER_RULE`); unknown rates take no time."""
     system, model = request.system, request.model
     bubble = (layout.pp - 1) / (layout.chunks * layout.accumulation)
@@ -207,7 +229,7 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "model": model.name,
         "system": request.system.name,
         "gpus": request.gpus,
-        "layout": vars(layout),
+        "layout": asdict(layout),
         "params": total_parameters(model),
         "memory": memory,
         "comm": comm,

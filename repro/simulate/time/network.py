@@ -31,6 +31,7 @@ from repro.parallel.ledger import RING_PASSES, SEND, messages_of
 from repro.simulate.placement import BETWEEN_NODES, GROUPS, Placement
 from repro.simulate.time.device import maximum, minimum
 from repro.simulate.time.interconnect import (
+    ALL_REDUCE,
     AdapterShare,
     NodeCounts,
     PlacedGroups,
@@ -198,6 +199,25 @@ class Network:
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
+
+        return self._in_node_counts(self.link(group), slowest)
+
+    def least_seconds(self, op: str, group: str, payload: float, count: int) -> float:
+        """Return a lower bound of the seconds of `count` collectives with together `payload` bytes.
+
+        A ring takes the same time for each collective and for each byte. Where all-reduces may take a tree, bytes alone
+        count, since a tree is faster for small messages only.
+        """
+
+        def slowest(counts: NodeCounts) -> float:
+            return reduce(maximum, (least(ring) for ring in self._rings(group, counts)), 0.0)
+
+        def least(ring: Ring) -> float:
+            if op == ALL_REDUCE:
+                return RING_PASSES[op] * (ring.ranks - 1) / ring.ranks * payload / ring.rate
+            return (count - 1) * ring.seconds(op, 0, trees=False) + ring.seconds(
+                op, int(payload), trees=False
+            )
 
         return self._in_node_counts(self.link(group), slowest)
 

@@ -20,7 +20,7 @@ from repro.simulate.time.breakdown import STAGE_SEND, NoBreakdown, StageTime
 from repro.simulate.time.cross_stage import GROUPS_ACROSS_STAGES, StageItems, UndelayedRun
 from repro.simulate.time.device import in_any_lane, maximum_of
 from repro.simulate.time.operations import END, RUN, SEND, WAIT, StepOperations, step_operations
-from repro.simulate.time.program import INNER_GROUP, Issue, Send
+from repro.simulate.time.program import INNER_GROUP, Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import StageSamples, is_period_end
 
@@ -78,8 +78,8 @@ def _distinct_bodies(
             sent = piece[place] if sends else None
             payload = sent.payload if isinstance(sent, Send) else -1
             found.append(_Body(piece[:place], payload, piece[place + 1 :]))
-    for (stage, *_), position in zip(operations.routes, operations.senders, strict=True):
-        assert found[places[stage, position]].payload >= 0, "an action of the schedule sends nothing"
+    for (sender, *_), position in zip(operations.routes, operations.senders, strict=True):
+        assert found[places[sender, position]].payload >= 0, "an action of the schedule sends nothing"
     return found, places
 
 
@@ -104,7 +104,8 @@ class _Recurrence:
         starts = [stage.now for stage in stages]
         numbers = [*durations, *seconds, *starts, stages[0].all.overlap_cost]
         for body in bodies:
-            numbers += [item.seconds for item in (*body.items, *body.rest) if hasattr(item, "seconds")]
+            items = (*body.items, *body.rest)
+            numbers += [item.seconds for item in items if not isinstance(item, (Await, Send))]
         self.is_scalar = not any(isinstance(number, np.ndarray) for number in numbers)
         lanes = max(map(np.size, numbers))
         self.durations, self.now = _rows(durations, lanes), _rows(starts, lanes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from repro.config import ConfigError, Layout, Model, systems
 from repro.simulate.plan import fit
 from repro.simulate.plan.candidates import LayoutQuery, device_memory_limit
-from repro.simulate.plan.fit import FitTrial, search_largest
+from repro.simulate.plan.fit import FitTrial, _next_index, search_largest
 
 CONTEXT = systems.load_system_file("dgx2").context()
 
@@ -171,3 +171,24 @@ def test_a_single_micro_batch_is_tried_alone() -> None:
     answer = fit.fit_by_simulation(batches(global_batch=2))
     assert [trial.value for trial in answer.trials] == [1]
     assert answer.first_failing is None
+
+
+def trial(value: int, needed: int | None) -> FitTrial:
+    return FitTrial(value=value, outcome="ok", needed=needed)
+
+
+@pytest.mark.parametrize(
+    ("found", "low", "high", "index"),
+    [
+        ({}, -1, 100, 0),  # nothing known: the smallest
+        ({}, 0, 100, 1),  # it fits: on in strides that double
+        ({}, 7, 100, 15),
+        ({}, 60, 100, 99),
+        ({}, 10, 21, 15),  # between what fits and what does not, which say nothing: the middle
+        # 10 bytes for 0 and 30 for 20: 24 bytes are enough for 14.
+        ({0: trial(0, 10), 20: trial(20, 30)}, 0, 20, 14),
+        ({0: trial(0, 10), 20: trial(20, 30)}, 14, 20, 17),
+    ],
+)
+def test_where_a_fit_looks_next(found: dict[int, FitTrial], low: int, high: int, index: int) -> None:
+    assert _next_index(range(100), found, 24, low, high) == index

@@ -15,7 +15,7 @@ from repro.report.text.fit_and_plan import print_layouts
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
-from repro.simulate.plan.rows import OK, SHALLOW, PlanRow, Tie, find_ties, plan_entry
+from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry
 from repro.util.workers import Workers
 from tests.simulate.exact import have_exact_kernels
 
@@ -28,7 +28,7 @@ def move(key: str, low_s: float, high_s: float) -> Sensitivity:
 
 
 def row(step_s: float, draws: list[float], *moves: Sensitivity) -> PlanRow:
-    found = PlanRow(Layout(precision="fp16"), OK, SHALLOW, {"peak_bytes": 10**9})
+    found = PlanRow(Layout(precision="fp16"), OK, FULL, {"reserved_bytes": 10**9})
     found.interval = StepInterval(draws=draws, moves=list(moves))
     keys = ("flops_per_device", "samples_per_s", "exposed_s", "bubble_s")
     found.time = {"step_s": step_s, "mfu": None, "rests_on": "", **dict.fromkeys(keys, 1.0)}

@@ -1,0 +1,259 @@
+"""Lower bounds of peak memory and step time without a trace, from the operators and collectives of one layer.
+
+A step of m micro-batches on p stages of v chunks takes at least
+
+    T  >=  m (f + b) of the last stage  +  (p - 1) (f + b) of one micro-batch of a stage's layers / v
+
+with f and b the seconds of a forward and a backward pass (2104.04473 sec. 2.2 has this sum for equal stages). The
+collectives of data parallelism run beside compute, which loses the share c of the time of these collectives:
+
+    T  >=  bytes that a rank sends over dp / its rings' rate      and      T  >=  m (f + b)  +  c times these seconds
+
+Stage 2 reduces the gradients of every micro-batch, and a backward pass awaits all but its last buckets. Other
+operators, latencies, the host and the update only add to these.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from repro.config import Layout, Model
+from repro.config.layout import ELEMENT_BYTES
+from repro.parallel.pipeline.schedule import peak_in_flight
+from repro.simulate.plan.closed_form import FIRST, LAST, stage_parameters, state_bytes
+from repro.simulate.time.device import ATTENTION, DeviceCost
+from repro.simulate.time.network import Network
+from repro.simulate.trace.events import Operator
+
+Shape = tuple[int, ...]
+
+
+class LayerWork:
+    """Operators and awaited collectives of one layer, on one rank and for one micro-batch."""
+
+    def __init__(self, model: Model, layout: Layout, seq: int):
+        self.model, self.layout = model, layout
+        self.bytes = ELEMENT_BYTES[layout.precision]
+        self.tokens = layout.micro_batch * seq // layout.cp
+        """Tokens of a rank."""
+        self.stream = self.tokens * model.hidden // (layout.tp if layout.sp else 1)
+        """Elements of the residual stream of a rank, which sequence parallelism splits."""
+        self.seq = seq
+        self.sums = 2 if model.blocks == "sequential" else 1
+        """Sums over tp and residual additions."""
+        self.norms = 1 if model.blocks == "parallel-one-norm" else 2
+
+    def forward(self) -> list[Operator]:
+        """Return the operators of the forward pass."""
+        units = self.model.mlp_matrices
+        passes = [self._pass(self.stream, 2)] * self.norms + [self._pass(self.stream, 3)] * self.sums
+        products = [self._product(self.tokens, width, depth) for depth, width in self._matrices()]
+        return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2)]
+
+    def backward(self) -> list[Operator]:
+        """Return the operators of the backward pass, without recomputation."""
+        units = 2 * self.model.mlp_matrices - 1
+        additions = self.sums if self.sums > 1 else 0
+        passes = [self._pass(self.stream, 3)] * (self.norms + additions)
+        products = [product for depth, width in self._matrices() for product in self._gradients(depth, width)]
+        return [*passes, self._pass(self._ffn, units), *products, *self._attention(2.5, 4)]
+
+    def head(self) -> tuple[list[Operator], list[Operator]]:
+        """Return the operators of logits and loss, forward and backward."""
+        vocab, hidden = self.model.vocab // self.layout.tp, self.model.hidden
+        loss = self._pass(self.tokens * vocab, 2)
+        return [loss, self._product(self.tokens, vocab, hidden)], [loss, *self._gradients(hidden, vocab)]
+
+    def retained(self) -> float:
+        """Return the bytes of activations that the forward pass retains for the backward pass without recomputation.
+
+        Norms retain inputs and outputs; attention its queries, keys, values and output; the MLP each of its products.
+        """
+        model, layout = self.model, self.layout
+        streams = self.norms + (self.norms if model.blocks == "sequential" else 1)
+        inner = 2 * model.heads // layout.tp + 2 * self._keys
+        heads = self.tokens * inner * model.head_width
+        scores = (
+            layout.micro_batch * model.heads // layout.tp * self.seq**2 if layout.kernels.writes_scores else 0
+        )
+        return self.bytes * (streams * self.stream + heads + model.mlp_matrices * self._ffn + scores)
+
+    def checkpoint(self) -> float:
+        """Return the bytes of a layer's activation checkpoint in device memory."""
+        layout = self.layout
+        return 0.0 if layout.pa_cpu else self.bytes * self.stream / (layout.tp if layout.pa else 1)
+
+    def logits(self) -> int:
+        """Return the bytes of the logits."""
+        return self.bytes * self.tokens * self.model.vocab // self.layout.tp
+
+    def awaited(self, network: Network) -> tuple[float, float]:
+        """Return the seconds of awaited collectives of a forward pass, and of a backward pass."""
+        model, layout = self.model, self.layout
+        found = [0.0, 0.0]
+        if layout.tp > 1:
+            payload = self.bytes * self.tokens * model.hidden
+            reduced = network.seconds("reduce_scatter" if layout.sp else "all_reduce", "tp", payload)
+            gathered = network.seconds("all_gather", "tp", payload) if layout.sp else 0.0
+            found = [self.sums * reduced + self.norms * gathered, self.sums * gathered]
+        if layout.cp > 1:
+            width = 2 * self._keys * model.head_width
+            keys = network.seconds("all_gather", "cp", self.bytes * self.tokens * layout.cp * width)
+            found = [seconds + keys for seconds in found]
+        return found[0], found[1]
+
+    def buckets(self) -> tuple[int, float]:
+        """Return the least number of gradient buckets of a layer, and the largest bytes of a bucket.
+
+        A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
+        """
+        sizes, limit = self.matrix_bytes(), self.layout.bucket_bytes
+        if self.layout.zero == 3:
+            return 1, sum(sizes)
+        if not self.layout.cb:  # one bucket for all layers
+            return 0, float("inf")
+        return sum(size > limit for size in sizes), max(limit, *sizes)
+
+    def stage_bytes(self) -> float:
+        """Return the bytes of the parameters of a rank of the last stage, which are also those of its gradients."""
+        return self.bytes * list(stage_parameters(self.model, self.layout).values())[-1]
+
+    def matrix_bytes(self) -> list[int]:
+        """Return the bytes of each matrix of a layer on a rank."""
+        return [self.bytes * depth * width for depth, width in self._matrices()]
+
+    @property
+    def _ffn(self) -> int:
+        return self.tokens * self.model.ffn_width // self.layout.tp
+
+    @property
+    def _keys(self) -> int:
+        """Heads of keys on a rank."""
+        return max(1, self.model.key_heads // self.layout.tp)
+
+    def _matrices(self) -> list[tuple[int, int]]:
+        """Return the sizes (input, output) of the matrices of a layer on a rank."""
+        model, tp = self.model, self.layout.tp
+        hidden, inner, ffn = model.hidden, model.heads * model.head_width // tp, model.ffn_width // tp
+        keys = 2 * self._keys * model.head_width
+        grouped = model.key_heads < model.heads
+        queries = [(hidden, inner), (hidden, keys)] if grouped else [(hidden, inner + keys)]
+        return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
+
+    def _attention(self, flash: float, batched: int) -> list[Operator]:
+        """Return fused attention, with `flash` times the FLOP of its forward pass, or `batched` products."""
+        model, layout = self.model, self.layout
+        heads, width = model.heads // layout.tp, model.head_width
+        if layout.kernels.writes_scores:
+            return [self._product(self.seq, self.seq, width, layout.micro_batch * heads)] * batched
+        queries = (layout.micro_batch, heads, self.seq, width)
+        flops = round(flash * 4 * prod(queries) * self.seq / layout.cp)
+        return [Operator(f"{ATTENTION}flash_attention", flops, 0, 0, (queries, queries, queries), self.bytes)]
+
+    def _gradients(self, depth: int, width: int) -> tuple[Operator, Operator]:
+        """Return the products for the gradients of a matrix's input and of the matrix."""
+        return self._product(self.tokens, depth, width), self._product(depth, width, self.tokens)
+
+    def _product(self, rows: int, columns: int, depth: int, batch: int = 0) -> Operator:
+        first: Shape = (batch,) if batch else ()
+        left, right, result = (*first, rows, depth), (*first, depth, columns), (*first, rows, columns)
+        read, written = self.bytes * (prod(left) + prod(right)), self.bytes * prod(result)
+        name = "aten.bmm" if batch else "aten.mm"
+        return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
+
+    def _pass(self, elements: int, times: int) -> Operator:
+        """Return an operator that moves `times` bytes of each of so many elements."""
+        return Operator("repro.elementwise", 0, self.bytes * elements * times, 0, (), self.bytes)
+
+
+def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict[str, float]]:
+    """Return lower bounds of the peak memory of each role by category, in bytes: model states and retained activations.
+
+    The peak is not below the moment before the first backward pass of a stage with all of its micro-batches in flight.
+    """
+    work = LayerWork(model, layout, seq)
+    layers = model.layers // (layout.pp * layout.chunks)
+    again = work.retained() - work.bytes * work.stream  # the input of a layer is its checkpoint
+    found = {}
+    for role, parameters in stage_parameters(model, layout).items():
+        stage = layout.pp - 1 if role == LAST else 0
+        passes = peak_in_flight(layout.schedule, stage, layout.pp, layout.accumulation, layout.chunks)
+        logits = 0 if role == FIRST else work.logits()
+        found[role] = state_bytes(parameters, layout)
+        if layout.recompute:
+            found[role]["activations"] = max(again, logits)
+            found[role]["checkpoints"] = passes * layers * work.checkpoint()
+        else:
+            found[role]["activations"] = passes * layers * work.retained() + logits
+    return found
+
+
+def step_time_lower_bound(
+    model: Model, layout: Layout, seq: int, cost: DeviceCost, network: Network
+) -> float:
+    """Return a lower bound of the step time of `layout`, in seconds; 0 for a calibrated system.
+
+    A calibrated system has measured times by operator, which need not be those of the operators here.
+    """
+    if cost.rates or cost.system.provenance is not None:
+        return 0.0
+    work, layers, m = LayerWork(model, layout, seq), model.layers // layout.pp, layout.accumulation
+    head_forward, head_backward = (sum(map(cost.seconds, operators)) for operators in work.head())
+    awaited_forward, awaited_backward = work.awaited(network)
+    once = sum(map(cost.seconds, work.forward())) + awaited_forward
+    forward = layers * once
+    backward = layers * (sum(map(cost.seconds, work.backward())) + awaited_backward + layout.recompute * once)
+    before, after = ((layout.pp - 1) * one / layout.chunks for one in (forward, backward))
+    forward, backward = forward + head_forward, backward + head_backward
+
+    lost = network.overlap_cost
+    reduced, gathered, awaited = _data_parallel_seconds(work, network)
+    return max(
+        before + m * (forward + max(backward + lost * awaited, awaited)) + after,
+        before + m * (forward + backward) + lost * reduced,
+        m * (forward + backward) + lost * (reduced + gathered),
+        before + reduced,
+        reduced + gathered,
+    )
+
+
+def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
+    """Return the least seconds of the last stage's reductions and gathers over dp in a step, and of awaited reductions.
+
+    A backward pass of stage 2 awaits the reductions of all but its last two buckets.
+    """
+    layout, (reductions, gathers) = work.layout, _messages_in_step(work.layout)
+    op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
+    layers = work.model.layers // (layout.pp * layout.chunks)
+    count, largest = work.buckets()
+    reduced, gathered = (
+        network.least_seconds(
+            one, "dp", times * work.stage_bytes(), times * max(1, count * layers * layout.chunks)
+        )
+        for one, times in ((op, reductions), ("all_gather", gathers))
+    )
+    left = max(0.0, layers * sum(work.matrix_bytes()) - 2 * largest) if layout.zero == 2 else 0.0
+    awaited = network.least_seconds(op, "dp", left, max(1, count * layers - 2)) if left else 0.0
+    return reduced, gathered, layout.chunks * awaited
+
+
+def _messages_in_step(layout: Layout) -> tuple[int, int]:
+    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7).
+
+    Stage 3 that gathers parameter by parameter retains an unknown part of the parameters between uses.
+    """
+    m = layout.accumulation
+    in_blocks = layout.zero3_gather == "block"
+    return {0: (1, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m * in_blocks)}[layout.zero]
+
+
+def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
+    """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
+    work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
+    sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
+    payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
+    passes = gathers + reductions * (1 if layout.zero else 2)
+    return {
+        "tp": sums * 2 * (layout.tp - 1) / layout.tp * payload,
+        "dp": passes * (layout.copies - 1) / layout.copies * work.stage_bytes(),
+    }

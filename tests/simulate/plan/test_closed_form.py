@@ -1,0 +1,78 @@
+"""Closed forms of parameters, model states and widths agree with traces and papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from repro.config import Experiment, Layout, Model, systems
+from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.closed_form import stage_parameters, state_bytes, suggested_width
+from repro.simulate.plan.planner import Planner
+from repro.simulate.plan.rows import BOUND, OOM, OPEN, STATES
+from repro.simulate.step import simulate
+from repro.util.workers import Workers
+
+MODEL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
+BASE = Layout(dp=8, micro_batch=2, global_batch=192, precision="fp16", bucket_bytes=200_000)
+
+
+def test_closed_form_is_what_is_traced() -> None:
+    system = systems.load_system_file("dgx2")
+    layouts = (
+        replace(BASE, zero=2),
+        replace(BASE, pp=6, tp=2, dp=2, recompute=True),
+        replace(BASE, tp=4, precision="fp32"),
+    )
+    for layout in layouts:
+        full = simulate(Experiment(name="x", model=MODEL, layout=layout), system)
+        parameters = stage_parameters(MODEL, layout)
+        for role in full.roles:
+            if role.role.name in parameters:
+                assert parameters[role.role.name] == role.parameters
+                states = state_bytes(role.parameters, layout)
+                for category, size in states.items():
+                    assert role.memory.states[category] == pytest.approx(size, rel=5e-3)
+
+
+def test_what_model_states_alone_rule_out() -> None:
+    """17.18e9 parameters in 16 bytes each, on 8 ranks: 34.4 GB; P_os and 16 ranks need less."""
+    model = Model(name="b", layers=78, hidden=4256, heads=32, vocab=51200, seq=1024)
+    plain, system = Layout(tp=8, dp=64, precision="fp16"), systems.load_system_file("dgx2")
+    request = PlanRequest(model, system, 512, 32 * 10**9 + system.context(), 1024)
+    with Workers(1) as workers:
+        rows = Planner(request, workers).bounded([plain, replace(plain, zero=1), replace(plain, tp=16)])
+    assert [(row.outcome, row.evidence, row.ruled_out_by) for row in rows] == [
+        (OOM, STATES, "optimizer states"),
+        (OPEN, BOUND, ""),
+        (OPEN, BOUND, ""),
+    ]
+    assert rows[0].memory["peak_bytes"] == pytest.approx(17.18e9 * 16 / 8, rel=0.005)
+    assert rows[0].reason.startswith("model states alone are 34.")
+
+
+def test_suggested_widths_have_the_shape_of_the_papers_models() -> None:
+    """1910.02054 Table 4: 8B of 3072, 100B of 8192."""
+    zero1 = Layout(dp=64, zero=1, precision="fp16")
+    assert suggested_width(32 * 10**9, 1, zero1) == 3072
+    assert suggested_width(32 * 10**9, 16, replace(zero1, tp=16)) == 8192
+
+
+@pytest.mark.parametrize(
+    ("width", "suggested"),
+    [
+        (500, 512),
+        (511, 512),
+        (512, 512),
+        (600, 512),
+        (3071, 3072),
+        (3072, 3072),
+        (3300, 3072),
+        (4700, 5120),
+        (9000, 8192),
+    ],
+)
+def test_a_width_is_rounded_to_what_divides_into_heads(width: int, suggested: int) -> None:
+    """16 bytes for each of 12 h^3 / 64 parameters; 64 up to 512, then 256, 1024, 2048."""
+    assert suggested_width(16 * 12 * width**3 // 64 + 1, 1, Layout()) == suggested
