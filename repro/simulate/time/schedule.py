@@ -151,12 +151,13 @@ def schedule_traces(
     kernels: Kernels,
     *,
     record: bool = False,
+    by_events: bool = False,
     account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Return the schedule of a step.
 
     `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
-    `account`: as for `schedule`.
+    `by_events`, `account`: as for `schedule`.
     """
     layout = experiment.layout
     cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)
@@ -176,6 +177,7 @@ def schedule_traces(
         overlap_cost=network.overlap_cost,
         ranks_per_core=system.ranks_per_core,
         record=record,
+        by_events=by_events,
         account=account,
     )
 

@@ -1,0 +1,93 @@
+"""The recurrence over actions gives the times of the event-level schedule, for real traces of random layouts."""
+
+from __future__ import annotations
+
+from functools import cache
+from unittest import mock
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from repro.config import Experiment, Layout, Model, Training, systems
+from repro.config.errors import ConfigError
+from repro.config.system import System
+from repro.config.systems.unknowns import drawn, quantiles_in_cases, unknowns
+from repro.simulate.time.breakdown import NoBreakdown
+from repro.simulate.time.device import MODELLED_KERNELS
+from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
+from repro.simulate.time.stage import StageStreams
+from repro.simulate.trace.roles import trace_roles
+
+MODEL = Model(name="tiny", layers=8, hidden=64, heads=8, vocab=256, seq=32)
+
+
+@cache
+def system() -> System:
+    return systems.load_system_file("selene")
+
+
+@st.composite
+def experiments(draw: st.DrawFn) -> Experiment:
+    pp = draw(st.sampled_from([1, 2, 4]))
+    tp, cp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]))
+    name = draw(st.sampled_from(["1f1b", "gpipe", "interleaved"])) if pp > 1 else "1f1b"
+    dp = draw(st.sampled_from([1, 2, 4]))
+    micro_batches = (
+        draw(st.sampled_from([1, 2, 5])) if name != "interleaved" else draw(st.sampled_from([1, 2, 9]))
+    )
+    uneven = name != "interleaved" and pp == 4 and draw(st.booleans())
+    try:
+        layout = Layout(
+            dp=dp,
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            schedule=name,
+            chunks=2 if name == "interleaved" else 1,
+            stage_layers=(1, 3, 2, 2) if uneven else (),
+            zero=draw(st.sampled_from([0, 1, 2, 3])),
+            sp=tp > 1 and draw(st.booleans()),
+            scatter_gather=tp > 1 and pp > 1 and draw(st.booleans()),
+            recompute=draw(st.booleans()),
+            overlap=draw(st.booleans()),
+            tp_overlap=draw(st.booleans()),
+            micro_batch=1,
+            global_batch=dp * micro_batches * pp,
+        )
+        return Experiment(name="random", model=MODEL, layout=layout, training=Training(), system="selene")
+    except ConfigError:
+        assume(False)
+        raise
+
+
+def assert_equal(found: Timeline, expected: Timeline) -> None:
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
+    assert found.unmatched == expected.unmatched
+    small = 1e-9 * float(expected.step_s)
+    for mine, its in zip(found.stages, expected.stages, strict=True):
+        assert mine.bubble == pytest.approx(its.bubble, rel=1e-9, abs=small)
+        for table in ("busy", "exposed", "communication", "by_phase"):
+            ours, theirs = dict(getattr(mine, table)), dict(getattr(its, table))
+            for key in ours.keys() | theirs.keys():
+                assert ours.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-9, abs=small), key
+
+
+@settings(max_examples=40, deadline=None)
+@given(experiments())
+def test_a_random_layout_takes_the_time_of_its_events(experiment: Experiment) -> None:
+    """The breakdown is equal, too, and so are the cases in which unknown numbers have other values."""
+    try:
+        traces = trace_roles(experiment)
+    except ConfigError:
+        assume(False)
+        raise
+    cases = drawn(system(), quantiles_in_cases(unknowns(system())))
+    with mock.patch.object(StageStreams, "run_events", side_effect=AssertionError("events were scheduled")):
+        found = schedule_traces(experiment, system(), traces, MODELLED_KERNELS)
+        in_cases = scheduled_step_seconds(experiment, cases, traces, MODELLED_KERNELS)
+    assert_equal(found, schedule_traces(experiment, system(), traces, MODELLED_KERNELS, by_events=True))
+    by_events = schedule_traces(
+        experiment, cases, traces, MODELLED_KERNELS, by_events=True, account=NoBreakdown
+    )
+    assert in_cases == pytest.approx(by_events.step_s, rel=1e-9)
