@@ -21,6 +21,7 @@ from repro import cli
 from repro.config import Layout
 from repro.config.suites import load_suite
 from repro.config.systems import load_system_file
+from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.simulate.memory.allocator import replay
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.placement import Placement
@@ -102,6 +103,29 @@ def test_roles_of_published_experiments(benchmark: Any) -> None:
 
     benchmark.pedantic(answer, rounds=3, iterations=1)
     benchmark.extra_info["seconds_per_role"] = benchmark.stats.stats.min / len(wanted)
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+def test_published_experiments(benchmark: Any) -> None:
+    """CPU seconds of every 20th published experiment with its interval, divided by their number.
+
+    Target: 0.15 s.
+    """
+    benchmark.group = "simulate published experiments"
+    chosen = [
+        (entry.experiment, suite)
+        for suite in SUITES
+        for entry in load_suite(Path(f"suites/{suite}.toml")).entries
+        if entry.experiment.engine == "native"
+    ][::EVERY]
+
+    def answer() -> None:
+        for experiment, suite in chosen:
+            record = simulate_experiment(experiment, simulated_system(experiment), suite)
+            assert record.outcome in ("ok", "oom")
+
+    benchmark.pedantic(answer, rounds=3, iterations=1)
+    benchmark.extra_info["seconds_per_experiment"] = benchmark.stats.stats.min / len(chosen)
 
 
 def test_placing_ranks_of_3072(benchmark: Any) -> None:

@@ -20,7 +20,8 @@ from repro.simulate.time.breakdown import STAGE_SEND, NoBreakdown, StageTime
 from repro.simulate.time.cross_stage import GROUPS_ACROSS_STAGES, StageItems, UndelayedRun
 from repro.simulate.time.device import in_any_lane, maximum_of
 from repro.simulate.time.operations import END, RUN, SEND, WAIT, StepOperations, step_operations
-from repro.simulate.time.program import INNER_GROUP, Await, Issue, Send
+from repro.simulate.time.outlines import INNER_GROUP
+from repro.simulate.time.program import Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import StageSamples, is_period_end
 

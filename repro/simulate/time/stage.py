@@ -24,8 +24,8 @@ from repro.simulate.time.cross_stage import (
 )
 from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
 from repro.simulate.time.operations import action_batches
+from repro.simulate.time.outlines import INNER_GROUP
 from repro.simulate.time.program import (
-    INNER_GROUP,
     Await,
     Issue,
     Item,

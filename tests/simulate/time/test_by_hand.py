@@ -22,11 +22,11 @@ from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.emulated import ring_step_times
 from repro.simulate.time.interconnect import Ring
 from repro.simulate.time.network import Network
+from repro.simulate.time.outlines import EventOutlines
 from repro.simulate.time.program import (
     HOST,
     OPTIMIZER,
     Await,
-    EventOutlines,
     Issue,
     Item,
     OperatorBlock,
