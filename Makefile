@@ -1,5 +1,5 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
-# make simulate    the simulations alone: some four minutes on two cores
+# make simulate    the simulations alone: some two minutes on two cores
 # make test        install with the test extra, run the test suite but for its slow tests and those of DeepSpeed and Megatron-core
 # make test-slow   whole commands and trainings: what the documentation shows, faults of real ranks, links as fast as asked
 # make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours

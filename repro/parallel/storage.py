@@ -7,6 +7,7 @@ registry outlives an experiment.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +17,15 @@ from repro.config.enums import Category
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data type of each precision of a layout."""
+META = torch.device("meta")
 
-UNOBSERVED = torch._C._DisableTorchDispatch
-"""Context manager in which dispatch modes see no operators. Use it for views and for shapes without memory."""
+
+def unobserved(device: torch.device = META) -> AbstractContextManager[None]:
+    """Return a context in which the observer of tensors on `meta` sees no operators; without effect on other devices.
+
+    Use it for views and for shapes without memory.
+    """
+    return torch._C._DisableTorchDispatch() if device.type == META.type else nullcontext()  # type: ignore[no-any-return]
 
 
 def observer_of(tensor: Tensor) -> Any:

@@ -185,7 +185,7 @@ def split_parameter(
     if split is not None:
         assert local[split] % tp.size == 0
         local[split] //= tp.size
-    with storage.UNOBSERVED():
+    with storage.unobserved():
         parameter = nn.Parameter(torch.empty(local, device="meta"))
     vars(parameter).update(split=split, init=init, partial=False, used_once=used_once)
     return parameter

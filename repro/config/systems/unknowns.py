@@ -12,16 +12,16 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from random import Random
-from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from repro.config.links import KEYS
 from repro.config.quantity import Quantity
 from repro.config.system import System
 
-Lanes: TypeAlias = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Lanes: TypeAlias = "npt.NDArray[Any]"
 """Numbers in several cases, [cases]."""
 PACE = "device.time.pace"
 """Key of the speed of a device relative to its kind, which scales its compute time."""
@@ -63,6 +63,8 @@ class Unknown:
 
         Quantiles from -1 to 0 and from 1 to 2 are outside the range, up to the factor `REACH`.
         """
+        import numpy as np  # commands that predict no time start without numpy
+
         quantiles = np.asarray(quantiles)
         inside = np.clip(quantiles, LOW, HIGH)
         below = self.low + (self.best - self.low) * inside / BEST
@@ -120,6 +122,8 @@ def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
     First, each unknown in order is moved alone to each of its `Unknown.moves`. Then follow `DRAWS` joint draws, a
     Latin hypercube whose columns depend on the key alone.
     """
+    import numpy as np
+
     moves = [(one.key, quantile) for one in found for quantile in one.moves]
     return {
         one.key: np.array(

@@ -103,7 +103,7 @@ class FlatParameters:
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter, in its shape."""
         sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they are contiguous
-        with storage.UNOBSERVED():
+        with storage.unobserved(flat.device):
             parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
             return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
 

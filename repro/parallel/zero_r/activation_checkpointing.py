@@ -208,7 +208,7 @@ def recompute(block: Block, x: Tensor, checkpoints: ActivationCheckpoints) -> Te
     if not torch.is_grad_enabled():
         return block(x)
     # Autograd needs an input that requires a gradient even when x is data.
-    with storage.UNOBSERVED():
+    with storage.unobserved(x.device):
         anchor = torch.empty(0, device=x.device, requires_grad=True)
     # Backward continues with the block that produced x; pipelines may run other passes in between.
     before = getattr(x.grad_fn, "checkpoint", None)

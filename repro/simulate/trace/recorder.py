@@ -147,7 +147,7 @@ class TraceRecorder(UncompiledMode):
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
         """Return a tensor whose storage is allocated now, with the size and category of the allocation `like`."""
-        with storage.UNOBSERVED():
+        with storage.unobserved():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made

@@ -27,7 +27,7 @@ from repro.model.gpt import BatchPosition, Part
 from repro.model.layer import Masks
 from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
-from repro.parallel.storage import UNOBSERVED
+from repro.parallel.storage import unobserved
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.segments import (
@@ -188,7 +188,7 @@ class _RepeatablePart:
         """`typical`: ordinary micro-batches; the first one runs, and the others repeat it."""
         self.repeats, self.run, self.reducer = repeats, part.forward, part.sharded.reducer
         self.typical, self.recording = typical, Recording()
-        with UNOBSERVED():
+        with unobserved():
             self._anchor = torch.empty(0, device="meta", requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:

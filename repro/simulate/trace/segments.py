@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from repro.parallel.storage import UNOBSERVED, mark
+from repro.parallel.storage import mark, unobserved
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Message, Operator, Wait
 from repro.simulate.trace.recorder import TraceRecorder
@@ -197,7 +197,7 @@ class _SegmentWriter:
         if call.gradient >= 0:
             self.found.append((Instruction.GIVE, call.parameter, (self.places[call.gradient], tuple(given))))
         else:
-            with UNOBSERVED():
+            with unobserved():
                 operands = [meta.make() for meta in call.operands]
             self.found.append((Instruction.SINK, call.parameter, operands))
 
@@ -266,7 +266,7 @@ class RepeatedBlock:
         self.reducer = reducer
         self.numbers: list[int] = []
         """Numbers of storages by place."""
-        with UNOBSERVED():
+        with unobserved():
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
             """Tensors that other code may hold too, by place."""
 
