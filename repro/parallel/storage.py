@@ -21,10 +21,7 @@ META = torch.device("meta")
 
 
 def unobserved(device: torch.device = META) -> AbstractContextManager[None]:
-    """Return a context in which the observer of tensors on `meta` sees no operators; without effect on other devices.
-
-    Use it for views and for shapes without memory.
-    """
+    """Return a context in which the observer of tensors on `meta` sees no operators, for views and empty tensors."""
     return torch._C._DisableTorchDispatch() if device.type == META.type else nullcontext()  # type: ignore[no-any-return]
 
 

@@ -144,7 +144,7 @@ class _OperationBuilder:
                 elif kind == END:
                     waits.append([])
             self.found.waits.append(waits)
-        self.found.levels = _Leveller(len(self.found.routes), orders).levels()
+        self.found.levels = _levels(len(self.found.routes), orders)
         return self.found
 
     def _overlapped(self, stage: int) -> list[Operation]:
@@ -214,66 +214,50 @@ def _following_place(kind: str, rank: int) -> tuple[int, int]:
 FOLLOWING_PLACE = {(kind, rank): _following_place(kind, rank) for kind in RANKS for rank in range(7)}
 
 
-class _Leveller:
-    """Assign a level to every operation."""
-
-    def __init__(self, messages: int, orders: Sequence[Sequence[Operation]]):
-        self.orders = orders
-        self.matches: dict[int, list[int]] = defaultdict(list)
-        """Messages by level."""
-        self.groups: dict[tuple[int, int, int, str], tuple[list[int], list[int]]] = defaultdict(
-            lambda: ([], [])
-        )
-        """Stages and subjects by level, rank, number among the waits of a stage in this place, and kind."""
-        self.stamps = [-1] * messages
-        """Level of the first of a message's post and send; -1: not yet."""
-        self.matched = [-1] * messages
-        """Level at which the end of a message is known; -1: not yet."""
-
-    def levels(self) -> list[Level]:
-        """Return all levels in order."""
-        at = [0] * len(self.orders)
-        places = [(0, 0, 0)] * len(self.orders)
-        held: dict[int, list[int]] = defaultdict(list)
-        ready = list(range(len(self.orders)))
-        while ready:
-            stage = ready.pop()
-            level, rank, slot = places[stage]
-            for kind, subject in self.orders[stage][at[stage] :]:
-                if kind == WAIT:
-                    earliest = self.matched[subject]
-                    if earliest < 0:
-                        held[subject].append(stage)
-                        break
-                    if earliest > level:
-                        level, rank = earliest, 0
-                before = level, rank
-                further, rank = FOLLOWING_PLACE[kind, rank]
-                level += further
-                slot = slot + 1 if kind == WAIT and before == (level, rank) else 0
-                stages, subjects = self.groups[level, rank, slot, kind]
-                stages.append(stage)
-                subjects.append(subject)
-                at[stage] += 1
-                if kind in (POST, SEND):
-                    if self.stamps[subject] < 0:
-                        self.stamps[subject] = level
-                        continue
-                    matched = self.matched[subject] = 1 + max(level, self.stamps[subject])
-                    self.matches[matched].append(subject)
-                    ready.extend(held.pop(subject, ()))
-            places[stage] = level, rank, slot
-        assert not held, "stages wait for each other for ever"
-        return self._arrays()
-
-    def _arrays(self) -> list[Level]:
-        last = max([level for level, *_ in self.groups] + list(self.matches), default=-1)
-        found = [Level(np.array(self.matches[number], dtype=int), []) for number in range(last + 1)]
-        for (level, _, _, kind), (stages, subjects) in sorted(
-            self.groups.items(), key=lambda item: item[0][:3]
-        ):
-            found[level].groups.append(OperationGroup(kind, np.array(stages), np.array(subjects)))
-        return found
+def _levels(messages: int, orders: Sequence[Sequence[Operation]]) -> list[Level]:
+    """Return the operations of all stages in levels, each as early as possible."""
+    matches: dict[int, list[int]] = defaultdict(list)
+    """Messages by level."""
+    groups: dict[tuple[int, int, int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    """Stages and subjects by level, rank, number among the waits of a stage in this place, and kind."""
+    stamps, matched = [-1] * messages, [-1] * messages
+    """Levels of the first of a message's post and send, and of its known end; -1: not yet."""
+    at, places = [0] * len(orders), [(0, 0, 0)] * len(orders)
+    held: dict[int, list[int]] = defaultdict(list)
+    ready = list(range(len(orders)))
+    while ready:
+        stage = ready.pop()
+        level, rank, slot = places[stage]
+        for kind, subject in orders[stage][at[stage] :]:
+            if kind == WAIT:
+                if matched[subject] < 0:
+                    held[subject].append(stage)
+                    break
+                if matched[subject] > level:
+                    level, rank = matched[subject], 0
+            before = level, rank
+            further, rank = FOLLOWING_PLACE[kind, rank]
+            level += further
+            slot = slot + 1 if kind == WAIT and before == (level, rank) else 0
+            stages, subjects = groups[level, rank, slot, kind]
+            stages.append(stage)
+            subjects.append(subject)
+            at[stage] += 1
+            if kind not in (POST, SEND):
+                continue
+            if stamps[subject] < 0:
+                stamps[subject] = level
+                continue
+            matched[subject] = 1 + max(level, stamps[subject])
+            matches[matched[subject]].append(subject)
+            ready.extend(held.pop(subject, ()))
+        places[stage] = level, rank, slot
+    assert not held, "stages wait for each other for ever"
+    last = max([level for level, *_ in groups] + list(matches), default=-1)
+    found = [Level(np.array(matches[number], dtype=int), []) for number in range(last + 1)]
+    for (level, _, _, kind), (stages, subjects) in sorted(groups.items(), key=lambda item: item[0][:3]):
+        found[level].groups.append(OperationGroup(kind, np.array(stages), np.array(subjects)))
+    return found
 
 
 def action_batches(actions: Sequence[Action], chunks: int) -> list[range]:

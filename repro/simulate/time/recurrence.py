@@ -120,7 +120,7 @@ class _Recurrence:
         self.previous = np.array(operations.previous, dtype=int)
         self.receivers = np.array([route[1] for route in operations.routes], dtype=int)
         self.is_backward = np.array(
-            [[action.kind == BACKWARD for action in of_stage] for of_stage in operations.actions]
+            [[int(a.kind == BACKWARD) for a in actions] for actions in operations.actions]
         )
         self.has_breakdown = not isinstance(stages[0].time, NoBreakdown)
         self.began = self.now.copy()
@@ -169,12 +169,9 @@ class _Recurrence:
                     if kind == SEND and self.has_breakdown:
                         np.add.at(self.communication, stages, self.seconds[subjects])
         for stage in self.stages:
-            stage.now, stage.phase_began = (
-                self._value(self.now[stage.stage]),
-                self._value(self.began[stage.stage]),
-            )
+            stage.now = self._value(self.now[stage.stage])
             if self.has_breakdown:
-                stage.time = self._breakdown(stage)
+                stage.phase_began, stage.time = self._value(self.began[stage.stage]), self._breakdown(stage)
         return samples
 
     def _wait(self, stages: Lanes, messages: Lanes) -> None:
@@ -236,10 +233,8 @@ class _Recurrence:
             self._run_alone(self.stages[int(stages[place])], self.bodies[bodies[place]].rest)
         if not self.has_breakdown:
             return
-        now = self.now[stages]
-        np.add.at(
-            self.phases, (self.is_backward[stages, positions].astype(int), stages), now - self.began[stages]
-        )
+        now, phases = self.now[stages], self.is_backward[stages, positions]
+        np.add.at(self.phases, (phases, stages), now - self.began[stages])
         self.began[stages] = now
 
     def _sample(

@@ -126,8 +126,8 @@ def _schedule_step(
     _run_stages([stage.begin() for stage in stages], state)
     samples = None
     if not (record or by_events or state.ranks_per_core > 1):
-        compared = [compared_positions(state.layout, state.schedule, stage.stage) for stage in stages]
-        samples = run_actions(stages, state.layout, compared if compare else ())
+        compared = compared_positions(state.layout, state.schedule) if compare else []
+        samples = run_actions(stages, state.layout, compared)
     if samples is None:
         _run_stages([stage.run_events() for stage in stages], state)
     _run_stages([stage.finish() for stage in stages], state)
@@ -140,7 +140,7 @@ def _schedule_step(
 def scheduled_step_seconds(
     experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels
 ) -> float:
-    """Return the step time in seconds, in each case of the arrays of `system` and `kernels`, in one pass."""
+    """Return the step time in seconds, in each case of the arrays of `system` and `kernels`."""
     return schedule_traces(experiment, system, traces, kernels, account=NoBreakdown).step_s
 
 

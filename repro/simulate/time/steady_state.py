@@ -74,17 +74,17 @@ def is_period_end(layout: Layout, compared: range, position: int) -> bool:
     return (position + 1 - compared.start) % _period_actions(layout) == 0
 
 
-def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]], stage: int) -> range:
-    """Return the positions of a stage's actions in the last periods in which all stages take turns.
+def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]]) -> list[range]:
+    """Return for each stage the positions of its actions in the last periods in which all stages take turns.
 
     The period with the last micro-batch's forward passes is left out, because its forward passes may differ.
     """
-    first = [_first_backward(actions) - 1 for actions in schedule]
+    kinds = [[action.kind for action in actions] for actions in schedule]
+    first = [of_stage.index(BACKWARD) - 1 for of_stage in kinds]
     length = _period_actions(layout)
-    turns = 2 * (layout.accumulation * layout.chunks - max(first))
-    periods = min(turns // length - 1, MEMORY + layout.pp)
-    stop = first[stage] + turns - length
-    return range(stop - periods * length, stop)
+    turns = 2 * (layout.accumulation * layout.chunks - max(first)) - length
+    compared = min(turns // length, MEMORY + layout.pp) * length
+    return [range(start + turns - compared, start + turns) for start in first]
 
 
 def find_cycle(layout: Layout, samples: Sequence[StageSamples]) -> Cycle | None:
@@ -115,7 +115,3 @@ def _period_micro_batches(layout: Layout) -> int:
 
 def _period_actions(layout: Layout) -> int:
     return 2 * _period_micro_batches(layout) * layout.chunks
-
-
-def _first_backward(actions: Sequence[Action]) -> int:
-    return next(position for position, action in enumerate(actions) if action.kind == BACKWARD)
