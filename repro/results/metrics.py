@@ -36,7 +36,7 @@ from typing import TypeAlias
 from repro.config import Experiment
 from repro.measure.statistics import ratio_interval
 from repro.model import counts
-from repro.parallel.pipeline.schedule import build_schedule, in_flight
+from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.results.record_parts import LayerTraffic, StageReport, TrafficRow
 
 Metrics: TypeAlias = dict[str, float]
@@ -204,8 +204,9 @@ def work(experiment: Experiment, operator_flops: int) -> Metrics:
         "flops.operators": operator_flops,
     }
     if layout.pp > 1:
-        schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        metrics["pipeline.in_flight"] = max(map(in_flight, schedule))
+        count = layout.accumulation, layout.chunks
+        live = (peak_in_flight(layout.schedule, stage, layout.pp, *count) for stage in range(layout.pp))
+        metrics["pipeline.in_flight"] = max(live)
     return metrics
 
 

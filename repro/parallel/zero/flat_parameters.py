@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -123,7 +122,11 @@ class FlatParameters:
             for start, stop in _chunks(first, last, self.shard):
                 piece = values(index, start, stop)
                 place = slice(offset + start - first, offset + stop - first)
-                copy = partial(_copy, piece, place, (master, self.shard))
+
+                def copy(piece: Tensor = piece, place: slice = place) -> None:
+                    master[place].copy_(piece)
+                    self.shard[place].copy_(piece)
+
                 storage.call_once(self.full, ("piece", stop - start, *kinds), copy)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
@@ -155,12 +158,6 @@ class FlatParameters:
             synchronize_host(self.full)
 
         return Work(finish=finish)
-
-
-def _copy(piece: Tensor, place: slice, targets: Sequence[Tensor]) -> None:
-    """Copy a flat piece to a place in each target."""
-    for target in targets:
-        target[place].copy_(piece)
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:

@@ -198,7 +198,7 @@ def print_plan(
         from repro.simulate.plan.plan import search_layouts as run
         from repro.simulate.plan.rows import OK, plan_entry
 
-        found = run(request, workers, top or DEFAULT_PLAN_ROWS, whole=json and top is None)
+        found = run(request, workers, top or DEFAULT_PLAN_ROWS, exhaustive=json and top is None)
     if json:
         print_json([plan_entry(request, row) for row in found.rows[:top]])
     else:

@@ -24,7 +24,6 @@ from repro.config.errors import require
 from repro.simulate.memory.pools import (
     LARGE_BUFFER,
     LIVE,
-    MIN_BLOCK_SIZE,
     SMALL_SIZE,
     UNLIMITED,
     UNMAPPED,
@@ -131,7 +130,7 @@ class CachingAllocator:
         if size == 0:
             self._live[id] = None
             return
-        size, requested = -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE, size
+        size, requested = round_up(size), size
         pool = self._small if size <= SMALL_SIZE else self._large
         block = pool.find(size) or self._grow(pool, size)
         if block is None:

@@ -146,12 +146,12 @@ def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) ->
     step = traced.events[traced.step_start : traced.step_stop]
     took: dict[int, float] = {}
     """Seconds by operator. Layers share operators."""
-    whole = 0.0
+    step_s = 0.0
     for event in step:
         if type(event) is Operator:
             if id(event) not in took:
                 took[id(event)] = seconds(event)
-            whole += took[id(event)]
+            step_s += took[id(event)]
     live = LiveBytes()
     found: list[dict[str, int]] = []
     phases: dict[int, tuple[str, int]] = {}
@@ -161,7 +161,7 @@ def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) ->
     for event in step:
         if type(event) is Operator:
             spent += took[id(event)]
-            part = min(TIMELINE_POINTS - 1, int(spent / whole * TIMELINE_POINTS)) if whole else 0
+            part = min(TIMELINE_POINTS - 1, int(spent / step_s * TIMELINE_POINTS)) if step_s else 0
             while len(found) <= part:
                 found.append(live.now.copy())
                 most = live.total

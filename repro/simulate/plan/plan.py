@@ -44,10 +44,12 @@ class Plan:
 
 
 @pause_garbage_collection()
-def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, whole: bool = True) -> Plan:
+def search_layouts(
+    request: PlanRequest, workers: Workers, shown: int = 0, *, exhaustive: bool = True
+) -> Plan:
     """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
 
-    `whole`: all layouts that may fit are simulated; otherwise, rows stay open if they cannot be among the first. With
+    `exhaustive`: simulate all layouts that may fit; otherwise, rows that cannot be among the first stay open. With
     `shown` = 0, no row has an interval. Raises `ConfigError` if there are no layouts.
     """
     compared = max(shown, COMPARED_ROWS) if shown else 0
@@ -62,7 +64,7 @@ def search_layouts(request: PlanRequest, workers: Workers, shown: int = 0, *, wh
     rows = planner.bounded(layouts)
     rows += planner.bounded(_with_partitioned_activations(request, rows))
     at_once = ROWS_PER_WORKER * workers.count
-    while some := _rows_to_simulate(rows, len(rows) if whole else compared)[:at_once]:
+    while some := _rows_to_simulate(rows, len(rows) if exhaustive else compared)[:at_once]:
         layouts = [row.layout for row in some]
         made = {
             row.layout: row

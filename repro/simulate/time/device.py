@@ -61,11 +61,6 @@ def in_any_lane(condition: Any) -> bool:
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
-def in_every_lane(condition: Any) -> bool:
-    """Return whether `condition` holds in all lanes."""
-    return bool(condition.all()) if isinstance(condition, np.ndarray) else bool(condition)
-
-
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 """Limit of the integral in standard deviations, and its number of parts."""
 

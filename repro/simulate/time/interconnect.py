@@ -158,7 +158,7 @@ def placed_groups(layout: Layout, devices: int) -> PlacedGroups:
 
 
 class PlacedGroups:
-    """Groups of a layout on nodes: the part of a network's time that depends on whole numbers alone."""
+    """Groups of a layout on nodes: the ranks, shared adapters and uplinks of each group."""
 
     def __init__(self, layout: Layout, devices: int):
         """`devices`: number of devices per node."""

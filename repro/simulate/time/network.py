@@ -258,7 +258,7 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct whole numbers of the network between nodes, and whether each case has them."""
+        """Distinct counts of the network between nodes, and for each of them the cases that have these counts."""
         if BETWEEN_NODES not in self.system.links:
             self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError with the known links
         names = ("adapters", "switch", "pod", "oversubscription")
@@ -270,7 +270,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find` in every case of the whole numbers, which matter on the `link` between nodes alone."""
+        """Return `find(counts)` for the counts of each case. Only the link between nodes depends on counts."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]

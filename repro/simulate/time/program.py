@@ -101,14 +101,14 @@ def label_of(message: Message) -> str:
 
 def compile_program(
     traced: Trace,
-    whole: int,
+    micro_batches: int,
     cost: DeviceCost,
     seconds: CollectiveSeconds,
     messages: MessageCount,
     *,
     captured: bool = False,
 ) -> StageProgram:
-    """Return the program of a trace. `whole` is the number of micro-batches of the step, of which a trace has a few.
+    """Return the program of a trace. `micro_batches`: those of the step, of which a trace has a few.
 
     `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
     """
@@ -117,7 +117,7 @@ def compile_program(
     compiler = ProgramCompiler(
         cost, seconds, traced.keys, traced.role.stage, messages, outlines, captured=captured
     )
-    shown = {found.shown(micro_batch, whole - 1) for micro_batch in range(whole)}
+    shown = {found.shown(number, micro_batches - 1) for number in range(micro_batches)}
     for place, action in enumerate(traced.actions):
         if action.micro_batch in shown:
             found.segments[action] = compiler.timed(outlines.of_piece(traced, place), action.kind)

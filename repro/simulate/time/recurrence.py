@@ -127,7 +127,7 @@ class _Recurrence:
         self.bubble, self.exposed, self.communication = np.zeros((3, len(stages), lanes))
         self.phases = np.zeros((2, len(stages), lanes))
         self.busy: dict[int, float] = {}
-        """Stages with collectives under way that may delay an action, and the ends of these collectives."""
+        """Ends of the collectives of stages that may have collectives under way."""
         for stage in stages:
             self._note_busy(stage)
 
@@ -215,17 +215,10 @@ class _Recurrence:
         self._note_busy(stage)
 
     def _note_busy(self, stage: StageStreams) -> None:
-        if any(
-            issue.group == INNER_GROUP for under_way in stage.under_way.values() for _, issue in under_way
-        ):
-            self.busy[stage.stage] = float("inf")
-            return
         groups = stage.streams if in_any_lane(stage.all.overlap_cost) else (INNER_GROUP,)
-        ends = maximum_of([0.0, *(stage.streams[group] for group in groups)])
-        if in_any_lane(ends > stage.now):
-            self.busy[stage.stage] = ends
-        else:
-            self.busy.pop(stage.stage, None)
+        unfinished = any(i.group == INNER_GROUP for queue in stage.under_way.values() for _, i in queue)
+        ends = (float("inf") if unfinished else 0.0, *(stage.streams[group] for group in groups))
+        self.busy[stage.stage] = maximum_of(ends)
 
     def _end(self, stages: Lanes, positions: Lanes) -> None:
         bodies = self.body_of[stages, positions]
@@ -271,7 +264,4 @@ class _Recurrence:
 
 def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
     """Return numbers or arrays [lanes] as an array [numbers, lanes]."""
-    found = np.empty((len(numbers), lanes))
-    for row, number in enumerate(numbers):
-        found[row] = number
-    return found
+    return np.array([np.broadcast_to(number, lanes) for number in numbers])

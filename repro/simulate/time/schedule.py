@@ -29,7 +29,6 @@ from repro.simulate.time.steady_state import (
     compared_positions,
     find_cycle,
     shorter_counts,
-    with_micro_batches,
 )
 from repro.simulate.trace.events import Message
 from repro.simulate.trace.roles import Trace
@@ -88,13 +87,12 @@ def schedule(
 
     def scheduled(count: int, compare: bool = False) -> tuple[Timeline, list[StageSamples] | None]:
         """Schedule `count` micro-batches."""
-        short = with_micro_batches(layout, count)
+        short = replace(layout, global_batch=count * layout.micro_batch * layout.dp)
         state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core, account)
         return _schedule_step(state, programs, record=record, by_events=by_events, compare=compare)
 
-    whole = layout.accumulation
     if record or by_events or ranks_per_core > 1:
-        return scheduled(whole)[0]
+        return scheduled(layout.accumulation)[0]
     least = 1 + max(program.micro_batches for program in programs)
     for count in shorter_counts(layout, least):
         found, samples = scheduled(count, compare=True)
@@ -102,7 +100,7 @@ def schedule(
             break
         if (cycle := find_cycle(layout, samples)) is None:
             continue
-        further, rest = divmod(whole - count, cycle.micro_batches)
+        further, rest = divmod(layout.accumulation - count, cycle.micro_batches)
         if rest:
             found = scheduled(count + rest)[0]
         for stage, sample in zip(found.stages, samples, strict=True):
@@ -110,7 +108,7 @@ def schedule(
                 stage.add(sample.breakdowns[-1], further)
                 stage.add(sample.breakdowns[-1 - cycle.periods], -further)
         return replace(found, step_s=found.step_s + further * cycle.seconds)
-    return scheduled(whole)[0]
+    return scheduled(layout.accumulation)[0]
 
 
 def _schedule_step(

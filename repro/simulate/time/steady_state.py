@@ -10,13 +10,13 @@ follows it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from repro.config import Layout
 from repro.parallel.pipeline.schedule import BACKWARD, Action
 from repro.simulate.time.breakdown import StageTime
-from repro.simulate.time.device import in_every_lane
 
 MEMORY = 3
 """Number of periods that must repeat. A message, a posted receive and the limit of unfinished messages connect a period
@@ -47,11 +47,6 @@ class Cycle(NamedTuple):
     periods: int
     micro_batches: int
     seconds: float
-
-
-def with_micro_batches(layout: Layout, count: int) -> Layout:
-    """Return `layout` with `count` micro-batches."""
-    return replace(layout, global_batch=count * layout.micro_batch * layout.dp)
 
 
 def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
@@ -104,7 +99,7 @@ def _grow_by(seconds: float, times: Sequence[Times], apart: int) -> bool:
         if len(before) != len(after):
             return False
         for old, new in zip(before, after, strict=True):
-            if not in_every_lane(abs(new - old - seconds) <= TOLERANCE * seconds):
+            if not np.all(abs(new - old - seconds) <= TOLERANCE * seconds):
                 return False
     return True
 

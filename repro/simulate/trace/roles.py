@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from repro.measure.operators import without_compiler
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
-from repro.parallel.pipeline.schedule import Action, build_schedule, in_flight
+from repro.parallel.pipeline.schedule import Action, build_schedule, peak_in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, PhaseStart, Timed, Wait
 from repro.simulate.trace.recorder import RecordingLedger, TraceRecorder, no_action
@@ -170,7 +170,6 @@ def trace(
     """
     _import_shape_functions()
     began = time.perf_counter()
-    whole = experiment.layout.accumulation
     layout = shortened(experiment.layout, role.stage)
     short = replace(experiment, layout=layout)
     rank = layout.group_of("pp", 0)[role.stage]
@@ -212,7 +211,7 @@ def trace(
         recorder.finish(),
         start,
         stop,
-        whole - layout.accumulation,
+        experiment.layout.accumulation - layout.accumulation,
         engine.local_parameters(),
         engine.padding(),
         time.perf_counter() - began,
@@ -240,13 +239,9 @@ def shortened(layout: Layout, stage: int) -> Layout:
     """Return `layout` with few micro-batches: a full pipeline, and a first, an ordinary and a last one."""
     m = layout.accumulation
     unit = layout.pp if layout.schedule == "interleaved" else 1
-
-    def most(count: int) -> int:
-        return in_flight(build_schedule(layout.schedule, layout.pp, count, layout.chunks)[stage])
-
-    full = most(m)
+    live = partial(peak_in_flight, layout.schedule, stage, layout.pp, chunks=layout.chunks)
     count = unit
-    while count < m and (count < 3 or most(count) < full):
+    while count < m and (count < 3 or live(count) < live(m)):
         count += unit
     count = min(m, count + unit)
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)

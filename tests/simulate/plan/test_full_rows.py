@@ -97,17 +97,17 @@ def test_the_first_rows_are_those_of_a_plan_that_simulates_every_layout(
         device = replace(request.system.device, memory_bandwidth=unknown)
         request = replace(request, system=replace(request.system, device=device))
     with Workers(1) as workers:
-        whole = search_layouts(request, workers, 3)
-        few = search_layouts(request, workers, 3, whole=False)
+        every = search_layouts(request, workers, 3)
+        few = search_layouts(request, workers, 3, exhaustive=False)
     assert bool(few.no_time) == (name == "rates")
-    fits = [row for row in whole.rows if row.outcome == OK]
+    fits = [row for row in every.rows if row.outcome == OK]
     assert len(fits) > 6
     for row, other in zip(fits[:3], few.rows, strict=False):
         assert other.outcome == OK
         assert replace(row, trace_seconds=0) == replace(other, trace_seconds=0)
-    assert few.simulated < whole.simulated
+    assert few.simulated < every.simulated
     left = [row for row in few.rows if row.outcome == OPEN]
-    assert len(left) + few.simulated == whole.simulated
+    assert len(left) + few.simulated == every.simulated
     assert all(row.least_s >= few.rows[2].seconds for row in left)
     # No open layout would have been among the first.
     seconds = {row.layout: row.seconds for row in fits}

@@ -159,7 +159,7 @@ def test_partitioned_checkpoints_are_tried_where_they_help() -> None:
 
 
 def test_retained_activations_rule_out_what_model_states_leave() -> None:
-    """Of 4 layers and 64 samples: 32 bytes of each token and element of the width, and 2 of each logit."""
+    """A layer retains 32 bytes for each token and hidden element, and the loss 2 bytes for each logit."""
     tokens, states = 64 * 64, 16 * 14e6
     retained = tokens * (4 * 32 * 512 + 2 * 1024)
     given = {"tp": 1, "pp": 1, "zero": 0, "micro_batch": 64, "global_batch": 128, "recompute": False}

@@ -79,7 +79,7 @@ def asked(system: System) -> PlanRequest:
 
 def planned(system: System) -> Plan:
     with Workers(1) as workers:
-        return search_layouts(asked(system), workers, 4, whole=False)
+        return search_layouts(asked(system), workers, 4, exhaustive=False)
 
 
 def test_a_plan_names_the_unknown_that_turns_two_layouts(
@@ -164,7 +164,7 @@ def test_a_plan_compares_more_rows_than_it_shows() -> None:
     few = asked(systems.load_system_file("dgx2"))
     request = replace(few, given={key: few.given[key] for key in ("pp", "sp", "recompute", "kernels")})
     with Workers(1) as workers:
-        found = search_layouts(request, workers, 1, whole=True)
+        found = search_layouts(request, workers, 1, exhaustive=True)
     fits = [row for row in found.rows if row.outcome == "ok"]
     assert len(fits) > COMPARED_ROWS
     said = [plan_entry(request, row)["undecided"] for row in fits]
