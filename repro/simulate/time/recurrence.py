@@ -23,7 +23,7 @@ from repro.simulate.time.operations import END, RUN, SEND, WAIT, StepOperations,
 from repro.simulate.time.outlines import INNER_GROUP
 from repro.simulate.time.program import Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
-from repro.simulate.time.steady_state import StageSamples, is_period_end
+from repro.simulate.time.steady_state import StageSamples, period_actions
 
 PHASES = (FORWARD, BACKWARD)
 
@@ -240,7 +240,8 @@ class _Recurrence:
             stage.now = self._value(self.now[number])
             arrivals = (self.ends[message] for message in self.operations.waits[number][position])
             samples[number].times.append([*stage.pending_times(), *arrivals])
-            if self.has_breakdown and is_period_end(self.layout, compared[number], position):
+            ends_period = (position + 1 - compared[number].start) % period_actions(self.layout) == 0
+            if self.has_breakdown and ends_period:
                 found = self._breakdown(stage)
                 for run, times in stage.taken.items():
                     found.add(run.time, times)

@@ -64,11 +64,6 @@ def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
         count = -(-3 * count // (2 * unit)) * unit
 
 
-def is_period_end(layout: Layout, compared: range, position: int) -> bool:
-    """Return whether a period of the compared positions ends with the action at `position`."""
-    return (position + 1 - compared.start) % _period_actions(layout) == 0
-
-
 def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]]) -> list[range]:
     """Return for each stage the positions of its actions in the last periods in which all stages take turns.
 
@@ -76,7 +71,7 @@ def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]]) -> 
     """
     kinds = [[action.kind for action in actions] for actions in schedule]
     first = [of_stage.index(BACKWARD) - 1 for of_stage in kinds]
-    length = _period_actions(layout)
+    length = period_actions(layout)
     turns = 2 * (layout.accumulation * layout.chunks - max(first)) - length
     compared = min(turns // length, MEMORY + layout.pp) * length
     return [range(start + turns - compared, start + turns) for start in first]
@@ -84,7 +79,7 @@ def compared_positions(layout: Layout, schedule: Sequence[Sequence[Action]]) -> 
 
 def find_cycle(layout: Layout, samples: Sequence[StageSamples]) -> Cycle | None:
     """Return the shortest cycle; None if there is none yet. `samples`: of each stage, at its `compared_positions`."""
-    length = _period_actions(layout)
+    length = period_actions(layout)
     for periods in range(1, len(samples[0].times) // length - MEMORY + 1):
         latest = [of_stage.times[-(periods + MEMORY) * length :] for of_stage in samples]
         seconds = latest[0][periods * length][0] - latest[0][0][0]
@@ -108,5 +103,6 @@ def _period_micro_batches(layout: Layout) -> int:
     return layout.pp if layout.chunks > 1 else 1
 
 
-def _period_actions(layout: Layout) -> int:
+def period_actions(layout: Layout) -> int:
+    """Return the number of actions of a period."""
     return 2 * _period_micro_batches(layout) * layout.chunks
