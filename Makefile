@@ -125,9 +125,9 @@ $(BIN)/repro run $(PUBLISHED:%=suites/%.toml) --evidence simulated --only '?[!w]
 case $$status in 2|130|143) exit $$status;; esac; \
 $(BIN)/repro run suites/again.toml --evidence simulated --system $(TODAY) --results $(RESULTS) || status=$$?; \
 case $$status in 2|130|143) exit $$status;; esac; \
-$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 $(BIN)/repro validate --covered 80 97 --results $(RESULTS) || status=$$?; \
 $(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
+$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 exit $$status
 endef
 
@@ -203,9 +203,12 @@ $(NVRTC13): | $(INSTALLED_TEST)
 	@if $(PIP) --upgrade --target $(VENV)/nvrtc13 'nvidia-cuda-nvrtc>=13,<14' 'cuda-bindings>=13,<14'; \
 	then mkdir -p $(@D) && touch $@; else echo "note: without it one test is skipped" >&2; fi
 
-# The exit code is that of the run.
+# The headline claims are simulated first, so that their table is printed early. The exit code is that of the runs.
 smoke: $(INSTALLED)
-	@status=0; $(BIN)/repro run suites/smoke.toml suites/engines.toml suites/windtunnel_smoke.toml --results $(RESULTS) || status=$$?; \
+	@status=0; $(BIN)/repro run --claim headlines --evidence simulated --results $(RESULTS) || status=$$?; \
+	case $$status in 2|130|143) exit $$status;; esac; \
+	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
+	$(BIN)/repro run suites/smoke.toml suites/engines.toml suites/windtunnel_smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
 	$(simulated)
 

@@ -71,7 +71,7 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     rows = tuple(_judge_row(row, claim, records) for row in claim.rows)
     main = [row for row in rows if row.row.main]
     kinds = tuple(kind for kind in (_kind(name, main) for name in (*KINDS, ITSELF)) if kind)
-    verdict = next(verdict for verdict in _WEAKEST if any(row.verdict == verdict for row in main))
+    verdict = weakest_verdict(main)
     weakest = next(row for row in main if row.verdict == verdict)
     reason = weakest.reason
     if verdict in BAD:
@@ -93,7 +93,12 @@ def judge_claim(claim: Claim, records: Records) -> ClaimResult:
     )
 
 
-_WEAKEST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, POSSIBLE, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
+def weakest_verdict(rows: Sequence[RowResult]) -> str:
+    """Return the verdict of `rows` together: the first in `DISAGREEING_FIRST` that one of them has."""
+    return next(verdict for verdict in DISAGREEING_FIRST if any(row.verdict == verdict for row in rows))
+
+
+DISAGREEING_FIRST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, POSSIBLE, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
 """Verdicts by priority: a claim has the first verdict that one of its main rows has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),

@@ -161,11 +161,27 @@ class Claim:
         return f"blind on {self.predicted_blind}: {len(errors)} values, median error {median(errors):.1%}"
 
 
+@dataclass(kw_only=True)
+class Headline:
+    """A statement that readers of the reports look for first, in one line; `[[headline]]` in headlines.toml."""
+
+    name: str
+    """The statement in at most 30 characters."""
+    claim: str
+    rows: list[str]
+    """Labels of the claim's rows that test the statement."""
+    otherwise: list[str] = field(default_factory=list)
+    """Labels of rows whose values are shown where `rows` have none; they have no part in the verdict."""
+    published: str = ""
+    """Published value in one text; empty: the published values of `rows`."""
+
+
 @dataclass(frozen=True)
 class Ledger:
-    """Claims in file order, and their sources by key."""
+    """Claims in the order of their publication, and their sources by key."""
 
     claims: tuple[Claim, ...]
+    headlines: tuple[Headline, ...]
     sources: Mapping[str, Source]
     titles: Mapping[str, str]
     """Title of each ledger file, by file name."""
@@ -173,7 +189,9 @@ class Ledger:
     """Author of the claims in each ledger file, by file name: `ZeRO`, `Megatron`."""
 
     def claim(self, claim_id: str) -> Claim:
-        """Return the claim with the id `claim_id`.  Raises `ConfigError` with near matches."""
+        """Return the claim with this id or number of a headline.  Raises `ConfigError` with near matches."""
+        if claim_id.isdigit() and 0 < int(claim_id) <= len(self.headlines):
+            claim_id = self.headlines[int(claim_id) - 1].claim
         for claim in self.claims:
             if claim.id == claim_id:
                 return claim
@@ -186,6 +204,11 @@ class Ledger:
             else "must be a claim's id; `repro claims` lists them"
         )
         raise ConfigError("claim", claim_id, says=hint)
+
+    def rows_of(self, headline: Headline) -> list[Row]:
+        """Return the rows of a headline, and those whose values are shown otherwise."""
+        labels = (*headline.rows, *headline.otherwise)
+        return [row for row in self.claim(headline.claim).rows if row.label in labels]
 
 
 @dataclass(kw_only=True)
@@ -277,6 +300,9 @@ class FileEntry:
     title: str
     about: str = ""
     """Author of the claims, in one or two words; empty for the title. Several files may name the same author."""
+    date: str = ""
+    """Month of the publication, `2019-09`, which orders the files. Files without a date follow."""
+    headline: list[Headline] = field(default_factory=list)
     claim: list[ClaimEntry] = field(default_factory=list)
     source: list[Source] = field(default_factory=list)
 
@@ -293,6 +319,7 @@ def read_ledger_file(path: Path) -> FileEntry:
 _INNER_ENTRIES: dict[tuple[type, str], type] = {
     (FileEntry, "claim"): ClaimEntry,
     (FileEntry, "source"): Source,
+    (FileEntry, "headline"): Headline,
     (ClaimEntry, "rows"): RowEntry,
     (ClaimEntry, "table"): TableEntry,
     (TableEntry, "cells"): CellEntry,
@@ -351,7 +378,7 @@ def _build_entry(cls: type[T], data: Any, file: str, where: str) -> T:
 
 def _place(where: str, key: str, number: int, item: Any) -> str:
     """Return the name of an inner table for a person: a claim's id, a row's label or a cell's column."""
-    names = [item.get(k) for k in ("id", "key", "label", "column")] if isinstance(item, dict) else []
+    names = [item.get(k) for k in ("id", "key", "label", "column", "name")] if isinstance(item, dict) else []
     name = next((name for name in names if name), number)
     return (
         str(name)

@@ -23,6 +23,8 @@ from repro.results.select import select
 LEDGER_DIRECTORY = Path(__file__).parent
 _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
+BEYOND_REPORTS = "9999"
+"""Date that orders ledger files without a date."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2} at [0-9a-f]{7,}$")
 
@@ -40,6 +42,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
             if source.key in sources:
                 raise ConfigError("key", source.key, "used once", file=str(path), where="source")
             sources[source.key] = source
+    files = dict(sorted(files.items(), key=lambda item: item[1].date or BEYOND_REPORTS))
     rates = frozenset(_rates(files.values()))
     claims: dict[str, ledger.Claim] = {}
     for path, content in files.items():
@@ -52,12 +55,30 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
                 raise error.within(file=str(path), where=entry.id) from None
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
+    for path, content in files.items():
+        for headline in content.headline:
+            _check_headline(headline, claims, str(path))
     return ledger.Ledger(
         claims=tuple(claims.values()),
+        headlines=tuple(headline for content in files.values() for headline in content.headline),
         sources=sources,
         titles={path.name: content.title for path, content in files.items()},
         about={path.name: content.about or content.title for path, content in files.items()},
     )
+
+
+def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
+    """Raise `ConfigError` if the headline names a claim or a row that the ledger lacks."""
+    try:
+        _one_of("claim", headline.claim, claims)
+        labels = [row.label for row in claims[headline.claim].rows]
+        for key, named in (("rows", headline.rows), ("otherwise", headline.otherwise)):
+            for label in named:
+                _one_of(key, label, labels)
+        if not headline.rows:
+            raise ConfigError("rows", headline.rows, f"labels of rows of {headline.claim}")
+    except ConfigError as error:
+        raise error.within(file=file, where=f"headline[{headline.name}]") from None
 
 
 def _rates(files: Iterable[ledger.FileEntry]) -> Iterator[float]:

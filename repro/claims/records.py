@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
 
 from repro.claims.expression import Uncertain, Value
-from repro.config import ConfigError, Model, models
+from repro.config import ConfigError, Experiment, Model, models
 from repro.config.engines import NATIVE
 from repro.results.interval import Case, StepInterval
 from repro.results.metrics import (
@@ -285,29 +286,34 @@ Models differ in every size. Tensor parallelism changes the remaining GPUs, and 
 """
 
 
+MAX_CACHED_CONDITIONS = 4096
+"""Number of experiments whose conditions are stored, because each case of the unknown inputs reads them again."""
+
+
 def _alike(records: list[ExperimentRecord], name: str) -> None:
     """Raise `Missing` if experiments differ in more than `name`, because another condition may decide the fit."""
     free = _FOLLOWS.get(name) or _FOLLOWS.get(name.partition(".")[0]) or (name,)
-    first = _conditions(records[0], free)
+    first = _conditions(records[0].experiment, free)
     for record in records[1:]:
-        other = _conditions(record, free)
+        other = _conditions(record.experiment, free)
         differ = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
         if differ:
             raise Missing(record.label, f"it differs from {records[0].label} in {', '.join(differ)} as well")
 
 
-def _conditions(record: ExperimentRecord, free: tuple[str, ...]) -> dict[str, Any]:
+@lru_cache(MAX_CACHED_CONDITIONS)
+def _conditions(experiment: Experiment, free: tuple[str, ...]) -> dict[str, Any]:
     """Return the conditions of a run as a flat dictionary (`layout.zero`), without names, limits and those in `free`.
 
     The sequence length is the one that was used, from the training or the model.
     """
     flat: dict[str, Any] = {}
-    for key, value in record.experiment.as_dict().items():
+    for key, value in experiment.as_dict().items():
         if isinstance(value, dict):
             flat |= {f"{key}.{inner}": part for inner, part in value.items()}
         else:
             flat[key] = value
-    flat["training.seq"] = record.experiment.seq
+    flat["training.seq"] = experiment.seq
     left_out = ("name", "limits.timeout_s", "limits.hang_s", *free)
     return {
         key: v for key, v in flat.items() if not any(f"{key}.".startswith(f"{part}.") for part in left_out)

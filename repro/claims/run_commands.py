@@ -13,13 +13,16 @@ from pathlib import Path
 from repro.claims.expression import arguments, evaluate_expression
 from repro.claims.formulas import CONSTANTS
 from repro.claims.independence import SCORE_FUNCTION
-from repro.claims.ledger import Claim
+from repro.claims.judge import experiments_read
+from repro.claims.ledger import Claim, Ledger, Row
 from repro.claims.one_device import DEVICE_FUNCTIONS, device_functions
 from repro.claims.records import Missing, evaluation
 from repro.config import suites
+from repro.config.errors import ConfigError
 from repro.config.files import read_toml
 from repro.config.suites import PROFILES, SUITES, Suite
 from repro.config.systems import LOCAL_SYSTEMS
+from repro.results.schema import SIMULATED
 from repro.results.select import select
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +39,44 @@ class EvidenceCommand:
     """Devices and system, empty if any machine suffices: `400 GPUs of dgx2`."""
     suite: str
     names: tuple[str, ...]
+
+
+HEADLINES = "headlines"
+"""Name that stands for all headline claims."""
+
+
+def experiments_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Return kind of evidence and `suite/name` of every experiment that `rows` read, without duplicates."""
+    read = [
+        (evidence.kind, name)
+        for row in rows
+        for evidence in row.evidence
+        if evidence.kind != "analytic"
+        for part in (evidence.value, evidence.expect)
+        if part
+        for name in experiments_read(part, row.variables)
+    ]
+    return list(dict.fromkeys(read))
+
+
+def named_experiments(ledger: Ledger, name: str, evidence: str) -> list[str]:
+    """Return the experiments, as `suite/name`, that the measured or simulated evidence for a claim reads.
+
+    `name`: id of a claim, number of a headline claim, or `HEADLINES`. Measured evidence includes emulated evidence.
+
+    Raises:
+        ConfigError: No claim has this name, or no experiment is evidence of this kind.
+    """
+    rows: Iterable[Row]
+    if name == HEADLINES:
+        rows = [row for headline in ledger.headlines for row in ledger.rows_of(headline)]
+    else:
+        rows = ledger.claim(name).rows
+    found = {full for kind, full in experiments_of(rows) if (kind == SIMULATED) == (evidence == SIMULATED)}
+    if not found:
+        right = f"has no {evidence} evidence; `repro claims {name}` shows what it has"
+        raise ConfigError("--claim", name, says=right)
+    return sorted(found)
 
 
 class SuiteCatalogue:

@@ -93,19 +93,6 @@ def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts)
     }
 
 
-def results_by_machine(
-    results: Sequence[ClaimResult],
-) -> dict[str, list[tuple[ClaimResult, RowResult, Finding]]]:
-    """Return the decided values of each machine that is part of their evidence (`Finding.machine`)."""
-    machines: dict[str, list[tuple[ClaimResult, RowResult, Finding]]] = {}
-    for result in results:
-        for row in result.rows:
-            for finding in row.findings:
-                if finding.machine and finding.decided:
-                    machines.setdefault(finding.machine, []).append((result, row, finding))
-    return machines
-
-
 def totals(counts: dict[str, Any]) -> str:
     """Return one sentence with the counts of independent quantities in `summary`."""
     evidence, itself = counts["evidence"], counts["against_itself"]
@@ -121,53 +108,50 @@ def totals(counts: dict[str, Any]) -> str:
 
 
 _WORDS = {
-    f"measured, {PUBLISHED_SCALE}": "runs at the published scale",
-    f"measured, {ONE_RANK}": "runs of one rank of the published layout",
-    f"measured, {SCALED_TWIN}": "runs of small twins, held against the same formula at their scale",
-    EMULATED: "runs of small twins behind links as slow as their compute",
-    "simulated": "traces of the step's own code at the published scale",
-    "analytic": "a paper's formula, evaluated from sizes",
-    COUNT: "a count of the lines that scripts committed here change",
-    ITSELF: "other numbers of the same source or an answer that was put in",
+    f"measured, {PUBLISHED_SCALE}": "measured at the published scale",
+    f"measured, {ONE_RANK}": "measured on one rank of the published layout",
+    f"measured, {SCALED_TWIN}": "measured on small twins, against the formula at their scale",
+    EMULATED: "small twins on an emulated network",
+    "simulated": "simulated at the published scale",
+    "analytic": "the formula of the source",
+    COUNT: "counts of the lines that example scripts change",
+    ITSELF: "other numbers of the same source",
 }
 
 
 def why(result: ClaimResult) -> str:
     """Return one sentence with the reason to believe the verdict."""
     main = [row for row in result.rows if row.row.main]
-    ways = [text for start, text in _WORDS.items() if any(_rests_on(row).startswith(start) for row in main)]
-    by = "; ".join(ways)
-    every = "both" if len(main) == 2 else f"all {len(main)}"
-    values = "the value that is" if len(main) == 1 else f"{every} values that are"
+    by = "; ".join(
+        text for start, text in _WORDS.items() if any(_rests_on(row).startswith(start) for row in main)
+    )
+    of = f"of {len(main)} values"
+    every = "The only value agrees" if len(main) == 1 else f"All {len(main)} values agree"
     if result.verdict == NOT_COMPARABLE:
-        return f"Nobody can tell: {_clause(result.reason)}."
+        return f"No value can be compared: {result.reason.rstrip('.')}."
     if result.verdict == NOT_RUN:
-        return f"Not yet to be believed: {sum(not r.basis for r in main)} of {len(main)} values have no evidence."
+        return f"{sum(not row.basis for row in main)} {of} have no evidence yet."
+    if result.verdict == NOT_REPRODUCED:
+        if len(main) == 1:
+            return f"The only value misses the published one ({by})."
+        return f"{sum(row.verdict in BAD for row in main)} {of} miss the published one ({by})."
     if result.verdict in BAD:
-        bad = sum(row.verdict in BAD for row in main)
-        against = "contradicted" if result.verdict == NOT_REPRODUCED else "contradicted by the source itself"
-        return f"{bad} of {len(main)} values that are the claim {'is' if bad == 1 else 'are'} {against}, by {by}."
+        return f"{sum(row.verdict in BAD for row in main)} {of} contradict other numbers of the same source."
     if result.verdict == POSSIBLE:
-        open_ = sum(row.verdict == POSSIBLE for row in main)
-        lie = "lies" if open_ == 1 else "lie"
+        count = sum(row.verdict == POSSIBLE for row in main)
         return (
-            f"{open_} of {len(main)} values that are the claim {lie} in what unknown inputs leave, by {by}."
+            f"The interval from unknown inputs explains {count} {of} that the best prediction misses ({by})."
         )
     if result.verdict == CONSISTENT:
-        return f"It hangs together and no more: {values} the claim agree{'s' * (len(main) == 1)} with {by}."
+        return f"{every} with {by}, which is no test."
     counts = count_independent([replace(result, rows=tuple(main))])
-    things = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
-    tests = f"{things} independent test{'s' * (things != 1)}"
-    return f"{values[0].upper()}{values[1:]} the claim agree{'s' * (len(main) == 1)} with {by} ({tests})."
+    tests = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
+    return f"{every} ({by}; {tests} independent test{'s' * (tests != 1)})."
 
 
 def _rests_on(row: RowResult) -> str:
     counted = row.basis == "analytic" and any(finding.origin == COUNT for finding in row.findings)
     return COUNT if counted else row.basis
-
-
-def _clause(reason: str) -> str:
-    return reason.rstrip(".")
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:

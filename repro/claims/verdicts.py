@@ -193,6 +193,11 @@ class ClaimResult:
     reason: str
     disagreements: tuple[str, ...]
 
+    @property
+    def findings(self) -> list[Finding]:
+        """All evidence for or against the claim's rows."""
+        return [finding for row in self.rows for finding in row.findings]
+
     def kind(self, name: str) -> KindResult | None:
         """Return the summary for a kind of evidence or `ledger.ITSELF`; None if it can test none of the main rows."""
         return next((k for k in self.kinds if k.kind == name), None)

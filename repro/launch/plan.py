@@ -41,9 +41,11 @@ class Task:
 def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
     """Return the entries whose name matches a glob of `only`; all entries if `only` is empty.
 
-    Raises `ConfigError` for a glob that matches no entry.
+    A glob `suite/name` counts in the suite of this name. Raises `ConfigError` for a glob that matches no entry.
     """
     names = [entry.experiment.name for entry in suite.entries]
+    own = f"{suite.name}/"
+    only = [glob.removeprefix(own) for glob in only if "/" not in glob or glob.startswith(own)]
     for glob in only:
         if not any(fnmatchcase(name, glob) for name in names):
             expected = f"a glob that matches an experiment of {suite.file}: {listed(names)}"

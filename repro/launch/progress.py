@@ -10,7 +10,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from repro.config import words
 from repro.config.enums import Phase
 from repro.launch.job import Job
 from repro.launch.rank_process import Position
@@ -70,15 +69,6 @@ class Progress:
             for i in range(len(experiments) if job.compare else 1):
                 self._line(i, "starting")
             return
-        names = (
-            experiments[0].name
-            if len(experiments) == 1
-            else f"{experiments[0].name} and {len(experiments) - 1} more"
-        )
-        how = " compared," if job.compare else ""
-        self.say(
-            f"start {names},{how} {words.count_noun(experiments[0].layout.world, 'rank')} ({self._left()})"
-        )
 
     def tick(self, position: Position) -> None:
         """Show the position of rank 0 of the running launch."""
@@ -128,18 +118,19 @@ class Progress:
         self._lines.clear()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """Show the outcome of one experiment."""
+        """Count one experiment, and report an unexpected outcome; lines report expected ones only at intervals."""
         self.done += 1
-        mark = "" if expected else "  (not expected)"
-        why = f"  {reason}" if reason else ""
-        width = len(str(self.total))
-        self.say(f"[{self.done:{width}}/{self.total}] {name}  {outcome}{mark}  {units.seconds(seconds)}{why}")
+        if not expected:
+            why = f": {reason}" if reason else ""
+            self.say(f"{name}: {outcome}, not as expected, after {units.seconds(seconds)}{why}")
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
             for at, line in list(self._lines.items()):
                 if self.job is not None and self.job.experiments[at].name == name:
                     self._bars.remove_task(line)
                     del self._lines[at]
+        elif expected and time.monotonic() - self._spoke > REPORT_INTERVAL_S:
+            self.say(f"  {self.done} of {self.total} experiments ({self._left()})")
 
     def elsewhere(self, count: int) -> None:
         """Count `count` experiments that another `repro run` has finished in the meantime."""

@@ -141,15 +141,14 @@ class JudgedStore:
 
     def to_run(self, pattern: str = "*") -> list[str]:
         """Return the commands that create the records which these claims need and the store lacks."""
-        from repro.claims.run_commands import SuiteCatalogue
-        from repro.report.verdicts import experiments_of
+        from repro.claims.run_commands import SuiteCatalogue, experiments_of
 
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
         lacking = [
             (kind, at)
             for result in self.judged
             if fnmatchcase(result.claim.id, pattern)
-            for kind, at in experiments_of(result.claim)
+            for kind, at in experiments_of(result.claim.rows)
             if (MEASURED if kind == EMULATED else kind, at) not in known
         ]
         return [command.text for command in SuiteCatalogue().commands(lacking)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
-from repro.claims.run_commands import device_commands, evaluation_commands
+from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
 from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
@@ -50,7 +50,7 @@ def anchor(kind: str, name: str) -> str:
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
     """Return all data that the page shows about one claim."""
     claim = result.claim
-    read = list(dict.fromkeys([*experiments_of(claim), *_measured_at_published_scale(result)]))
+    read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
         "id": claim.id,
         "title": claim.title,
@@ -80,22 +80,6 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
         "commands": [*catalogue.commands(read), *evaluation_commands(claim), *device_commands(claim)],
     }
-
-
-def experiments_of(claim: Claim) -> list[tuple[str, str]]:
-    """Return kind of evidence and `suite/name` of every experiment that a claim reads, without duplicates."""
-    from repro.claims.judge import experiments_read
-
-    read = [
-        (evidence.kind, name)
-        for row in claim.rows
-        for evidence in row.evidence
-        if evidence.kind != "analytic"
-        for part in (evidence.value, evidence.expect)
-        if part
-        for name in experiments_read(part, row.variables)
-    ]
-    return list(dict.fromkeys(read))
 
 
 def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:

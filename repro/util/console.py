@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MIN_COLUMNS = 20
 """Minimum width of the output in columns, whatever `COLUMNS` is."""
+PAGE_COLUMNS = 100
+"""Width in columns of a page that is written to a pipe or a file while `COLUMNS` is not set."""
 WIDE_PAGE_COLUMNS = 120
 """Width in columns of a wide page that is written to a pipe or a file while `COLUMNS` is not set."""
 BAR_COLUMNS = 24

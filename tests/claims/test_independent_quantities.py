@@ -76,7 +76,7 @@ def test_the_ledgers_cells_are_far_more_than_its_things() -> None:
 def test_every_verdict_is_said_in_one_sentence(tmp_path: Path) -> None:
     things(tmp_path, 'analytic = "dp_elements(1.5)"', of=[])
     (result,) = judge(load_ledger(tmp_path), [])
-    expected = "The value that is the claim agrees with a paper's formula, evaluated from sizes (1 independent test)."
+    expected = "The only value agrees (the formula of the source; 1 independent test)."
     assert why(result) == expected
     for judged in judge(committed.ledger(), []):
         assert why(judged).endswith(".")

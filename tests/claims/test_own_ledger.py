@@ -49,6 +49,10 @@ def test_it_is_judged(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["claims", "--ledger", own, "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mine-states" in out
+    assert "zero-mem-formula-stages" not in out
+    assert cli.main(["claims", "--all", "--ledger", own, "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "mine-states" in out
     assert "zero-mem-formula-stages" in out
 
 

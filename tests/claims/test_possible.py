@@ -22,7 +22,7 @@ from repro.claims.verdicts import (
     RowResult,
 )
 from repro.report.exports.compare import BETTER, SAME, WORSE, _judge_verdicts
-from repro.report.text.claims import print_claim
+from repro.report.text.claims import print_claim_details
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
@@ -155,7 +155,7 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
     assert counts["things"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
     assert "1 hold in all their values and 1 are possible" in totals(counts)
-    assert why(result).startswith("1 of 2 values that are the claim lies in what unknown inputs leave")
+    assert why(result).startswith("The interval from unknown inputs explains 1 of 2 values")
 
 
 def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> None:
@@ -204,7 +204,7 @@ def test_a_claim_on_a_terminal_says_what_moves_its_values_most(tmp_path: Path) -
     for name, interval in (("open", DOUBT), ("certain", None)):
         console = Console(file=io.StringIO(), width=140, highlight=False)
         result = judged(tmp_path, "15.0", simulated("s/a", 10.0, interval), value=rate())
-        print_claim(result, load_ledger(tmp_path), console)
+        print_claim_details(result, load_ledger(tmp_path), console)
         assert isinstance(console.file, io.StringIO)
         said[name] = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["x", RINGS, "10", "20", "90.8", "%"] in said["open"]

@@ -19,9 +19,17 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import summary, table
 from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
-from repro.report.text.claims import print_all_claims, print_claim, print_claims
+from repro.report.text.claims import (
+    print_all_claims,
+    print_claim,
+    print_claim_details,
+    print_claims,
+    print_headlines,
+)
 from repro.results.store import Store
 from tests.records import fit_record
+
+MAX_SCREEN_LINES = 24
 
 
 @lru_cache(maxsize=1)
@@ -35,7 +43,7 @@ def printed(width: int, claim_id: str = "") -> str:
     ledger, results = everything()
     console = Console(file=io.StringIO(), width=width, highlight=False)
     if claim_id:
-        print_claim(next(r for r in results if r.claim.id == claim_id), ledger, console)
+        print_claim_details(next(r for r in results if r.claim.id == claim_id), ledger, console)
     else:
         print_all_claims(results, ledger, console)
     file = console.file
@@ -56,6 +64,20 @@ def test_one_claim_shows_everything(tmp_path: Path) -> None:
     text = " ".join(printed(140, "zero-r-pa-memory").split())
     for part in ("33 GB", "67.11", "not reproduced", "sec. 6.1 p.12", "16 V100", "contradiction", "MP 16"):
         assert part in text
+
+
+def test_the_headlines_and_each_claim_fit_one_screen() -> None:
+    ledger, results = everything()
+    for result in (None, *results):
+        console = Console(file=io.StringIO(), width=100, highlight=False)
+        if result is None:
+            print_headlines(results, ledger, console)
+        else:
+            print_claim(result, console)
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) <= MAX_SCREEN_LINES, "\n".join(lines)
+        assert max(map(len, lines)) <= 100, "\n".join(lines)
 
 
 def test_every_claim_can_be_shown() -> None:
@@ -130,26 +152,21 @@ def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
 def test_a_fresh_store_shows_what_one_gpu_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit of plain data parallelism, 13B without model parallelism and the kernels have a verdict at once."""
+    """13B without model parallelism has a measured value and a verdict at once, with the machine."""
     print_claims(None, False, tmp_path)
     text = capsys.readouterr().out
-    section = text[text.index("\nAs measured on NVIDIA H200") :]
-    assert "reference records" in section
-    for claim, published, value in (
-        ("zero-ddp-oom-limit", "1.4B", "B"),
-        ("zero-table10-fig4-dp-only", "up to 13B", "B"),
-        ("repro-kernels", "over 1x", "1."),
-    ):
-        (row, *_) = (line for line in section.splitlines() if line.startswith(claim) and published in line)
-        assert value in row
-        assert "reproduced" in row
-        assert "one rank of 64" in row or claim == "repro-kernels"
+    (row,) = (line for line in text.splitlines() if "13B without model parallelism" in line)
+    assert row.split()[-2:] == ["12.7B", "reproduced"]
+    assert "measured, claim 2: on NVIDIA H200" in text
+    assert "a reference record of this package" in text
+    print_claims("zero-ddp-oom-limit", False, tmp_path)
+    assert "Measured on NVIDIA H200" in capsys.readouterr().out
 
 
 def test_own_results_replace_reference_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store(tmp_path) as store:
         store.append(fit_record(device="NVIDIA V100", layers=44))
-    print_claims("zero-ddp-oom-limit", False, tmp_path)
+    print_claims("zero-ddp-oom-limit", False, tmp_path, details=True)
     text = " ".join(capsys.readouterr().out.split())
     assert "measured, one rank of 64, on NVIDIA V100 5/5" in text
     assert "H200" not in text

@@ -91,15 +91,15 @@ def test_without_a_terminal_lines_say_it(lines: Clock, capsys: pytest.CaptureFix
         shown.ended("a", "oom", "too large", 75.0, expected=False)
         shown.elsewhere(1)
         shown.launch(job("b", "c", compare=True))
-        shown.launch(job("b", "c"))
+        shown.ended("b", "ok", "", 1.0, expected=True)
+        lines.now = 1137.0
+        shown.ended("c", "ok", "", 1.0, expected=True)
     assert capsys.readouterr().err.splitlines() == [
         "2 already in the store, 12 to run",
-        "start a, 1 rank (12 left, 0:00 elapsed)",
         "  a: step 4 of 12, forward, 4 s/step, 0:00:32 left (12 left, 0:16 elapsed)",
         "  a: step 6 of 12, forward, 4.5 s/step, 0:00:27 left (12 left, 0:26 elapsed)",
-        "[ 1/12] a  oom  (not expected)  75 s  too large",
-        "start b and 1 more, compared, 1 rank (10 left, 2:01 elapsed)",
-        "start b and 1 more, 1 rank (10 left, 2:01 elapsed)",
+        "a: oom, not as expected, after 75 s: too large",
+        "  4 of 12 experiments (8 left, 2:17 elapsed)",
     ]
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from repro import cli
 from repro.claims.reader import load_ledger
-from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs
+from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs, experiments_of
 from repro.report.exports import artifact
-from repro.report.verdicts import experiments_of
 
 
 @lru_cache(maxsize=1)
@@ -35,7 +34,7 @@ def test_every_claim_is_there_once_with_its_command() -> None:
 def test_commands_name_what_a_claim_reads_and_nothing_else() -> None:
     catalogue = SuiteCatalogue()
     for claim in load_ledger().claims:
-        wanted = set(experiments_of(claim))
+        wanted = set(experiments_of(claim.rows))
         asked = set()
         for command in catalogue.commands(wanted):
             patterns = re.findall(r"--only '([^']+)'", command.text) or ["*"]

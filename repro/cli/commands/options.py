@@ -48,7 +48,8 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 SuiteFiles = Annotated[
-    list[Path], typer.Argument(help="Suites: files, or names of packaged ones.", metavar="SUITE...")
+    Optional[list[Path]],  # noqa: UP045
+    typer.Argument(help="Suites: files, or names of packaged ones.", metavar="SUITE..."),
 ]
 SuiteFile = Annotated[
     Path, typer.Argument(help="A suite: a file, or the name of a packaged one.", metavar="SUITE")

@@ -24,8 +24,15 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
 def run(
-    suites: SuiteFiles,
+    suites: SuiteFiles = None,
     only: Only = None,
+    claim: Annotated[
+        str,
+        typer.Option(
+            help="Run what this claim rests on, instead of suites; `headlines`: all headline claims.",
+            metavar="ID",
+        ),
+    ] = "",
     results: Results = Path("results"),
     rerun: Rerun = False,
     evidence: Annotated[
@@ -44,13 +51,31 @@ def run(
     json: Json = False,
 ) -> int:
     """Run what the store lacks of suites on this machine and record how each experiment ended."""
+    suites, only = list(suites or []), list(only or [])
+    require(
+        bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), "one suite or more, or --claim ID"
+    )
+    if claim:
+        require(
+            not only,
+            "--only",
+            " ".join(only),
+            says="cannot be combined with --claim, which names experiments",
+        )
+        from repro.claims.reader import load_ledger
+        from repro.claims.run_commands import named_experiments
+
+        only += named_experiments(load_ledger(), claim, evidence)
+        suites = [
+            Path(name) for name in dict.fromkeys(text.partition("/")[0] for text in only if "/" in text)
+        ]
     if dry_run:
         from repro.report.text.results import print_dry_run
 
-        return print_dry_run(suites, only or [], results, rerun, json, evidence, system)
+        return print_dry_run(suites, only, results, rerun, json, evidence, system)
     from repro.report.text.results import print_run
 
-    return print_run(suites, only or [], results, rerun, json, evidence, system)
+    return print_run(suites, only, results, rerun, json, evidence, system)
 
 
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")

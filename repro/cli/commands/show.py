@@ -16,16 +16,22 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  repro claims zero-mem-formula-stages")
 def claims(
-    claim: Annotated[str, typer.Argument(help="Show this claim in full.", metavar="ID")] = "",
+    claim: Annotated[
+        str, typer.Argument(help="Show this claim: its id, or the number of a headline claim.", metavar="ID")
+    ] = "",
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
         str,
         typer.Option(help="Ask the claims again of this system: predictions, no verdicts.", metavar="SYSTEM"),
     ] = "",
+    all_claims: Annotated[bool, typer.Option("--all", help="Show every claim, in one line each.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Show every value with its source, notes and expression.")
+    ] = False,
     json: Json = False,
 ) -> int:
-    """Show the ledger: published value, conditions, source, evidence and verdict."""
+    """Show the headline claims, or one claim: published value, each kind of evidence, verdict."""
     if system:
         from repro.report.text.claims import print_claims_on_system
 
@@ -35,7 +41,7 @@ def claims(
         return print_claims_on_system(claim, system, json, results)
     from repro.report.text.claims import print_claims
 
-    return print_claims(claim, json, results, tuple(ledger or ()))
+    return print_claims(claim, json, results, tuple(ledger or ()), all_claims=all_claims, details=details)
 
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")

@@ -17,12 +17,18 @@ from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS, Ledger
 from repro.claims.reader import load_ledger
-from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue, device_commands, evaluation_commands
+from repro.claims.run_commands import (
+    EvidenceCommand,
+    SuiteCatalogue,
+    device_commands,
+    evaluation_commands,
+    experiments_of,
+)
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
 from repro.measure.local_system import load_system
 from repro.model import counts
-from repro.report.verdicts import experiments_of, row_view
+from repro.report.verdicts import row_view
 from repro.util import files
 from repro.util.units import number
 
@@ -102,7 +108,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
 
 def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalogue) -> str:
     """Return a table with one row per suite and system: the total cost for all claims."""
-    wanted = [entry for result in results for entry in experiments_of(result.claim)]
+    wanted = [entry for result in results for entry in experiments_of(result.claim.rows)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
         if found.kind == "measured":
@@ -138,7 +144,7 @@ def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
     commands = [
-        *catalogue.commands(experiments_of(claim)),
+        *catalogue.commands(experiments_of(claim.rows)),
         *evaluation_commands(claim),
         *device_commands(claim),
     ]

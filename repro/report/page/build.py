@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate import published
 from repro.claims.run_commands import SuiteCatalogue
-from repro.claims.table import results_by_machine, summary
+from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
 from repro.report.page.context import context, render_page
@@ -140,8 +140,8 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
-    machines = [finding for values in results_by_machine(found.judged).values() for *_, finding in values]
-    if labels := dict.fromkeys(one.measured_on for one in machines if one.is_reference):
+    findings = (finding for result in found.judged for finding in result.findings)
+    if labels := dict.fromkeys(one.measured_on for one in findings if one.is_reference and one.decided):
         remarks.append(
             f"values as measured on {'; '.join(labels)} come from reference records of this package: "
             "this store has no such results"

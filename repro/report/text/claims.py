@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro.claims import other_system
-from repro.claims.judge import judge
+from repro.claims.headlines import SHOWN_KINDS, headline_lines, measuring_machines, value_text
+from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
-from repro.claims.table import Line, as_dict, results_by_machine, summary, table, totals, why
+from repro.claims.table import Line, as_dict, summary, table, totals, why
 from repro.claims.verdicts import (
     CONSISTENT,
+    GOOD,
     INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
@@ -27,11 +29,12 @@ from repro.claims.verdicts import (
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
 from repro.results.reference_records import load_reference
+from repro.results.schema import EMULATED, MEASURED, SIMULATED
 from repro.results.store import read_records
 from repro.simulate.time.calibration import BASIS_LABELS, count_bases
 from repro.util import console as render
 from repro.util import units
-from repro.util.console import WIDE_PAGE_COLUMNS, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, WIDE_PAGE_COLUMNS, print_json, stdout
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
@@ -40,11 +43,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+MAX_CLAIM_ROWS = 8
+"""Maximum number of values that one claim shows, those that disagree first."""
+MAX_CLAIM_TEXT = 290
+"""Maximum length of a cause or of conditions, in characters: three lines."""
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
-REFERENCE_NOTE = (
-    "These are reference records, which are part of this package. Results of your own machine replace them."
-)
 VERDICT_STYLES = {
     REPRODUCED: "green",
     POSSIBLE: "blue",
@@ -56,23 +60,114 @@ VERDICT_STYLES = {
 }
 
 
-def print_claims(claim_id: str | None, json: bool, results: Path, own: Sequence[Path] = ()) -> int:
-    """Print all claims, including those of the ledger files `own`, or one claim in full.
+def print_claims(
+    claim_id: str | None,
+    json: bool,
+    results: Path,
+    own: Sequence[Path] = (),
+    *,
+    all_claims: bool = False,
+    details: bool = False,
+) -> int:
+    """Print the headline claims, one claim, or with `all_claims` every claim; `own`: further ledger files.
 
     Raises `ConfigError` if the id is unknown or a ledger file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
     if claim_id:
-        ledger.claim(claim_id)
+        claim_id = ledger.claim(claim_id).id
     judged = judge(ledger, read_records(results), load_reference())
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
+    elif claim_id and not details:
+        print_claim(chosen[0], stdout(PAGE_COLUMNS))
     elif claim_id:
-        print_claim(chosen[0], ledger, stdout(WIDE_PAGE_COLUMNS))
+        print_claim_details(chosen[0], ledger, stdout(WIDE_PAGE_COLUMNS))
+    elif all_claims or details or own:
+        files = {path.name for path in own} or {result.claim.file for result in judged}
+        listed = [result for result in judged if all_claims or details or result.claim.file in files]
+        print_all_claims(listed, ledger, stdout(WIDE_PAGE_COLUMNS))
     else:
-        print_all_claims(judged, ledger, stdout(WIDE_PAGE_COLUMNS))
+        print_headlines(judged, ledger, stdout(PAGE_COLUMNS))
     return 0
+
+
+def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
+    """Print one line per headline claim, the counts of all claims, and what to do next."""
+    from rich.text import Text
+
+    lines = headline_lines(ledger, results)
+    console.print(f"{len(lines)} headline claims: {_verdict_counts([line.verdict for line in lines])}.\n")
+    headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
+    grid = render.new_table(*headings, left=set(headings), gap=1)
+    for line in lines:
+        verdict = Text(line.verdict, style=VERDICT_STYLES[line.verdict])
+        cells = (line.values[kind] for kind in SHOWN_KINDS)
+        grid.add_row(f"{line.number:2}", line.name, line.published, *cells, verdict)
+    console.print(grid)
+    console.print(f"\nAll {len(results)} claims: {_verdict_counts([result.verdict for result in results])}.")
+    own = (finding for result in results for finding in result.findings if not finding.is_reference)
+    if not any(finding.decided and finding.experiments for finding in own):
+        console.print("This store has no results yet: `make simulate` simulates the published experiments.")
+    console.print(
+        "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network."
+    )
+    for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
+        numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
+        console.print(f"measured, claim {numbers}: on {machine}.")
+    console.print("One claim: `repro claims 5`, or its id. Every claim: `repro claims --all`.")
+
+
+def _verdict_counts(verdicts: Sequence[str]) -> str:
+    counts = ((verdicts.count(verdict), verdict) for verdict in VERDICT_STYLES)
+    return ", ".join(f"[{VERDICT_STYLES[verdict]}]{count} {verdict}[/]" for count, verdict in counts if count)
+
+
+def print_claim(result: ClaimResult, console: Console) -> None:
+    """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them."""
+    from rich.text import Text
+
+    claim = result.claim
+    console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
+    verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
+    console.print(verdict)
+    if result.verdict not in GOOD and result.reason:
+        console.print(_shortened(f"Cause: {result.reason}"))
+    console.print(_shortened(f"Conditions: {claim.conditions or 'none are published.'}"))
+    main = [row for row in result.rows if row.row.main]
+    shown = sorted(main, key=lambda row: DISAGREEING_FIRST.index(row.verdict))[:MAX_CLAIM_ROWS]
+    kinds = [kind for kind in KINDS if any(row.under(kind) for row in shown)]
+    headings = ("value", "published", *kinds, "verdict")
+    grid = render.new_table(*headings, left=set(headings), wrap={"value"}, gap=1)
+    for row in shown:
+        cells = (value_text([row], kind) for kind in kinds)
+        style = VERDICT_STYLES[row.verdict]
+        grid.add_row(row.row.label, _published(row), *cells, Text(row.verdict, style=style))
+    console.print()
+    console.print(grid)
+    console.print()
+    for machine in measuring_machines(main):
+        console.print(f"Measured on {machine}.")
+    hidden = {"values of the claim": len(main) - len(shown), "other values": len(result.rows) - len(main)}
+    if any(hidden.values()):
+        console.print(
+            f"Not shown: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}."
+        )
+    for kind in (SIMULATED, MEASURED):
+        reads = {MEASURED, EMULATED} if kind == MEASURED else {SIMULATED}
+        if any(finding.kind in reads and finding.experiments for finding in result.findings):
+            evidence = f" --evidence {SIMULATED}" * (kind == SIMULATED)
+            what = "simulation" if kind == SIMULATED else "measurement"
+            console.print(f"Repeat the {what}: repro run --claim {claim.id}{evidence}")
+    console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
+
+
+def _shortened(text: str) -> str:
+    """Return `text` in at most `MAX_CLAIM_TEXT` characters, cut between words."""
+    import textwrap
+
+    return textwrap.shorten(text, MAX_CLAIM_TEXT, placeholder=" ...")
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
@@ -96,28 +191,10 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
                 itself = _count(line.itself, VERDICT_STYLES[CONSISTENT], VERDICT_STYLES[INCONSISTENT])
                 grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
         console.print(grid)
-    _print_device_results(results, console)
     _print_counts(results, console)
 
 
-def _print_device_results(results: list[ClaimResult], console: Console) -> None:
-    """Print every value that one device measured, and every value of reference records, by machine."""
-    from rich.text import Text
-
-    headings = ("claim", "row", "published", "measured", "verdict", "scale")
-    for machine, found in results_by_machine(results).items():
-        grid = render.new_table(*headings, left=set(headings) - {"measured"}, wrap={"row"})
-        for result, row, finding in found:
-            cells = (result.claim.id, row.row.label, _published(row), finding.text)
-            verdict = Text(finding.verdict, style=VERDICT_STYLES[finding.verdict])
-            grid.add_row(*cells, verdict, ", ".join((finding.scale, *finding.libraries)))
-        console.print(Text(f"\n{machine[0].upper()}{machine[1:]}", style="bold cyan"))
-        if found[0][2].is_reference:
-            console.print(REFERENCE_NOTE)
-        console.print(grid)
-
-
-def print_claim(result: ClaimResult, ledger: Ledger, console: Console) -> None:
+def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     """Print all data of one claim."""
     from rich.text import Text
 
@@ -257,22 +334,16 @@ def _print_counts(results: list[ClaimResult], console: Console) -> None:
     from rich.text import Text
 
     counts = summary(results)
-    verdicts = ", ".join(f"[{VERDICT_STYLES[v]}]{n} {v}[/]" for v, n in counts["verdicts"].items())
-    console.print()
-    console.print(f"{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
+    verdicts = _verdict_counts([result.verdict for result in results])
+    console.print(f"\n{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
     console.print(Text(totals(counts)))
     for kind, found in counts["evidence"].items():
         if found["rows_decided"]:
+            possible = f", {found['rows_possible']} possible" * bool(found["rows_possible"])
             console.print(
-                f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced"
-                f"{_possible_text(found['rows_possible'])} ({found['rows']} can be tested so; "
-                f"{found['things']} independent things).",
+                f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced{possible} "
+                f"({found['rows']} can be tested so; {found['things']} independent things).",
             )
-    console.print("`repro claims ID` shows one claim with its conditions, source and every value.")
-
-
-def _possible_text(count: int) -> str:
-    return f", {count} possible" if count else ""
 
 
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:

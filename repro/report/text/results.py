@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
@@ -280,37 +281,46 @@ def print_run(
     for ended in run_suites(suites, only, results, rerun, evidence, system):
         found.append(ended)
         if not json:
-            print_run_summary(ended.summary)
+            print_run_summary(ended.summary, with_table=len(suites) == 1)
+    if not json:
+        print(f"records: {found[0].summary['results']}/records; `repro results SUITE` shows them")
     if json:
         summaries = [ended.summary for ended in found]
         print_json(summaries if len(suites) > 1 else summaries[0])
     return max(ended.code for ended in found)
 
 
-def print_run_summary(summary: dict[str, Any]) -> None:
-    """Print the results, then unexpected outcomes, then the totals."""
+def print_run_summary(summary: dict[str, Any], *, with_table: bool) -> None:
+    """Print the results `with_table`, then unexpected outcomes, then the totals in one line."""
     rows = summary["experiments"]
-    names = [row["name"] for row in rows]
-    records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
-    print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
+    if with_table:
+        names = [row["name"] for row in rows]
+        records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
+        print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
     for row in rows:
-        if row["expected"] is None:
-            print(": ".join(part for part in (row["name"], row["outcome"], row["reason"]) if part))
-        elif not row["expected"]:
+        if row["expected"] is False or (
+            with_table and row["expected"] is None and row["outcome"] not in ("ok", NOT_RUN)
+        ):
             logs = f"  logs: {row['logs']}" if row["logs"] else ""
             print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        if row["outcome"] == NOT_RUN and row["expected"] is None:
+            missing.setdefault(row["reason"], []).append(row["name"])
+    for reason, names in missing.items():
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        print(f"{names[0]}{more}: not run: {reason}")
     if summary["stopped"]:
         print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
     wrong = sum(row["expected"] is False for row in rows)
     possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
-    elsewhere = possible if any(r["outcome"] == "not run" and r["expected"] is None for r in rows) else ""
+    elsewhere = possible if missing else ""
     judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
     what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
     print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
-    print(f"records: {summary['results']}/records")
 
 
 def print_dry_run(

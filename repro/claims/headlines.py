@@ -1,0 +1,106 @@
+"""Headline claims as lines of a table: published value, one value for each kind of evidence, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from repro.claims.expression import Value
+from repro.claims.judge import weakest_verdict
+from repro.claims.ledger import EMULATED, PUBLISHED_SCALE, Headline, Ledger
+from repro.claims.published import append_unit, format_value
+from repro.claims.verdicts import NOT_RUN, ClaimResult, Finding, RowResult
+from repro.results.schema import MEASURED, SIMULATED
+from repro.util import units
+
+SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
+"""Kinds of evidence with a column of the table."""
+OUTCOMES = {"ok": "fits", "oom": "does not fit"}
+"""Words for outcomes of experiments."""
+MAX_LISTED_VALUES = 3
+"""Number of rows up to which each value is shown; more rows are shown as a range."""
+
+
+@dataclass(frozen=True)
+class HeadlineLine:
+    """One headline claim, judged."""
+
+    number: int
+    """Place in the table, from 1; `repro claims NUMBER` shows the claim."""
+    name: str
+    claim: str
+    published: str
+    values: Mapping[str, str]
+    """Value by kind of evidence; `not run`, or a dash if the claim has no such test."""
+    verdict: str
+    """Verdict of the rows of the headline; the claim may have more rows."""
+    machines: tuple[str, ...]
+    """Machines of the values that one device measured (`measuring_machines`)."""
+
+
+def headline_lines(ledger: Ledger, results: Sequence[ClaimResult]) -> list[HeadlineLine]:
+    """Return the headline claims of `ledger` in its order, from the `results` of all claims."""
+    by_claim = {result.claim.id: {row.row.label: row for row in result.rows} for result in results}
+    return [
+        _line(number, headline, by_claim[headline.claim])
+        for number, headline in enumerate(ledger.headlines, start=1)
+    ]
+
+
+def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) -> HeadlineLine:
+    rows, others = ([by_label[label] for label in some] for some in (headline.rows, headline.otherwise))
+    values = {}
+    for kind in SHOWN_KINDS:
+        values[kind] = value_text(rows, kind)
+        other = value_text(others, kind)
+        if values[kind] == NOT_RUN and other != units.NO_VALUE:
+            values[kind] = other
+    published = headline.published or _published(rows)
+    machines = measuring_machines(rows)
+    return HeadlineLine(
+        number, headline.name, headline.claim, published, values, weakest_verdict(rows), machines
+    )
+
+
+def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
+    """Return the machine of each decided value of `rows` that one device measured, each once."""
+    measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
+    suffix = {True: " (a reference record of this package)", False: ""}
+    return tuple(dict.fromkeys(one.measured_on + suffix[one.is_reference] for one in measured))
+
+
+def _published(rows: Sequence[RowResult]) -> str:
+    return append_unit(" / ".join(dict.fromkeys(row.row.published for row in rows)), rows[0].row.unit)
+
+
+def value_text(rows: Sequence[RowResult], kind: str) -> str:
+    """Return the values of `rows` under one kind of evidence; a single prediction with its interval."""
+    found = [row.under(kind) for row in rows]
+    if not any(found):
+        return units.NO_VALUE
+    decided = [[finding for finding in findings if finding.decided] for findings in found]
+    if not all(decided):
+        return NOT_RUN
+    first = decided[0][0]
+    if first.scale != PUBLISHED_SCALE and not isinstance(first.expected, (str, type(None))):
+        return _agreement([finding for findings in decided for finding in findings])
+    digits = 3 if len(rows) > 1 or first.low != first.high else 4
+    texts = [_text(row, findings[0].value, digits) for row, findings in zip(rows, decided, strict=True)]
+    if len(rows) > MAX_LISTED_VALUES:
+        return f"{min(texts, key=float)} to {max(texts, key=float)}"
+    if len(rows) > 1 or kind != SIMULATED or first.low == first.high:
+        return " / ".join(texts)
+    return f"{texts[0]} ({_text(rows[0], first.low)} to {_text(rows[0], first.high)})"
+
+
+def _agreement(findings: Sequence[Finding]) -> str:
+    """Return how far values at another scale are from the published formula at this scale."""
+    ratios = [float(finding.value or 0.0) / float(finding.expected or 1.0) for finding in findings]
+    farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
+    return "exact" if abs(farthest - 1) < 1e-9 else f"{units.number(farthest)} of formula"
+
+
+def _text(row: RowResult, value: Value | None, digits: int = 3) -> str:
+    if value is None or isinstance(value, str):
+        return OUTCOMES.get(value or "", value or units.NO_VALUE)
+    return format_value(float(f"{value:.{digits}g}"), row.row.printed)

@@ -1,0 +1,111 @@
+"""Headline claims: their rows, the values of a line, their verdict, and the order of the ledger's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.claims.headlines import HeadlineLine, headline_lines
+from repro.claims.judge import judge
+from repro.claims.reader import load_ledger
+from repro.claims.run_commands import HEADLINES, named_experiments
+from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.config import ConfigError
+from repro.results.schema import MEASURED, SIMULATED, Record
+from tests.claims.made_up import record
+from tests.claims.test_judge import HEAD
+from tests.records import changed
+
+MAX_NAME_CHARACTERS = 30
+
+
+def row(label: str, published: str, **evidence: str) -> str:
+    kinds = ", ".join(f"{kind} = [{value}]" for kind, value in evidence.items())
+    return f'{{ label = "{label}", published = "{published}", {kinds} }},\n'
+
+
+def reads(name: str, more: str = "") -> str:
+    return f'{{ value = \'metric("s/{name}", "speed")\'{more} }}'
+
+
+def line(tmp_path: Path, rows: str, headline: str, *records: Record) -> HeadlineLine:
+    """Return the line of one headline of a claim with `rows`."""
+    (tmp_path / "test.toml").write_text(
+        f"{HEAD}{rows}]\n[[headline]]\nname = 'One'\nclaim = 'a-claim'\n{headline}\n"
+    )
+    ledger = load_ledger(tmp_path)
+    (found,) = headline_lines(ledger, judge(ledger, records))
+    return found
+
+
+def simulated(name: str, speed: float) -> Record:
+    return changed(record(f"s/{name}", speed=speed), evidence=SIMULATED)
+
+
+def test_a_line_has_a_value_for_each_row_and_the_verdict_of_these_rows(tmp_path: Path) -> None:
+    rows = row("a", "2.0", simulated=reads("a")) + row("b", "4.0", simulated=reads("b"))
+    rows += row("c", "9.0", simulated=reads("c"))
+    values = simulated("a", 2.0), simulated("b", 4.02), simulated("c", 1.0)
+    found = line(tmp_path, rows, "rows = ['a', 'b']", *values)
+    assert (found.published, found.values[SIMULATED], found.verdict) == ("2.0 / 4.0x", "2 / 4.02", REPRODUCED)
+    assert line(tmp_path, rows, "rows = ['a', 'c']", *values).verdict == NOT_REPRODUCED
+    assert line(tmp_path, rows, "rows = ['a', 'b']", values[0]).values[SIMULATED] == NOT_RUN
+
+
+def test_more_than_three_values_are_a_range(tmp_path: Path) -> None:
+    rows = "".join(row(name, "2.0", simulated=reads(name)) for name in "abcd")
+    values = (simulated(name, speed) for name, speed in zip("abcd", (9.0, 2.0, 10.0, 3.0), strict=True))
+    assert line(tmp_path, rows, "rows = ['a', 'b', 'c', 'd']", *values).values[SIMULATED] == "2 to 10"
+
+
+def test_another_row_fills_a_gap_and_has_no_part_in_the_verdict(tmp_path: Path) -> None:
+    rows = row("main", "2.0", measured=reads("full")) + row("small", "2.0", measured=reads("small"))
+    found = line(tmp_path, rows, "rows = ['main']\notherwise = ['small']", record("s/small", speed=2.5))
+    assert (found.values[MEASURED], found.verdict) == ("2.5", NOT_RUN)
+    both = record("s/small", speed=2.5), record("s/full", speed=2.0)
+    found = line(tmp_path, rows, "rows = ['main']\notherwise = ['small']", *both)
+    assert (found.values[MEASURED], found.verdict) == ("2", REPRODUCED)
+
+
+@pytest.mark.parametrize(("speed", "text"), [(3.0, "exact"), (6.0, "2 of formula")])
+def test_a_twin_says_how_far_it_is_from_the_formula_at_its_scale(
+    tmp_path: Path, speed: float, text: str
+) -> None:
+    rows = row("a", "2.0", measured=reads("twin", ', expect = "3", scale = "scaled twin"'))
+    assert line(tmp_path, rows, "rows = ['a']", record("s/twin", speed=speed)).values[MEASURED] == text
+
+
+@pytest.mark.parametrize("headline", ["rows = ['c']", "rows = []", "rows = ['a']\notherwise = ['c']"])
+def test_a_row_that_the_claim_lacks_is_an_error_with_file_and_headline(tmp_path: Path, headline: str) -> None:
+    with pytest.raises(ConfigError, match=r"test.toml: headline\[One\]"):
+        line(tmp_path, row("a", "2.0", simulated=reads("a")), headline)
+
+
+def test_the_published_headlines_have_short_names_and_numbers_that_name_claims() -> None:
+    ledger = load_ledger()
+    assert len(ledger.headlines) >= 12
+    for number, headline in enumerate(ledger.headlines, start=1):
+        assert len(headline.name) <= MAX_NAME_CHARACTERS
+        assert ledger.claim(str(number)).id == headline.claim
+    with pytest.raises(ConfigError, match="no such claim"):
+        ledger.claim(str(len(ledger.headlines) + 1))
+
+
+def test_files_follow_the_date_of_publication(tmp_path: Path) -> None:
+    claim = HEAD.partition("[[claim]]")[2] + row("a", "2.0", simulated=reads("a")) + "]\n"
+    for name, date in (("a", ""), ("b", 'date = "2021-04"'), ("c", 'date = "2019-09"')):
+        source = HEAD.partition("[[claim]]")[0].replace('title = "Test"', f'title = "{name}"\n{date}', 1)
+        text = (source if name == "a" else f'title = "{name}"\n{date}\n') + "[[claim]]" + claim
+        (tmp_path / f"{name}.toml").write_text(text.replace("a-claim", f"{name}-claim"))
+    assert [claim.id for claim in load_ledger(tmp_path).claims] == ["c-claim", "b-claim", "a-claim"]
+
+
+def test_the_experiments_of_a_claim_are_those_that_its_evidence_reads() -> None:
+    ledger = load_ledger()
+    simulations = named_experiments(ledger, HEADLINES, SIMULATED)
+    assert {"deepspeed_lowbw/lowbw-megatron", "yuan/yuan-245b"} <= set(simulations)
+    assert "windtunnel_smoke/lowbw-deepspeed" in named_experiments(ledger, "ds-3p75x-lowbw", MEASURED)
+    assert set(named_experiments(ledger, "yuan-step-time", SIMULATED)) >= {"yuan/yuan-245b"}
+    with pytest.raises(ConfigError, match="has no simulated evidence"):
+        named_experiments(ledger, "ds-same-loss", SIMULATED)
