@@ -14,7 +14,7 @@
 # make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
 # make benchmarks  pytest-benchmark comparisons
-# make artifact    reports/artifact.md: claim, command, expected value, tolerance, cost
+# make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) and docs/commands.md
 # make notebooks   open the notebooks of reports/ in JupyterLab
 # make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
 # make pictures    draw the README's pictures anew in reports/pictures: half an hour, what they show included
@@ -278,6 +278,7 @@ benchmarks: $(INSTALLED_TEST)
 
 artifact: $(INSTALLED)
 	$(BIN)/repro artifact --output reports/artifact.md
+	$(BIN)/python -m tests.command_reference > docs/commands.md
 
 # A file of cells opens as a notebook at a click, which JupyterLab has to be told once in its environment.
 notebooks: $(INSTALLED)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from repro import __version__
+from repro import __version__, cli
+from repro.claims.headlines import headline_lines
+from repro.claims.judge import judge
+from repro.claims.reader import load_ledger
+from repro.results.reference_records import load_reference
+from repro.results.store import read_records
+from tests.command_reference import reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -19,6 +25,7 @@ PAGES = (
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:repro|kernels|suites|slurm|reports|tests|docs)/[\w./*-]*)`")
+MAX_README_WORDS = 900
 STANDS_FOR = re.compile(r"NAME|NN")
 MADE = ("reports/out/", "reports/artifact.md", "slurm/mine.toml", "repro/kernels")
 """What commands make and what stands for a user's own, and a folder of the user's cache."""
@@ -64,6 +71,40 @@ def test_every_suite_is_in_a_table() -> None:
         (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("concepts.md", "twins.md")
     )
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
+
+
+def test_the_command_reference_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert page == reference(), "run `make artifact`"
+
+
+def test_the_readme_is_short() -> None:
+    text = re.sub(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(re.findall(r"\S*\w\S*", text)) <= MAX_README_WORDS
+
+
+def readme_table() -> list[list[str]]:
+    """Return the cells of the README's table of headline claims, without its head."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- headlines")[2]
+    lines = text.partition("\n\n")[0].splitlines()[3:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readme_has_every_headline_claim() -> None:
+    ledger = load_ledger()
+    shown = headline_lines(ledger, judge(ledger, [], load_reference()))
+    assert [row[:2] for row in readme_table()] == [[line.name, line.published] for line in shown]
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None:
+    """The emulated column is left out: it needs network namespaces and minutes."""
+    for arguments in (["--claim", "headlines", "--evidence", "simulated"], ["smoke", "--only", "states-*"]):
+        assert cli.main(["run", *arguments, "--results", str(tmp_path)]) == 0
+    ledger = load_ledger()
+    shown = headline_lines(ledger, judge(ledger, read_records(tmp_path), load_reference()))
+    expected = [[line.values["simulated"], line.values["measured"], line.verdict] for line in shown]
+    assert [[row[2], row[4], row[5]] for row in readme_table()] == expected
 
 
 def test_the_docs_are_listed() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_inputs
 from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
+from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.ledger import EMULATED, KINDS, Ledger
 from repro.claims.other_system import Answer, answer_questions, load_questions, simulated_systems
@@ -69,6 +70,16 @@ class JudgedStore:
         return [
             as_dict(result, self.ledger) for result in self.judged if fnmatchcase(result.claim.id, pattern)
         ]
+
+    def headlines(self) -> pd.DataFrame:
+        """Return one row per headline claim: published value, value by kind of evidence, verdict."""
+        lines = headline_lines(self.ledger, self.judged)
+        return _frame(
+            [
+                {"claim": line.name, "published": line.published, **line.values, "verdict": line.verdict}
+                for line in lines
+            ]
+        )
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
         """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""

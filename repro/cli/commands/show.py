@@ -96,7 +96,7 @@ def export(
     table: Annotated[
         str,
         typer.Option(
-            help="summary (for a pull request), claims, values (every published one), experiments, comparisons,"
+            help="headlines, summary (for a pull request), claims, values (every published one), experiments, comparisons,"
             " records (provenance of each), unknowns or reference (results to send)."
         ),
     ] = "claims",

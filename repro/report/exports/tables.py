@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("csv", "parquet", "markdown", "latex")
-TABLES = ("summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
+TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 REFERENCE = "reference"
 """Name of the table whose file is JSON lines: the measurements on GPUs, as reference records of the package."""
 
@@ -63,6 +63,7 @@ def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataF
     found = evidence.read_store(results, own)
     print_remarks(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
+        "headlines": found.headlines,
         "summary": found.summary,
         "claims": found.claims,
         "values": found.values,
