@@ -8,7 +8,7 @@ the seconds at peak rates decide the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,8 @@ from repro.util.workers import Workers
 
 COMPARED_ROWS = 12
 """Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""
-ROWS_PER_WORKER = 4
-"""Number of layouts that a worker simulates before the next lower bounds are compared with the known step times."""
+BEGUN_PER_WORKER = 2
+"""Number of simulations that are begun for each worker, so that no worker waits for the next comparison with bounds."""
 
 
 @dataclass
@@ -61,38 +61,45 @@ def search_layouts(
         except ConfigError as error:
             raise error.for_key("precision") from None
     planner = Planner(request, workers)
-    rows = planner.bounded(layouts)
-    rows += planner.bounded(_with_partitioned_activations(request, rows))
-    at_once = ROWS_PER_WORKER * workers.count
-    while some := _rows_to_simulate(rows, len(rows) if exhaustive else compared)[:at_once]:
-        layouts = [row.layout for row in some]
-        made = {
-            row.layout: row
-            for row in planner.simulate(layouts, interval_below_s=_seconds_of_place(rows, compared))
-        }
-        more = planner.bounded(_with_partitioned_activations(request, made.values()))
-        rows = [*(made.get(row.layout, row) for row in rows), *more]
-        if planner.no_time:
-            planner.remove_times(rows)
-        rows.sort(key=plan_order)
-    first = [row for row in rows[:compared] if row.outcome == OK and row.time]
+    rows: dict[Layout, PlanRow] = {}
+    waiting: list[PlanRow] = []
+    """Open rows whose simulation has not begun, the least lower bound last."""
+
+    def add_bounded(layouts: Sequence[Layout]) -> None:
+        found = planner.bounded(layouts)
+        rows.update((row.layout, row) for row in found)
+        waiting.extend(row for row in found if row.outcome == OPEN)
+        waiting.sort(key=plan_order, reverse=True)
+
+    add_bounded(layouts)
+    add_bounded(_with_partitioned_activations(request, rows.values()))
+    begun: dict[Layout, Callable[[], PlanRow]] = {}
+    most_begun = BEGUN_PER_WORKER * workers.count if workers.count > 1 else 1
+    while True:
+        limit = _seconds_of_place(rows.values(), len(rows) if exhaustive else compared)
+        while waiting and waiting[-1].least_s <= limit and len(begun) < most_begun:
+            layout, below_s = waiting.pop().layout, _seconds_of_place(rows.values(), compared)
+            begun[layout] = planner.begin(layout, interval_below_s=below_s)
+        if not begun:
+            break
+        layout = next(iter(begun))  # results in the order of their begin, so that equal plans have equal rows
+        had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
+        add_bounded(_with_partitioned_activations(request, [rows[layout]]))
+        if had_times and planner.no_time:
+            planner.remove_times(rows.values())
+            waiting.sort(key=plan_order, reverse=True)
+    ordered = sorted(rows.values(), key=plan_order)
+    first = [row for row in ordered[:compared] if row.outcome == OK and row.time]
     compare_rows(first)
-    for row in rows[len(first) :]:
+    for row in ordered[len(first) :]:
         row.remove_interval()
-    return Plan(rows, planner.simulated, planner.no_time)
+    return Plan(ordered, planner.simulated, planner.no_time)
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
     """Return the seconds of the simulated row at `place` (from 1) of those that fit; infinity if there are fewer."""
     known = sorted(row.seconds for row in rows if row.outcome == OK)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
-
-
-def _rows_to_simulate(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
-    """Return the open rows that may be among the first `wanted` rows, the least lower bound first."""
-    limit = _seconds_of_place(rows, wanted)
-    found = [row for row in rows if row.outcome == OPEN and row.least_s <= limit]
-    return sorted(found, key=plan_order)
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
