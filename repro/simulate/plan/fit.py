@@ -243,10 +243,8 @@ def question_of(
 
 def _heads(hidden: int, tp: int) -> int:
     """Return the number of heads, with a width of 128, else 64; else tp."""
-    for width in (128, 64):
-        if hidden % width == 0 and hidden // width % tp == 0:
-            return hidden // width
-    return tp
+    sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
+    return next((heads for heads in sizes if heads % tp == 0), tp)
 
 
 def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
@@ -269,9 +267,6 @@ def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
     }
 
 
-_TRIAL_DETAILS = ("largest_term", "memory", "memory_of_process")
-
-
 def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, Any] | None:
     if trial is None:
         return None
@@ -285,4 +280,5 @@ def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, 
         # With a limit, the allocator may reserve less than without one.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
-    return found | {key: trial.detail[key] for key in _TRIAL_DETAILS if key in trial.detail}
+    details = ("largest_term", "memory", "memory_of_process")
+    return found | {key: trial.detail[key] for key in details if key in trial.detail}

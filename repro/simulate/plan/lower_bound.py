@@ -62,11 +62,11 @@ class LayerWork:
         copies = self._copies(self.sums + self.norms, self.norms)
         return [*passes, *products, *self._attention(2.5, 4), *copies]
 
-    def head(self) -> tuple[list[Operator], list[Operator]]:
+    def head(self) -> list[Operator]:
         """Return the operators of logits and loss, forward and backward."""
         vocab, hidden = self.model.vocab // self.layout.tp, self.model.hidden
-        loss = self._pass(self.tokens * vocab, 2)
-        return [loss, self._product(self.tokens, vocab, hidden)], [loss, *self._gradients(hidden, vocab)]
+        loss, product = self._pass(self.tokens * vocab, 2), self._product(self.tokens, vocab, hidden)
+        return [loss, product, loss, *self._gradients(hidden, vocab)]
 
     def retained(self) -> float:
         """Return the bytes of activations that the forward pass retains for the backward pass without recomputation.
@@ -122,10 +122,6 @@ class LayerWork:
         if not self.layout.cb:  # one bucket for all layers
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
-
-    def stage_bytes(self) -> float:
-        """Return the bytes of the parameters of a rank of the last stage, which are also those of its gradients."""
-        return self.bytes * list(stage_parameters(self.model, self.layout).values())[-1]
 
     def matrix_bytes(self) -> list[int]:
         """Return the bytes of each matrix of a layer on a rank."""
@@ -196,11 +192,11 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
     for role, parameters in stage_parameters(model, layout).items():
         stage = layout.pp - 1 if role == LAST else 0
         passes = peak_in_flight(layout.schedule, stage, layout.pp, layout.accumulation, layout.chunks)
-        logits = 0 if role == FIRST else work.logits()
+        logits = 0.0 if role == FIRST else work.logits()
         found[role] = state_bytes(parameters, layout)
         if layout.zero == 3 and layout.copies > 1 and layout.zero3_gather == "block":
             found[role]["other"] = (1 + min(2, layers)) * sum(work.matrix_bytes())
-            logits = max(0, logits - found[role]["other"])
+            logits = max(0.0, logits - found[role]["other"])
         if layout.recompute:
             found[role]["activations"] = max(again, logits)
             found[role]["checkpoints"] = passes * layers * work.checkpoint()
@@ -220,7 +216,7 @@ def step_time_lower_bound(
         return 0.0
     work, m, others = LayerWork(model, layout, seq), layout.accumulation, layout.pp - 1
     layers = model.layers // (layout.pp * layout.chunks)
-    head = sum(cost.seconds(operator) for operators in work.head() for operator in operators)
+    head = sum(map(cost.seconds, work.head()))
     awaited_forward, awaited_backward, beside = work.tensor_seconds(network)
     once = sum(map(cost.seconds, work.forward())) + awaited_forward
     forward = layers * once
@@ -288,8 +284,11 @@ def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, 
     work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
     sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
-    passes = gathers + reductions * (1 if layout.zero else 2)
+    passes, parameters = (
+        gathers + reductions * (2 - (layout.zero > 0)),
+        list(stage_parameters(model, layout).values())[-1],
+    )
     return {
         "tp": sums * 2 * (layout.tp - 1) / layout.tp * payload,
-        "dp": passes * (layout.copies - 1) / layout.copies * work.stage_bytes(),
+        "dp": passes * (layout.copies - 1) / layout.copies * work.bytes * parameters,
     }

@@ -76,10 +76,10 @@ def search_layouts(
     begun: dict[Layout, Callable[[], PlanRow]] = {}
     most_begun = BEGUN_PER_WORKER * workers.count if workers.count > 1 else 1
     while True:
-        limit = _seconds_of_place(rows.values(), len(rows) if exhaustive else compared)
-        while waiting and waiting[-1].least_s <= limit and len(begun) < most_begun:
-            layout, below_s = waiting.pop().layout, _seconds_of_place(rows.values(), compared)
-            begun[layout] = planner.begin(layout, interval_below_s=below_s)
+        limit = _seconds_of_place(rows.values(), compared)
+        while waiting and len(begun) < most_begun and (exhaustive or waiting[-1].least_s <= limit):
+            layout = waiting.pop().layout
+            begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
         layout = next(iter(begun))  # results in the order of their begin, so that equal plans have equal rows
@@ -106,15 +106,11 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
     """Return layouts with P_a for rows that do not fit without P_a for other reasons than model states."""
     if "pa" in request.given:
         return []
+    fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]
     return [
-        replace(row.layout, pa=True)
-        for row in rows
-        if row.outcome == OOM
-        and row.evidence != STATES
-        and row.layout.recompute
-        and row.layout.tp > 1
-        and not row.layout.sp
-        and not row.layout.pa
+        replace(layout, pa=True)
+        for layout in fuller
+        if layout.recompute and layout.tp > 1 and not layout.sp and not layout.pa
     ]
 
 
@@ -151,28 +147,22 @@ def search_map(
     Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
     have no times. Raises `ConfigError` if no (tp, pp) has a layout.
     """
-    cells = []
-    layouts: dict[tuple[int, int], Layout] = {}
+    cells, layouts = [MapCell(tp, pp) for tp in tensor for pp in stages], []
     refused: list[ConfigError] = []
-    for tp in tensor:
-        for pp in stages:
-            cell = MapCell(tp, pp)
-            cells.append(cell)
-            fixed = replace(request, given={**request.given, "tp": tp, "pp": pp})
-            try:
-                layout = candidates(fixed)[0]
-            except ConfigError as error:
-                cell.reason = str(error)
-                refused.append(error)
-                continue
-            cell.dp = layout.dp
-            layouts[tp, pp] = layout
-    there = [cell for cell in cells if (cell.tp, cell.pp) in layouts]
-    if not there and refused:
+    for cell in cells:
+        fixed = replace(request, given={**request.given, "tp": cell.tp, "pp": cell.pp})
+        try:
+            layouts.append(candidates(fixed)[0])
+            cell.dp = layouts[-1].dp
+        except ConfigError as error:
+            cell.reason = str(error)
+            refused.append(error)
+    if not layouts and refused:
         raise refused[0]
+    possible = [cell for cell in cells if cell.dp]
     for limit in limits:
         planner = Planner(replace(request, limit=limit), workers)
-        for cell, row in zip(there, planner.rows([layouts[c.tp, c.pp] for c in there]), strict=True):
+        for cell, row in zip(possible, planner.rows(layouts), strict=True):
             cell.rows[limit] = row
     return cells
 

@@ -28,6 +28,7 @@ from repro.simulate.time.calibration import Generation, calibration_point_of
 from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels
 from repro.simulate.time.network import Network
 from repro.util import units
+from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
 
@@ -40,20 +41,20 @@ class Planner:
         """Number of simulated layouts."""
         self.no_time = ""
         """Reason why times cannot be predicted."""
-        self._costs: dict[tuple[str, str], Callable[[], DeviceCost]] = {}
+        self._cost: Callable[[], DeviceCost] | None = None
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
         """Return the rows of `layouts` from lower bounds: out of memory, or open with the least step time."""
-        costs = [(layout, self._begin_cost(layout)) for layout in layouts]
-        found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout, _ in costs]
+        layouts, request = list(layouts), self.request
+        if self._cost is None:
+            self._cost = self._begin_cost(layouts[0])
+        found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
-            for row, (layout, cost) in zip(found, costs, strict=True):
+            for row in found:
                 if row.outcome == OPEN and not self.no_time:
-                    network = self._network(layout)
-                    row.least_s = step_time_lower_bound(
-                        self.request.model, layout, self.request.seq, cost(), network
-                    )
+                    cost, network = self._cost(), self._network(row.layout)
+                    row.least_s = step_time_lower_bound(request.model, row.layout, request.seq, cost, network)
         except ConfigError as error:
             self.no_time = str(error)
         if self.no_time:
@@ -101,6 +102,10 @@ class Planner:
         """Return the row of a layout that does not fit by a lower bound of its memory."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
+
+        def size(of_role: dict[str, float]) -> int:
+            return round(sum(of_role.values()))
+
         states = {
             role: {key: size for key, size in of_role.items() if key in closed_form.STATES}
             for role, of_role in memory.items()
@@ -109,38 +114,25 @@ class Planner:
             (STATES, states, "model states alone are"),
             (RETAINED, memory, "model states and retained activations are at least"),
         ):
-            fullest = max(bound.values(), key=lambda of_role: sum(of_role.values()))
-            peak = round(sum(fullest.values()))
-            if peak > request.allocatable:
+            fullest = max(bound.values(), key=size)
+            if (peak := size(fullest)) > request.allocatable:
                 by_role = {
-                    role: {
-                        "peak_bytes": round(sum(of_role.values())),
-                        "states_bytes": round(sum(states[role].values())),
-                    }
+                    role: {"peak_bytes": size(of_role), "states_bytes": size(states[role])}
                     for role, of_role in bound.items()
                 }
-                by_category = {key: round(size) for key, size in fullest.items()}
+                by_category = {key: round(each) for key, each in fullest.items()}
                 document = {"peak_bytes": peak, "by_category": by_category, "by_role": by_role}
                 term, reason = TERMS[max(fullest, key=lambda key: fullest[key])], f"{what} {units.size(peak)}"
                 return PlanRow(layout, OOM, evidence, document, ruled_out_by=term, reason=reason)
         return None
 
     def _begin_cost(self, layout: Layout) -> Callable[[], DeviceCost]:
-        """Begin to calibrate the layout's kernels, and return a function that waits for the cost of operators."""
-        key, system = (layout.precision, layout.kernels), self.request.system
-        if key not in self._costs:
-            generation = calibration_point_of(layout.kernels, system)
-            # Each worker needs these kernels for its simulations.
-            tasks = [(generation,)] * self.workers.count if generation is not None else []
-            wait = self.workers.begin(_kernels_in_worker, tasks)
-
-            @cache
-            def cost() -> DeviceCost:
-                kernels = (wait() or [MODELLED_KERNELS])[0]
-                return DeviceCost(system, layout.precision, kernels, layout.world)
-
-            self._costs[key] = cost
-        return self._costs[key]
+        """Begin to calibrate the kernels of all layouts, and return a function that waits for the cost of operators."""
+        system = self.request.system
+        task = (calibration_point_of(layout.kernels, system),)
+        # Each worker needs these kernels for its simulations.
+        wait = self.workers.begin(_kernels_in_worker, [task] * self.workers.count)
+        return cache(lambda: DeviceCost(system, layout.precision, wait()[0], layout.world))
 
     def _network(self, layout: Layout) -> Network:
         """Return the links as the groups of `layout` use them."""
@@ -150,13 +142,14 @@ class Planner:
         return self._networks[groups]
 
 
-def _kernels_in_worker(generation: Generation) -> Kernels:
+def _kernels_in_worker(generation: Generation | None) -> Kernels:
     """Return `calibrated_kernels`, whose module needs torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
-    return calibrated_kernels(generation)
+    return calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
 
 
+@pause_garbage_collection()
 def _simulated_row(
     request: PlanRequest, layout: Layout, time: bool, interval_below_s: float
 ) -> tuple[PlanRow, str]:
@@ -181,15 +174,12 @@ def _simulated_row(
         row.time, row.interval = document["time"], found.time.interval
     if not found.fits:
         fullest = found.fullest
-        row.ruled_out_by = (
-            FRAGMENTATION if fullest.by_fragmentation else largest_term(fullest.memory.by_category)
-        )
+        live = fullest.memory.by_category
+        row.ruled_out_by = FRAGMENTATION if fullest.by_fragmentation else largest_term(live)
     return row, no_time
 
 
 def plan_experiment(request: PlanRequest, layout: Layout) -> Experiment:
     """Return the experiment of one layout."""
-    training = Training(seq=request.seq)
-    return Experiment(
-        name="plan", model=request.model, layout=layout, training=training, system=request.system.name
-    )
+    training, system = Training(seq=request.seq), request.system.name
+    return Experiment(name="plan", model=request.model, layout=layout, training=training, system=system)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
+from operator import lt
 from typing import Any
 
 from repro.config import Layout
@@ -37,10 +38,6 @@ class Tie:
     """Unknowns that alone reverse the order at an end of their range, or else the unknown that moves the ratio most.
     The unknown that moves the ratio of the times most is first."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return an entry of `undecided` in `repro plan --json`."""
-        return {"than": self.than, "part": self.part, "by": list(self.by)}
-
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
     """Return, for each of `steps` (best first), the ties with earlier steps that may be slower."""
@@ -56,21 +53,17 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
 
 def _share_faster(mine: TimedStep, its: TimedStep) -> float:
     """Return the share of the draws in which `mine` is faster."""
-    pairs = list(zip(mine[1].draws, its[1].draws, strict=True))
-    return sum(one < other for one, other in pairs) / len(pairs)
+    return sum(map(lt, mine[1].draws, its[1].draws)) / len(mine[1].draws)
 
 
 def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
+    def ratio(case: tuple[str, bool]) -> float:
+        return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
+
     moves: list[Sensitivity] = [*mine[1].moves, *its[1].moves]
-    ends = {move.key: [_time_ratio(mine, its, (move.key, end)) for end in (False, True)] for move in moves}
+    ends = {move.key: [ratio((move.key, end)) for end in (False, True)] for move in moves}
     order = sorted(ends, key=lambda key: -abs(log(ends[key][1] / ends[key][0])))
-    turning = [key for key in order if min(ends[key]) < 1]
-    return tuple(turning or order[:1])
-
-
-def _time_ratio(mine: TimedStep, its: TimedStep, case: tuple[str, bool]) -> float:
-    """Return the seconds of `mine` over those of `its` in one case."""
-    return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
+    return tuple([key for key in order if min(ends[key]) < 1] or order[:1])
 
 
 STATES, RETAINED, BOUND, FULL = "states", "retained", "bound", "full"
@@ -143,27 +136,14 @@ def plan_order(row: PlanRow) -> tuple[Any, ...]:
     if row.outcome == OOM:
         return (2, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
-    return (
-        row.outcome == OPEN,
-        row.seconds,
-        by_link.get("inter-node", 0),
-        sum(by_link.values()),
-        *_complexity(row.layout),
-    )
+    sent = by_link.get("inter-node", 0), sum(by_link.values())
+    return (row.outcome == OPEN, row.seconds, *sent, *_complexity(row.layout))
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
     """Return the sort key of a layout's complexity, simplest first."""
-    return (
-        layout.recompute,
-        layout.zero,
-        layout.pp,
-        layout.tp,
-        layout.cp,
-        layout.pa,
-        -layout.micro_batch,
-        layout.sp,
-    )
+    degrees = layout.pp, layout.tp, layout.cp
+    return (layout.recompute, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
 TIME_ORDER_RULE = (
@@ -241,7 +221,7 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
         "time": row.time or None,
-        "undecided": None if row.undecided is None else [one.as_dict() for one in row.undecided],
+        "undecided": None if row.undecided is None else [asdict(one) for one in row.undecided],
         "training": training_cost(request, row),
         "trace_seconds": row.trace_seconds,
     }

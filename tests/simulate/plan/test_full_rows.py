@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from repro.config import Experiment, Training, systems
+from repro.config import Experiment, Training, models, systems
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, search_layouts
 from repro.simulate.plan.rows import FULL, OK, OPEN, PlanRow, plan_entry
@@ -112,3 +112,15 @@ def test_the_first_rows_are_those_of_a_plan_that_simulates_every_layout(
     # No open layout would have been among the first.
     seconds = {row.layout: row.seconds for row in fits}
     assert all(row.least_s <= seconds[row.layout] for row in left if row.layout in seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "system", "gpus"), [("megatron-175b", "selene", 1024), ("llama3-405b", "llama3-h100", 16384)]
+)
+def test_a_plan_simulates_at_most_twice_its_rows(model: str, system: str, gpus: int) -> None:
+    sizes, on = models.load_model(model), systems.load_system_file(system)
+    request = PlanRequest(sizes, on, gpus, int(on.device.memory_bytes.value or 0), sizes.seq)
+    with Workers(1) as workers:
+        found = search_layouts(request, workers, COMPARED_ROWS, exhaustive=False)
+    assert COMPARED_ROWS < found.simulated <= 2 * COMPARED_ROWS
