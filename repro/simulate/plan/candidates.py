@@ -15,6 +15,11 @@ from repro.config.system import System
 
 DEFAULT_PLAN_ROWS = 12
 """Default number of printed layouts of a plan; `--json` has all."""
+RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95}
+"""Quantiles of the step time by which a plan can order its first layouts."""
+DEFAULT_RANK = "p75"
+MIN_HEADROOM = 0.03
+"""Share of a device's memory. Layouts that leave less come after layouts that leave more."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class PlanRequest:
     """Tokens of the training whose duration and cost a plan reports; 0 disables the report."""
     price_per_gpu_hour: float = 0.0
     """Price in any currency; 0 disables the cost."""
+    rank_by: str = DEFAULT_RANK
+    """Key of `RANK_QUANTILES`."""
 
     @property
     def allocatable(self) -> int:

@@ -60,12 +60,9 @@ class FitQuestion:
             return range(step, max(MAX_LAYERS, step) + 1, step)
         if self.free_batch:
             return range(1, MAX_SAMPLES + 1)
-        return [size for size in range(1, min(layout.replica_batch, MAX_SAMPLES) + 1) if self._divides(size)]
-
-    def _divides(self, size: int) -> bool:
-        layout = self.layout
-        whole = layout.replica_batch % size == 0
-        return whole and (layout.schedule != "interleaved" or layout.replica_batch // size % layout.pp == 0)
+        stages = layout.pp if layout.schedule == "interleaved" else 1
+        sizes = range(1, min(layout.replica_batch, MAX_SAMPLES) + 1)
+        return [size for size in sizes if layout.replica_batch % (size * stages) == 0]
 
     def experiment(self, value: int) -> Experiment:
         """Return the experiment with `value` layers, or with `value` samples per micro-batch."""

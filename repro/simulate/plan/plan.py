@@ -22,7 +22,7 @@ from repro.simulate.plan.candidates import (
     tensor_degrees,
 )
 from repro.simulate.plan.planner import Planner
-from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, compare_rows, plan_entry, plan_order
+from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry, plan_order, rank_rows
 from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
@@ -49,6 +49,7 @@ def search_layouts(
 ) -> Plan:
     """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
 
+    The rows with the shortest steps at the best values are the first rows. `request.rank_by` decides their order.
     `exhaustive`: simulate all layouts that may fit; otherwise, rows that cannot be among the first stay open. With
     `shown` = 0, no row has an interval. Raises `ConfigError` if there are no layouts.
     """
@@ -90,15 +91,15 @@ def search_layouts(
             waiting.sort(key=plan_order, reverse=True)
     ordered = sorted(rows.values(), key=plan_order)
     first = [row for row in ordered[:compared] if row.outcome == OK and row.time]
-    compare_rows(first)
-    for row in ordered[len(first) :]:
+    others = ordered[len(first) :]
+    for row in others:
         row.remove_interval()
-    return Plan(ordered, planner.simulated, planner.no_time)
+    return Plan([*rank_rows(first, request.rank_by), *others], planner.simulated, planner.no_time)
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
-    """Return the seconds of the simulated row at `place` (from 1) of those that fit; infinity if there are fewer."""
-    known = sorted(row.seconds for row in rows if row.outcome == OK)
+    """Return the seconds of the row at `place` (from 1) of those that fit and are not tight; infinity for fewer."""
+    known = sorted(row.seconds for row in rows if row.outcome == OK and not row.is_tight)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
 
 

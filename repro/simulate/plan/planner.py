@@ -10,13 +10,13 @@ Layouts that do not fit get no step time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.simulate.plan import closed_form
-from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.candidates import MIN_HEADROOM, PlanRequest
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS, largest_term
 from repro.simulate.plan.lower_bound import (
     memory_lower_bound,
@@ -41,19 +41,17 @@ class Planner:
         """Number of simulated layouts."""
         self.no_time = ""
         """Reason why times cannot be predicted."""
-        self._cost: Callable[[], DeviceCost] | None = None
+        self._cost: DeviceCost | None = None
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
         """Return the rows of `layouts` from lower bounds: out of memory, or open with the least step time."""
-        layouts, request = list(layouts), self.request
-        if self._cost is None:
-            self._cost = self._begin_cost(layouts[0])
+        request = self.request
         found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
             for row in found:
                 if row.outcome == OPEN and not self.no_time:
-                    cost, network = self._cost(), self._network(row.layout)
+                    cost, network = self._cost_of(row.layout), self._network(row.layout)
                     row.least_s = step_time_lower_bound(request.model, row.layout, request.seq, cost, network)
         except ConfigError as error:
             self.no_time = str(error)
@@ -68,10 +66,9 @@ class Planner:
             row.time = {}
             if row.outcome == OPEN:
                 sent = sent_bytes_lower_bound(request.model, row.layout, request.seq)
-                by_link: dict[str, float] = {}
+                by_link: dict[str, float] = defaultdict(float)
                 for group, size in sent.items():
-                    link = self._network(row.layout).link(group)
-                    by_link[link] = by_link.get(link, 0.0) + size
+                    by_link[self._network(row.layout).link(group)] += size
                 row.least_s = ideal_s(request, row.layout, by_link)
 
     def rows(self, layouts: Sequence[Layout]) -> list[PlanRow]:
@@ -126,13 +123,14 @@ class Planner:
                 return PlanRow(layout, OOM, evidence, document, ruled_out_by=term, reason=reason)
         return None
 
-    def _begin_cost(self, layout: Layout) -> Callable[[], DeviceCost]:
-        """Begin to calibrate the kernels of all layouts, and return a function that waits for the cost of operators."""
-        system = self.request.system
-        task = (calibration_point_of(layout.kernels, system),)
-        # Each worker needs these kernels for its simulations.
-        wait = self.workers.begin(_kernels_in_worker, [task] * self.workers.count)
-        return cache(lambda: DeviceCost(system, layout.precision, wait()[0], layout.world))
+    def _cost_of(self, layout: Layout) -> DeviceCost:
+        """Return the cost of operators, which is the same for all layouts of a request."""
+        if self._cost is None:  # each worker needs these kernels for its simulations
+            system = self.request.system
+            task = (calibration_point_of(layout.kernels, system),)
+            kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]
+            self._cost = DeviceCost(system, layout.precision, kernels, layout.world)
+        return self._cost
 
     def _network(self, layout: Layout) -> Network:
         """Return the links as the groups of `layout` use them."""
@@ -170,6 +168,8 @@ def _simulated_row(
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)
     row.trace_seconds = document["trace_seconds"]
     row.ideal_s = max(ideal_s(request, layout, sent_bytes_by(role.traffic, "link")) for role in found.roles)
+    left = request.allocatable - document["memory"]["reserved_bytes"]
+    row.is_tight = found.fits and left < MIN_HEADROOM * request.limit
     if found.time is not None:
         row.time, row.interval = document["time"], found.time.interval
     if not found.fits:

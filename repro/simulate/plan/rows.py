@@ -14,10 +14,11 @@ from operator import lt
 from typing import Any
 
 from repro.config import Layout
+from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest
 
 TimedStep = tuple[float, StepInterval]
 """Seconds at the best values, and the interval of the step time."""
@@ -91,6 +92,10 @@ class PlanRow:
     times, or without a simulation."""
     interval: StepInterval | None = None
     """Interval of the step time; only the first rows have one."""
+    is_tight: bool = False
+    """Whether the layout fits and leaves less than `MIN_HEADROOM` of the device's memory."""
+    rank_s: float | None = None
+    """Quantile of the step time that decides the order of the first rows; `step_s` without unknown numbers."""
     undecided: list[Tie] | None = None
     """Earlier rows that may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
@@ -121,23 +126,27 @@ class PlanRow:
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
 
 
-def compare_rows(rows: Sequence[PlanRow]) -> None:
-    """Add the ties among `rows`, best first; rows without unknown numbers have none."""
+def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
+    """Return `rows` in the order of a quantile of their step times, tight rows last, with the ties of the others."""
     for row in rows:
-        row.undecided = []
-    some = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
-    for (row, _), ties in zip(some, find_ties([step for _, step in some]), strict=True):
-        row.undecided = ties
+        draws = [row.seconds] if row.interval is None else row.interval.draws
+        row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
+    ordered = sorted(rows, key=lambda row: (row.is_tight, row.rank_s))
+    some = [(row, row.interval) for row in ordered if row.interval is not None and not row.is_tight]
+    ties = find_ties([(row.seconds, interval) for row, interval in some])
+    for (row, _), its in zip(some, ties, strict=True):
+        row.undecided = its
+    return ordered
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a row: rows that fit, open rows, others; the shortest step (or least `ideal_s`), the
-    simplest layout."""
+    """Return the sort key of a row: rows that fit, tight rows, open rows, others; the shortest step (or least
+    `ideal_s`), the simplest layout."""
     if row.outcome == OOM:
-        return (2, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
+        return (3, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
     sent = by_link.get("inter-node", 0), sum(by_link.values())
-    return (row.outcome == OPEN, row.seconds, *sent, *_complexity(row.layout))
+    return (2 if row.outcome == OPEN else row.is_tight, row.seconds, *sent, *_complexity(row.layout))
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
@@ -221,6 +230,8 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
         "time": row.time or None,
+        "rank_s": row.rank_s,
+        "tight": row.is_tight,
         "undecided": None if row.undecided is None else [asdict(one) for one in row.undecided],
         "training": training_cost(request, row),
         "trace_seconds": row.trace_seconds,
