@@ -20,7 +20,7 @@ from repro.cli.commands.options import (
     check_writable_file,
 )
 from repro.config.errors import require
-from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, LayoutQuery
+from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, DEFAULT_RANK, RANK_QUANTILES, LayoutQuery
 
 app = typer.Typer()
 
@@ -126,6 +126,10 @@ def plan(
             help=f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", metavar="N"
         ),
     ] = None,
+    rank_by: Annotated[
+        str,
+        typer.Option(help=f"Order layouts by this step time: {', '.join(RANK_QUANTILES)}.", metavar="NAME"),
+    ] = DEFAULT_RANK,
     as_map: Annotated[
         bool,
         typer.Option(
@@ -147,7 +151,7 @@ def plan(
     from repro.report.text.predictions import print_plan
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
-    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
+    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by=rank_by)
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")

@@ -17,6 +17,8 @@ from repro.config.system import System
 from repro.measure.local_system import load_system
 from repro.simulate.plan.candidates import (
     DEFAULT_PLAN_ROWS,
+    DEFAULT_RANK,
+    RANK_QUANTILES,
     LayoutQuery,
     complete_layout,
     device_memory_limit,
@@ -160,6 +162,7 @@ def print_plan(
     tokens: float = 0.0,
     price_per_gpu_hour: float = 0.0,
     top: int | None = None,
+    rank_by: str = DEFAULT_RANK,
 ) -> int:
     """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
     from repro.simulate.plan import candidates
@@ -181,11 +184,12 @@ def print_plan(
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
+    require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
     limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
     request = candidates.PlanRequest(
-        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price
+        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
     )
     if as_map:
         return _print_map(request, limits, json)

@@ -218,25 +218,6 @@ class DeviceCost:
             factor = self.kernels.passes if name in STREAMED else factor
         return (found + self.kernel_s * operator.calls) * factor * self.pace
 
-    def least(self, ring: float) -> tuple[float, ...] | None:
-        """Return lower bounds in seconds, or None if operators are measured.
-
-        The bounds are per FLOP of a product, per FLOP of fused attention, per byte moved, per byte in a ring of `ring`
-        bytes/s, and per byte moved that may be `STREAMED`.
-        """
-        if self.rates or self.system.provenance is not None:
-            return None
-        slower = self.pace * self.slowest
-        product = slower * self.kernels.products / self.peak
-        if self.unaligned:
-            product = min(product, self.slowest / self.unaligned)
-        attention = slower * self.kernels.others / (self.peak * ATTENTION_EFFICIENCY)
-        if self.kernels.attention:
-            attention = slower / self.kernels.attention
-        moved = slower * self.kernels.others / self.bandwidth
-        streamed = slower * min(self.kernels.passes, self.kernels.others) / self.bandwidth
-        return product, attention, moved, 1 / ring, streamed
-
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"
         rate = self.rates.get(operator.name) or self.rates[kind]

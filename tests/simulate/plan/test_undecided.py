@@ -15,7 +15,7 @@ from repro.report.text.fit_and_plan import print_layouts
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
-from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry
+from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows
 from repro.util.workers import Workers
 from tests.simulate.exact import have_exact_kernels
 
@@ -64,6 +64,48 @@ def test_what_turns_the_order_by_itself_decides_or_what_comes_nearest() -> None:
     assert open_[0] == [Tie(1, 0.5, ("links", "rate"))]
     assert open_[1][0] == Tie(1, 0.5, ("links",))
     assert open_[2][0] == Tie(1, 0.25, ("links",))
+
+
+def test_rows_are_ranked_by_a_quantile_of_their_step_times() -> None:
+    """A row whose best values are the best may be slow in many draws; of rows without unknown numbers all is known."""
+    risky, safe = row(1.0, [0.9, 1.0, 3.0, 4.0, 5.0]), row(1.2, [1.1, 1.2, 2.9, 3.0, 6.0])
+    known = row(3.5, [3.5])
+    known.interval = None
+    rows = [risky, safe, known]
+    assert rank_rows(rows, "median") == [safe, risky, known]
+    assert [each.rank_s for each in rows] == [3.0, 2.9, 3.5]
+    assert rank_rows(rows, "p75") == [safe, known, risky]
+    assert [each.rank_s for each in rows] == [4.0, 3.0, 3.5]
+    assert rank_rows(rows, "p95") == [known, risky, safe]
+    assert [each.rank_s for each in rows] == pytest.approx([4.8, 5.4, 3.5])
+    assert [one.than for one in risky.undecided or []] == []
+    assert [one.than for one in safe.undecided or []] == [1]
+
+
+def test_a_tight_row_is_last_and_not_compared(exact: System) -> None:
+    fast, slow = row(1.0, [1.0, 1.0]), row(2.0, [2.0, 0.5])
+    fast.is_tight = True
+    assert rank_rows([fast, slow], "p75") == [slow, fast]
+    assert (fast.undecided, slow.undecided) == (None, [])
+    entries = [plan_entry(asked(exact), each) for each in (slow, fast)]
+    assert [(entry["tight"], entry["rank_s"]) for entry in entries] == [(False, 1.625), (True, 1.0)]
+
+
+def test_a_layout_that_leaves_less_than_3_percent_of_the_memory_is_tight(exact: System) -> None:
+    """The fastest layout, on a device that has 2.9 % and then 3.1 % of its memory left."""
+    request = replace(asked(exact), given={**asked(exact).given, "tp": 1})
+    with Workers(1) as workers:
+        (found,) = search_layouts(request, workers, 1).rows
+        used = found.memory["reserved_bytes"] + exact.context()
+        rows = [
+            search_layouts(replace(request, limit=round(used / (1 - left))), workers, 1).rows[0]
+            for left in (0.029, 0.031)
+        ]
+    assert [(each.outcome, each.is_tight) for each in (found, *rows)] == [
+        (OK, False),
+        (OK, True),
+        (OK, False),
+    ]
 
 
 @pytest.fixture(scope="module")
