@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Container, Iterator, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 MIN_COLUMNS = 20
 """Minimum width of the output in columns, whatever `COLUMNS` is."""
-WIDE_PAGE_COLUMNS = 120
-"""Width in columns of a wide page that is written to a pipe or a file while `COLUMNS` is not set."""
+WIDE_PAGE_COLUMNS = 100
+"""Width in columns of one screen, for output to a pipe or a file while `COLUMNS` is not set."""
 BAR_COLUMNS = 24
 """Columns of a full bar."""
 MIN_TABLE_COLUMNS = 80
@@ -67,10 +68,37 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def print_page(console: Console, *parts: str | Table, command: str = "") -> None:
+    """Print paragraphs, wrapped between words, and tables after an empty line; empty parts are left out.
+
+    `command`: the command to enter next; a backslash at the end of a line continues it on the next line.
+    """
+    after_table = False
+    for part in parts:
+        is_text = isinstance(part, str)
+        if part if isinstance(part, str) else part.row_count:
+            if after_table or not is_text:
+                console.print()
+            lines = (
+                textwrap.wrap(part, console.width, break_on_hyphens=False) if isinstance(part, str) else []
+            )
+            console.print("\n".join(lines) if is_text else part, markup=False)
+            after_table = not is_text
+    if command:
+        columns = console.width - 4
+        lines = textwrap.wrap(f"Next: {command}", columns, break_on_hyphens=False, break_long_words=False)
+        console.print(" \\\n  ".join(lines), markup=False, soft_wrap=True)
+
+
 def new_table(
-    *headings: str, left: int | Container[str] = 1, wrap: Container[str] = (), gap: int = 2, below: int = 0
+    *headings: str,
+    rows: Iterable[Sequence[str]] = (),
+    left: int | Container[str] = 1,
+    wrap: Container[str] = (),
+    gap: int = 2,
+    below: int = 0,
 ) -> Table:
-    """Return an empty table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
+    """Return a table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
 
     Only the columns of `wrap` are broken into lines, between words.  Where the terminal is too narrow for that, each
     row becomes a block of lines `heading: value`.  `gap`: columns between columns; `below`: empty lines between rows.
@@ -79,6 +107,8 @@ def new_table(
     for i, heading in enumerate(headings):
         text = i < left if isinstance(left, int) else heading in left
         made.add_column(heading, justify="left" if text else "right", no_wrap=heading not in wrap)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

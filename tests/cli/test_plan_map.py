@@ -57,7 +57,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     assert cli.main([*ask(tiny_model, *LIMITS), "--pp", "1"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "micro-batch 1 of 8",
+        "micro-batch 1, global batch 8",
         "recomputation",
         "pp 1 ",
         "tp 2 ",

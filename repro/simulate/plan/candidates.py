@@ -13,7 +13,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
-DEFAULT_PLAN_ROWS = 12
+DEFAULT_PLAN_ROWS = 8
 """Default number of printed layouts of a plan; `--json` has all."""
 
 
