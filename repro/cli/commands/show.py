@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Ledger, StoredResults, check_writable_file
+from repro.cli.commands.options import Details, Json, Ledger, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -43,12 +43,13 @@ def models(
     name: Annotated[
         str, typer.Argument(help="Show this model, or the one in this file, in full.", metavar="NAME")
     ] = "",
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show model files with exact parameter counts and the memory of their states."""
+    """Show models: exact number of parameters, and memory of the model states by ZeRO stage."""
     from repro.report.text.models_and_systems import print_models
 
-    return print_models(name, json)
+    return print_models(name, json, details)
 
 
 @app.command(epilog="Example:  repro systems dgx2")
@@ -56,12 +57,13 @@ def systems(
     name: Annotated[
         str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
     ] = "",
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show system files: devices, memory and links, each number with its source."""
+    """Show systems: devices, memory and links; --details shows the source of each number."""
     from repro.report.text.models_and_systems import print_systems
 
-    return print_systems(name, json)
+    return print_systems(name, json, details)
 
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")
