@@ -195,12 +195,15 @@ def twin(
         Optional[Path],  # noqa: UP045
         typer.Option(callback=check_writable_file, help="Write it as a suite.", metavar="SUITE.toml"),
     ] = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
     from repro.report.text.twin import print_twin
 
-    return print_twin(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
+    return print_twin(
+        originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json, details
+    )
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
@@ -298,6 +301,7 @@ def validate(
         ),
     ] = None,
     ledger: Ledger = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
@@ -313,7 +317,7 @@ def validate(
         from repro.report.text.validate import print_unknowns
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
-        return print_unknowns(results, json, tuple(ledger or ()))
+        return print_unknowns(results, json, details, tuple(ledger or ()))
     from repro.report.text.validate import print_validation
 
-    return print_validation(results, json, svg, system, tuple(ledger or ()))
+    return print_validation(results, json, details, svg, system, tuple(ledger or ()))

@@ -129,12 +129,13 @@ def compare(
     results: StoredResults = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
     ledger: Ledger = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
     from repro.report.exports.compare import print_comparison
 
-    return print_comparison(first, second, results, tolerance, json, tuple(ledger or ()))
+    return print_comparison(first, second, results, tolerance, json, details, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")

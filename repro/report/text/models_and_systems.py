@@ -73,7 +73,12 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         texts = shown if few is not names else names
         size = " to ".join(dict.fromkeys(units.parameter_count(end(sizes)) for end in (min, max)))
         rows.append(
-            (group, str(len(names)), size, textwrap.shorten(", ".join(texts), 50, placeholder=" ...", break_on_hyphens=False))
+            (
+                group,
+                str(len(names)),
+                size,
+                textwrap.shorten(", ".join(texts), 50, placeholder=" ...", break_on_hyphens=False),
+            )
         )
     print_page(
         stdout(WIDE_PAGE_COLUMNS),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -25,7 +24,15 @@ from repro.results.tables import (
 )
 from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
 from repro.util import files, units
-from repro.util.console import MIN_TABLE_COLUMNS, WIDE_PAGE_COLUMNS, new_table, print_json, sparkline, stdout
+from repro.util.console import (
+    MIN_TABLE_COLUMNS,
+    WIDE_PAGE_COLUMNS,
+    new_table,
+    print_json,
+    print_page,
+    sparkline,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,23 +42,13 @@ if TYPE_CHECKING:
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
-    EMULATED: "emulated: small twins behind links held to a rate; ratios count, rates are no machine's",
-    SIMULATED: "simulated: predicted, nothing ran",
+    EMULATED: "emulated: small twins on a throttled network, of which only ratios count",
+    SIMULATED: "simulated: predictions",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions with a column where experiments differ."""
-COLUMN_NOTES = {
-    "loss": "loss: of the last step",
-    "curve": "curve: loss over the steps",
-    "step": "step: median, of the slowest rank",
-    "a rank": "FLOP/s: recomputation counted",
-    "MFU": "MFU: of the device's peak, recomputation not counted",
-    "rests on": "rests on: `calibrated`, a `published` point, or nothing: a `bound`",
-    "param": "param, grad, optim: held between steps by the fullest rank",
-    "activ": "activ: at its peak",
-    "sent": "sent: by rank 0 in a step",
-}
-"""Description of a column, by a word of its heading."""
+MAX_ROWS, MAX_SHORT_GROUPS = 16, 3
+"""Maximum numbers of rows, and of groups with a table each, without `--details`."""
 
 
 class Column(NamedTuple):
@@ -60,6 +57,10 @@ class Column(NamedTuple):
     heading: str
     cells: list[str]
     left: bool = False
+    is_main: bool = False
+    """Whether the column is shown without `--details`."""
+    note: str = ""
+    """Description of the value."""
 
     @property
     def width(self) -> int:
@@ -72,7 +73,7 @@ class Column(NamedTuple):
         return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
-def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
+def print_results(what: str, results: Path, json: bool, plot: Path | None, details: bool) -> int:
     """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
     found = comparable_results(selection, _suite_pattern(what))
@@ -88,8 +89,10 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
         _write_curves(found, plot)
     if json:
         print_json(_document(found))
+    elif len(found) > MAX_SHORT_GROUPS and not details:
+        _print_groups(found)
     else:
-        print_result_tables(found)
+        print_result_tables(found, details=details)
     return 0
 
 
@@ -102,29 +105,56 @@ def _suite_pattern(what: str) -> str:
     return suites.load_suite(Path(what)).name
 
 
-def print_result_tables(found: Iterable[ComparableResults]) -> None:
-    """Print every group: its table, its failures, and its comparisons."""
+def _print_groups(found: Sequence[ComparableResults]) -> None:
+    """Print one row for each suite and kind of evidence."""
+    rows = [
+        (
+            group.suite,
+            group.evidence,
+            str(len(group.records)),
+            str(sum(record.outcome != "ok" for record in group.records)),
+            str(len(group.comparisons)),
+        )
+        for group in found
+    ]
+    more = f" --details lists {len(rows) - MAX_ROWS} more." if len(rows) > MAX_ROWS else ""
+    print_page(
+        stdout(WIDE_PAGE_COLUMNS),
+        f"{sum(len(group.records) for group in found):,} experiments of {len({row[0] for row in rows})} suites.{more}",
+        new_table(
+            "suite", "evidence", "experiments", "failures", "comparisons", left=2, rows=rows[:MAX_ROWS]
+        ),
+        command=f"repro results {found[0].suite}",
+    )
+
+
+def print_result_tables(found: Sequence[ComparableResults], *, details: bool = False) -> None:
+    """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen."""
     console = stdout(least=WIDE_PAGE_COLUMNS)
     for group in found:
+        rows = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
         count = words.count_noun(len(group.records), "experiment")
-        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
-        _print_experiments(console, group)
-        for record in group.records:
-            if record.outcome != "ok":
-                console.print(
-                    f"{record.name}: {record.outcome}: {units.readable(record.reason)}", markup=False
-                )
-        _print_comparisons(console, group.comparisons)
+        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}.")
+        _print_experiments(console, group, rows)
+        hidden = len(group.records) - rows if rows else 0
+        failed = [record for record in group.records if record.outcome != "ok"]
+        reasons = [f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failed]
+        text = f"Fastest first; --details lists {hidden} more." if hidden > 0 else ""
+        print_page(console, text, *(reasons if details else reasons[:MAX_SHORT_GROUPS]))
+        _print_comparisons(console, group.comparisons if details else group.comparisons[:MAX_SHORT_GROUPS])
         console.print()
 
 
-def _print_experiments(console: Console, group: ComparableResults) -> None:
-    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide."""
+def _print_experiments(console: Console, group: ComparableResults, most: int | None) -> None:
+    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide.
+
+    `most`: the number of rows with the main columns; None: all rows with all columns.
+    """
     name, blocks = _columns(console, group)
     gap = 2 if console.width >= WIDE_PAGE_COLUMNS else 1
     tables: list[list[Column]] = [[]]
     for block in blocks:
-        columns = [column for column in block if not column.empty]
+        columns = [column for column in block if not column.empty and (most is None or column.is_main)]
         needed = sum(column.width + gap for column in [name, *tables[-1], *columns]) - gap
         if needed > console.width >= MIN_TABLE_COLUMNS:
             tables.append([])
@@ -132,14 +162,11 @@ def _print_experiments(console: Console, group: ComparableResults) -> None:
     for columns in [columns for columns in tables if columns]:
         every = [name, *columns]
         left = {column.heading for column in every if column.left}
-        grid = new_table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
-        for cells in zip(*(column.cells for column in every), strict=True):
-            grid.add_row(*cells)
-        console.print(grid)
-        console.print()
-    headings = "\n".join(column.heading for columns in tables for column in columns).split("\n")
-    notes = [note for word, note in COLUMN_NOTES.items() if word in headings]
-    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
+        cells = list(zip(*(column.cells for column in every), strict=True))[:most]
+        headings = (column.heading for column in every)
+        print_page(console, new_table(*headings, left=left, wrap=(name.heading,), gap=gap, rows=cells))
+    notes = [column.note for columns in tables for column in columns if column.note]
+    print_page(console, "; ".join(dict.fromkeys(notes)))
 
 
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
@@ -156,46 +183,45 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
         if len({row[key] for row in rows}) > 1
     }
     losses = [record.series.loss or [] for record in group.records]
-    parts = {
-        "param": "parameters",
-        "grad": "gradients",
-        "optim": "optimizer",
-        "activ": "activations",
-        "peak": "peak",
-    }
+    parts = ("parameters", "gradients", "optimizer", "activations", "peak")
     axes = words.axes(record.experiment.layout for record in group.records)
-    held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
+    held = {part: [row.get(f"memory.{part}_bytes") for row in rows] for part in parts}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
     (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (chain(*held.values()), sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
+    degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
+    nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
+    curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
+    tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)
+    memory = "memory: largest between steps for model states, at the peak for others, on the fullest rank"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
             Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
             for key, words in many.items()
         ],
+        [Column(" x ".join(axes), degrees, is_main=True), Column("ZeRO", [str(row["zero"]) for row in rows], is_main=True)],
         [
-            Column(" x ".join(axes), [" x ".join(str(row[axis]) for axis in axes) for row in rows]),
-            Column("ZeRO", [str(row["zero"]) for row in rows]),
+            Column("loss\n(nats)", nats, is_main=True, note="loss: of the last step"),
+            Column("loss\ncurve", curves, left=True),
         ],
         [
-            Column("loss\nnats", [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]),
-            Column(
-                "curve", [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses], left=True
+            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second, least)), is_main=True,
+                   note="step: median time of the slowest rank"),
+            Column("throughput\n(tokens/s)", tokens, is_main=True),
+            Column(f"rate per\nrank ({flops})", _numbers(rates, flop, most), note="rate: with recomputation"),
+            Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01, most), is_main=True,
+                   note="MFU: model FLOP utilization"),
+            Column("basis of\nspeed", [BASIS_LABELS[basis] for basis in bases], left=True, is_main=True),
+        ],
+        [
+            *(
+                Column(f"{part}\n({gb})", _numbers(values, byte), is_main=part == "peak", note=memory)
+                for part, values in held.items()
             ),
+            Column(f"sent\n({sent_in})", _numbers(sent, sent_byte), note="sent: by rank 0 in a step"),
         ],
-        [
-            Column(f"step\n{s}", _time_or_outcome(rows, _numbers(steps, second, least))),
-            Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
-            Column(f"{flops}\na rank", _numbers(rates, flop, most)),
-            Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
-            Column("speed\nrests on", [BASIS_LABELS[basis] for basis in bases], left=True),
-        ],
-        [
-            *(Column(f"{word}\n{gb}", _numbers(values, byte)) for word, values in held.items()),
-            Column(f"sent\n{sent_in}", _numbers(sent, sent_byte)),
-        ],
-    ]
+    ]  # fmt: skip
 
 
 def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
@@ -218,17 +244,14 @@ def _number(value: float) -> str:
 
 def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
-    if not compared:
-        return
-    grid = new_table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
+    grid = new_table("experiment", "baseline", "compared", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
         between = units.NO_VALUE
         if record.low is not None and record.high is not None:
             between = f"{record.low:.3f} to {record.high:.3f}"
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
         grid.add_row(*sides, f"{record.ratio:.3f}", between, str(record.rounds))
-    console.print()
-    console.print(grid)
+    print_page(console, grid)
 
 
 def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:

@@ -18,15 +18,18 @@ from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
+from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from repro.accuracy.twins.derive import Member
     from repro.config import Experiment
 
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
+
+MAX_RATIOS = 8
+"""Maximum number of printed ratios of a sweep."""
 
 
 def print_twin(
@@ -42,6 +45,7 @@ def print_twin(
     between: str,
     write: Path | None,
     json: bool,
+    details: bool,
 ) -> int:
     """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite on request.
 
@@ -76,11 +80,18 @@ def print_twin(
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
-    console = stdout(WIDE_PAGE_COLUMNS)
-    for each in found:
-        _print_twin(console, each.twin)
-    if write is not None:
-        console.print(f"\n{write}: {sum(len(each.twin.members) for each in found)} experiments", markup=False)
+    count = sum(len(each.twin.members) for each in found)
+    parts: list[str | Table] = (
+        [part for each in found for part in _twin_details(each.twin)] if details else []
+    )
+    print_page(
+        stdout(WIDE_PAGE_COLUMNS),
+        *_describe_ratios(found),
+        *parts,
+        "" if details else "--details lists sizes, similarity numbers and the effect of each difference.",
+        "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
+        command="" if write is None else f"repro run {write}",
+    )
     return 0
 
 
@@ -119,42 +130,80 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
     return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
 
 
-def _print_twin(console: Console, twin: Twin) -> None:
+def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
+    """Return how well the twins keep the compared ratios, and the sizes of every first variant."""
+    ratios = [(each.ending.lstrip("-"), each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
+    apart = [abs(ratio.twin / ratio.original - 1) for _, _, ratio in ratios]
+    rows = (
+        (
+            " ".join(filter(None, (f"{ratio.member} over {twin.members[0].original.name}", ending))),
+            *(f"{value:.3f}" for value in (ratio.original, ratio.twin)),
+            f"{100 * (ratio.twin / ratio.original - 1):+.1f}",
+            f"{ratio.rest:.3f}",
+        )
+        for ending, twin, ratio in ratios[:MAX_RATIOS]
+    )
+    members = (
+        (
+            member.original.name,
+            *(words.describe_layout(e.layout).partition(",")[0] for e in (member.original, member.twin)),
+            *(f"{e.model.layers} x {e.model.hidden}" for e in (member.original, member.twin)),
+            *(units.number(p.step_s) for p in (member.before, member.after)),
+        )
+        for member in found[0].twin.members
+    )
+    headings = ("original\ndegrees", "twin\ndegrees", "original\nlayers x width", "twin\nlayers x width")
+    note = "Ratio: FLOP/s of a device over those of the baseline. Corrected: without the differences of the twin."
+    return [
+        f"The twin changes the predicted ratio by {units.percent(max(apart))} or less."
+        if apart
+        else "No ratio.",
+        new_table(
+            "compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio", rows=rows
+        ),
+        note if apart else "",
+        new_table("experiment", *headings, "original\nstep (s)", "twin\nstep (s)", rows=members),
+    ]
+
+
+def _twin_details(twin: Twin) -> list[str | Table]:
+    """Return sizes and similarity numbers of all members, and the effects of all differences on the ratios."""
+    parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
-        original = member.original
-        console.print(f"\n[bold]{original.name}[/] ({original.system}) and its twin")
-        console.print(_comparison_table(member))
-        console.print(
-            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}; "
-            f"network: {member.network}",
-            markup=False,
-        )
-        rows = new_table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
-        for number in similarity_numbers(member, twin.members[0]):
-            change = "kept" if number.kept else _change(number)
-            rows.add_row(
-                number.name, units.number(number.original, 4), units.number(number.twin, 4), change, number.by
+        numbers = (
+            (
+                n.name,
+                units.number(n.original, 4),
+                units.number(n.twin, 4),
+                "equal" if n.kept else _change(n),
+                n.by,
             )
-        console.print(rows)
-    for reason in twin.unlimited:
-        console.print(f"Not limited: {reason}", markup=False)
+            for n in similarity_numbers(member, twin.members[0])
+        )
+        parts += [
+            f"{member.original.name} ({member.original.system}) and its twin; network: {member.network}",
+            _comparison_table(member),
+            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}",
+            new_table(
+                "number",
+                "original",
+                "twin",
+                "change",
+                "reason",
+                left={"number", "reason"},
+                wrap=("reason",),
+                rows=numbers,
+            ),
+        ]
+    parts += [f"No limit: {reason}" for reason in twin.unlimited]
     for ratio in _ratios(twin):
-        apart = units.percent(ratio.twin / ratio.original - 1, sign=True)
-        console.print(
-            f"\n[bold]{ratio.member} over {twin.members[0].original.name}[/], FLOP/s of a device, predicted: "
-            f"original {ratio.original:.3f}, twin {ratio.twin:.3f} ({apart})"
-        )
-        rows = new_table("the twin's, if", "ratio", "")
-        for effect in ratio.effects:
-            rows.add_row(
-                effect.difference,
-                f"{effect.ratio:.3f}",
-                units.percent(effect.ratio / ratio.twin - 1, sign=True),
-            )
-        rows.add_row(
-            "all of these", f"{ratio.rest:.3f}", units.percent(ratio.rest / ratio.twin - 1, sign=True)
-        )
-        console.print(rows)
+        effects = [
+            *((effect.difference, effect.ratio) for effect in ratio.effects),
+            ("all of these", ratio.rest),
+        ]
+        rows = ((name, f"{value:.3f}", f"{100 * (value / ratio.twin - 1):+.1f}") for name, value in effects)
+        parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
+    return parts
 
 
 def _change(number: SimilarityNumber) -> str:

@@ -27,10 +27,11 @@ from repro.accuracy.validate.unknowns import (
     count_by_claim,
     format_range,
 )
+from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
-from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, new_table, print_json, stdout
+from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,16 +40,15 @@ if TYPE_CHECKING:
     from repro.accuracy.validate.machine import MachineErrors
 
 
-FROM_INPUTS, WITH_MODEL_ERROR = "90 % from inputs", "with the model's error elsewhere"
+FROM_INPUTS, WITH_MODEL_ERROR = "90 % interval", "wider interval"
 MODEL_ERROR_NOTE = (
-    f"{WITH_MODEL_ERROR}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no "
-    "verdict rests on it."
+    "Wider interval: widened until it includes nine of ten rows of other reports. No verdict uses it."
 )
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
 def print_validation(
-    results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
+    results: Path, json: bool, details: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
 ) -> int:
     """Compare predictions of the store `results`; return 0. `system`: also compare local measurements with it.
 
@@ -72,9 +72,9 @@ def print_validation(
         print_json(validation_document(found, machine))
         return 0
     console = stdout(WIDE_PAGE_COLUMNS)
-    print_points(found, console)
+    print_points(found, console, details)
     if machine is not None:
-        print_machine_errors(machine, console)
+        print_machine_errors(machine, console, details)
     return 0
 
 
@@ -100,7 +100,7 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     )
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
     console.print(
-        f"{counts} lie in their 90 % intervals {WITH_MODEL_ERROR}: {shares}, "
+        f"{counts} lie in their wider 90 % intervals: {shares}, "
         f"{'' if as_promised else 'not both '}between {least:g} and {most:g} %."
     )
     return 0 if as_promised else 1
@@ -151,12 +151,35 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
     }
 
 
-def print_points(found: Sequence[Point], console: Console) -> None:
-    """Print all points by family, then the points that do not count, then the statistics."""
+def print_points(found: Sequence[Point], console: Console, details: bool) -> None:
+    """Print the errors by family; `details` adds all points, reasons of large errors, and claims."""
     if not found:
-        console.print(
-            f"Nothing is predicted in this store; `{SIMULATE_COMMAND}` for a suite that a claim names does it."
-        )
+        print_page(console, "This store has no predictions of published values.", command=SIMULATE_COMMAND)
+        return
+    families, ratios = family_statistics(found), [p for p in found if p.kind == RATIO and not p.left_out]
+    rates = next((family for family in families if family.name == ALL_RATES), None)
+    parts = []
+    if rates is not None:
+        inside = f"{rates.held} of {rates.points} lie in the 90 % interval of uncertain inputs"
+        parts += [f"Predicted rates: median error {units.percent(rates.median)}, and {inside}."]
+    if ratios:
+        right = sum(point.right_side for point in ratios)
+        parts += [f"{right} of {len(ratios)} predicted ratios are on the right side of 1."]
+    headings = (
+        "family",
+        "rows",
+        "median\nerror (%)",
+        "error below\n25 %",
+        "in 90 %\ninterval",
+        "in wider\ninterval",
+        "largest\nerror (%)",
+        "row of the largest error",
+    )
+    rows = (_statistics_cells(family) for family in families)
+    statistics = new_table(*headings, left={"family", headings[-1]}, wrap=("family", headings[-1]), rows=rows)
+    print_page(console, *parts, statistics, MODEL_ERROR_NOTE)
+    if not details:
+        print_page(console, "--details lists all rows, and the reasons of large errors.")
         return
     counted = [point for point in found if not point.left_out]
     for name in FAMILIES:
@@ -168,7 +191,15 @@ def print_points(found: Sequence[Point], console: Console) -> None:
     rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
     _print_group("Not counted: bounds, means, and other rows about a run above", rest, console)
     _print_reasons([point for point in counted if abs(point.error) > CLOSE_ERROR], console)
-    _print_statistics(found, console)
+    by_claim = (
+        (claim.name, str(claim.points), *_interval_counts(claim)) for claim in claim_statistics(found)
+    )
+    used = {point.rests_on for point in found}
+    print_page(
+        console,
+        new_table("claim", "rows", FROM_INPUTS, WITH_MODEL_ERROR, rows=by_claim),
+        *(f"{BASIS_LABELS[basis]}: {meaning}." for basis, meaning in BASES.items() if basis in used),
+    )
 
 
 def _print_reasons(missed: Sequence[Point], console: Console) -> None:
@@ -231,52 +262,14 @@ def _interval_text(interval: tuple[float, float] | None) -> str:
     return " to ".join(map(units.number, interval)) if interval else units.NO_VALUE
 
 
-def _print_statistics(found: Sequence[Point], console: Console) -> None:
-    from rich.text import Text
-
-    headings = (
-        "family",
-        "points",
-        "median |error|",
-        "within 25 %",
-        FROM_INPUTS,
-        WITH_MODEL_ERROR,
-        "worst",
-        "",
-    )
-    grid = new_table(*headings, left={"family", ""}, wrap=headings)
-    for family in family_statistics(found):
-        grid.add_row(*_statistics_cells(family))
-    by_claim = new_table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
-    for claim in claim_statistics(found):
-        by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
-    console.print()
-    console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
-    console.print(by_claim)
-    console.print(f"{FROM_INPUTS}: the interval that unknown inputs leave.", style="dim", markup=False)
-    console.print(MODEL_ERROR_NOTE, style="dim", markup=False)
-    console.print()
-    used = {point.rests_on for point in found}
-    for basis, meaning in BASES.items():
-        if basis in used:
-            console.print(f"rests on {BASIS_LABELS[basis]}: {meaning}.", style="dim", markup=False)
-    console.print()
-    console.print(Text("Error of predicted rates", style="bold cyan"))
-    console.print(grid)
-    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
-    if ratios:
-        right = sum(point.right_side for point in ratios)
-        console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
-
-
 def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
     return (
         family.name,
         str(family.points),
-        units.percent(family.median),
+        f"{100 * family.median:.1f}",
         f"{family.close}/{family.points}",
         *_interval_counts(family),
-        units.percent(family.worst.error, sign=True),
+        f"{100 * family.worst.error:+.1f}",
         f"{family.worst.claim} {family.worst.label}",
     )
 
@@ -286,23 +279,23 @@ def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
     return f"{family.held}/{family.points}", wider
 
 
-def print_machine_errors(machine: MachineErrors, console: Console) -> None:
-    """Print predicted and measured step times of this machine."""
-    from rich.text import Text
-
-    console.print()
-    console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
-    headings = ("experiment", "layout", "measured", "predicted", "error", "rests on")
-    grid = new_table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
-    for pair in machine.pairs:
-        times = units.seconds(pair.measured), units.seconds(pair.predicted)
-        error = units.percent(pair.error, sign=True)
-        grid.add_row(pair.name, pair.layout, *times, error, BASIS_LABELS[pair.rests_on])
-    console.print(grid)
-    if machine.pairs:
-        console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")
-    for name, reason in machine.missing.items():
-        console.print(f"{name}: not predicted: {reason}")
+def print_machine_errors(machine: MachineErrors, console: Console, details: bool) -> None:
+    """Print the error of predictions for this machine; `details` adds predicted and measured step times."""
+    headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
+    rows = (
+        (
+            *(pair.name, pair.layout, units.seconds(pair.measured), units.seconds(pair.predicted)),
+            *(f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on]),
+        )
+        for pair in machine.pairs
+    )
+    print_page(
+        console,
+        f"{len(machine.pairs)} runs measured here, predicted on {machine.system}: median error "
+        f"{units.percent(machine.median)}." if machine.pairs else f"No run measured here is predicted on {machine.system}.",
+        *([new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings, rows=rows)] if details else []),
+        *(f"{name}: not predicted: {reason}" for name, reason in machine.missing.items() if details),
+    )  # fmt: skip
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
@@ -318,22 +311,47 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
     files.write_file(path, style.to_svg(drawing))
 
 
-def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
+def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
     from repro.report import evidence
     from repro.results.store import print_remarks
 
     seen = evidence.read_store(results, own)
     print_remarks(seen.torn)
+    console = stdout(WIDE_PAGE_COLUMNS)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
-    else:
-        console = stdout(WIDE_PAGE_COLUMNS)
+    elif details:
         print_measurements(seen.shopping_list, console)
         print_implied(seen.implied, console)
+    else:
+        _print_ranking(seen.shopping_list, console)
     return 0
 
 
+def _print_ranking(found: RankedInputs, console: Console) -> None:
+    """Print the uncertain inputs with the largest effect on the predictions of a store."""
+    rows = (
+        (
+            *(one.key, one.system, format_range(one), str(len(one.rows)), str(len(one.settles))),
+            f"{100 * one.share:.1f}",
+        )
+        for one in found.inputs[:MAX_RANKED_INPUTS]
+    )
+    headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
+    first = found.inputs[0] if found.inputs else None
+    print_page(
+        console,
+        f"Largest uncertainty: {words.describe_input(first.key)} of {first.system}, {units.percent(first.share)} of "
+        f"the width of all intervals. {len(found.inputs)} inputs are uncertain." if first else "No input is uncertain.",
+        new_table(*headings, left=3, wrap=headings[:3], rows=rows),
+        "Decided rows: predictions for which the input has more than half of the uncertainty.",
+        "--details lists sources, measurements, and the values that published rows imply.",
+    )  # fmt: skip
+
+
+MAX_RANKED_INPUTS = 10
+"""Maximum number of printed inputs without `--details`."""
 MIN_LISTED_WIDTH_SHARE = 0.001
 """Minimum share of the width of all intervals for which an unknown is listed."""
 
