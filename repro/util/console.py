@@ -1,9 +1,8 @@
-"""Terminal output: consoles, tables without frames that can be copied and searched, bars, and JSON documents."""
+"""Terminal output: consoles, tables without frames that can be copied and searched, and JSON documents."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -20,12 +19,8 @@ MIN_COLUMNS = 20
 """Minimum width of the output in columns, whatever `COLUMNS` is."""
 WIDE_PAGE_COLUMNS = 100
 """Width in columns of one screen, for output to a pipe or a file while `COLUMNS` is not set."""
-BAR_COLUMNS = 24
-"""Columns of a full bar."""
 MIN_TABLE_COLUMNS = 80
 """Width of a terminal below which a table that needs more columns than it has is printed as blocks."""
-UNIT = re.compile(r"%|nats|\S+/s|[numµ]?s|[kMGTP]?B")
-"""Second line of a heading that is only the unit of the first."""
 
 
 def stdout(least: int = 0) -> Console:
@@ -159,7 +154,7 @@ def _whole_words(**settings: Any) -> Table:
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
             for number, row in enumerate(rows):
-                names, cells = [_phrase(str(column.header)) for column in self.columns], row
+                names, cells = [" ".join(str(column.header).split()) for column in self.columns], row
                 if not is_headed:
                     names, cells = [str(row[0])], row[1:]
                 elif number and row[0]:
@@ -175,20 +170,6 @@ def _whole_words(**settings: Any) -> Table:
                 yield Text("")
 
     return WholeWords(**settings)
-
-
-def _phrase(heading: str) -> str:
-    """Return a heading of several lines as one phrase: `step (s)`, `samples/s`, `TFLOP/s a GPU`."""
-    name, _, unit = heading.partition("\n")
-    text = f"{name} ({unit})" if UNIT.fullmatch(unit) else heading.replace("\n/", "/")
-    return " ".join(text.split())
-
-
-def bar(console: Console, size: float, whole: float, *, with_rest: bool = True) -> str:
-    """Return `size` / `whole` as a bar of `BAR_COLUMNS` columns.  `with_rest`: draw the remainder too."""
-    full, empty = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
-    filled = min(BAR_COLUMNS, round(BAR_COLUMNS * size / whole)) if whole else 0
-    return full * filled + (empty * (BAR_COLUMNS - filled) if with_rest else "")
 
 
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:

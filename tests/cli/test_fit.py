@@ -29,7 +29,7 @@ def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     size = units.parameter_count(found["largest"]["params"])
     for words in (f"{size} parameters.", found["binding"], "Failure: ", "traces"):
         assert words in out
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_fit_compares_the_zero_stages(capsys: pytest.CaptureFixture[str]) -> None:

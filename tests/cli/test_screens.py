@@ -16,6 +16,8 @@ from tests.cli.samples import EXEMPT, SAMPLES, cases
 SCREEN_LINES, SCREEN_COLUMNS, SENTENCE_WORDS = 24, 100, 30
 PRIVATE_WORDS = "room storey house thing doubt circle beside look said told kept gone whole"
 """Words that the style guide excludes; a user does not know their meaning in this project."""
+LISTS = ("gpu-day", "schedule", "claims")
+"""Commands that print a list or a drawing that the user asks for, and the ledger, which has tests of its own."""
 
 
 def sentences(text: str) -> list[str]:
@@ -43,7 +45,9 @@ def test_faults_are_found() -> None:
     assert not faults("one " * 30)
 
 
-@pytest.mark.parametrize("command", cases(all_samples=True))
+@pytest.mark.parametrize(
+    "command", [case for case in cases(all_samples=True) if case.values[0].split()[0] not in LISTS]
+)
 def test_the_answer_is_one_screen(
     command: str,
     samples_folder: Path,

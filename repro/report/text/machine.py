@@ -108,13 +108,13 @@ def _print_checks(
         print_json(found)
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
-    rows = checks if details else [check for check in checks if check.state != YES]
+    rows = ((c.state, c.name, c.found, c.enables) for c in checks if details or c.state != YES)
     wrap = ("found", "use")
     print_page(
         stdout(WIDE_PAGE_COLUMNS),
         f"Nothing can be {undone} until this works: {', '.join(broken)}." if broken else f"Suites can be {undone}.",
         f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
-        new_table("state", "check", *wrap, left=4, wrap=wrap, rows=((c.state, c.name, c.found, c.enables) for c in rows)),
+        new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
         "" if broken else hint,
         "" if details else "--details lists every check with its use.",
     )  # fmt: skip

@@ -96,7 +96,7 @@ def _print_every_model(models: list[Model]) -> None:
         "layers",
         "hidden\nsize",
         "heads",
-        "vocabulary",
+        "vocab\nsize",
         "parameters",
         "printed",
         "states\n(GB)",

@@ -47,7 +47,7 @@ EVIDENCE_TITLES = {
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions with a column where experiments differ."""
-MAX_ROWS, MAX_SHORT_GROUPS = 16, 3
+MAX_ROWS, MAX_SHORT_GROUPS = 12, 3
 """Maximum numbers of rows, and of groups with a table each, without `--details`."""
 
 
@@ -130,18 +130,19 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
 
 def print_result_tables(found: Sequence[ComparableResults], *, details: bool = False) -> None:
     """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen."""
-    console = stdout(least=WIDE_PAGE_COLUMNS)
+    console = stdout(WIDE_PAGE_COLUMNS)
     for group in found:
-        rows = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
+        most = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
         count = words.count_noun(len(group.records), "experiment")
-        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}.")
-        _print_experiments(console, group, rows)
-        hidden = len(group.records) - rows if rows else 0
-        failed = [record for record in group.records if record.outcome != "ok"]
-        reasons = [f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failed]
-        text = f"Fastest first; --details lists {hidden} more." if hidden > 0 else ""
-        print_page(console, text, *(reasons if details else reasons[:MAX_SHORT_GROUPS]))
-        _print_comparisons(console, group.comparisons if details else group.comparisons[:MAX_SHORT_GROUPS])
+        failures = [record for record in group.records if record.outcome != "ok"]
+        failed = f" {words.count_noun(len(failures), 'failure')}." if failures else ""
+        print_page(console, f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
+        _print_experiments(console, group, most)
+        hidden = len(group.records) - (most or len(group.records))
+        reasons = (f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures)
+        more = f"Fastest first; --details lists {hidden} more." if hidden > 0 else ""
+        print_page(console, more, *list(reasons)[: None if details else MAX_SHORT_GROUPS])
+        _print_comparisons(console, group.comparisons[: None if details else MAX_SHORT_GROUPS])
         console.print()
 
 
@@ -194,13 +195,16 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
     curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
     tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)
-    memory = "memory: largest between steps for model states, at the peak for others, on the fullest rank"
+    memory = "memory: of the fullest rank, between steps for model states"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
             Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
             for key, words in many.items()
         ],
-        [Column(" x ".join(axes), degrees, is_main=True), Column("ZeRO", [str(row["zero"]) for row in rows], is_main=True)],
+        [
+            Column(" x ".join(axes), degrees, is_main=True),
+            Column("ZeRO", [str(row["zero"]) for row in rows], is_main=True),
+        ],
         [
             Column("loss\n(nats)", nats, is_main=True, note="loss: of the last step"),
             Column("loss\ncurve", curves, left=True),

@@ -10,7 +10,7 @@ from repro.config.system import System
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import BASES, UPPER_BOUND, describe_basis
 from repro.util import units
-from repro.util.console import WIDE_PAGE_COLUMNS, bar, new_table, print_page, stdout
+from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def print_simulated_step(
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
         *_describe_time(simulation, document),
         "" if is_dropped else unfused_attention_note(e.model, e.layout, capability),
-        _memory_table(console, simulation, document["memory"]),
+        _memory_table(simulation, document["memory"]),
         _traffic_table(document["comm"]),
         *(
             _step_details(simulation, document)
@@ -120,7 +120,7 @@ def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str
     ]
 
 
-def _memory_table(console: Console, simulation: Simulation, memory: dict[str, Any]) -> Table:
+def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
     """Return the live bytes of the fullest rank at the peak, by category."""
     role = simulation.fullest.role.name.partition(" (")[0]
     whole, peak = simulation.limit_bytes or memory["reserved_bytes"], memory["peak_bytes"]
@@ -128,14 +128,13 @@ def _memory_table(console: Console, simulation: Simulation, memory: dict[str, An
     if simulation.fits:
         sizes["fragmentation"] = memory["reserved_bytes"] - peak
     title = "memory at the peak" if role == "all" else f"memory of the {role} stage at the peak"
+    share = f"share of {'device' if simulation.limit_bytes else 'reserved'} memory (%)"
     rows = (
-        (term, gb(size), bar(console, size, whole, with_rest=False))
+        (term, gb(size), f"{100 * size / whole:.1f}")
         for term, size in sizes.items()
         if size >= MIN_SHOWN_SHARE * peak
     )
-    return new_table(
-        title, "size (GB)", "share of device memory", left={title, "share of device memory"}, rows=rows
-    )
+    return new_table(title, "size (GB)", share, rows=rows)
 
 
 def _traffic_table(comm: dict[str, Any]) -> Table | str:

@@ -211,18 +211,18 @@ def _change(number: SimilarityNumber) -> str:
 
 
 def _comparison_table(member: Member) -> Any:
-    rows = new_table("", "original", "twin", left=1)
+    rows = new_table("size", "original", "twin")
     before, after = member.original, member.twin
     for key in ("layers", "hidden", "heads", "vocab"):
         rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
-    rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
+    rows.add_row("tokens per sample", f"{before.seq:,}", f"{after.seq:,}")
     rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
-    rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
+    rows.add_row("samples per step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
     both = (member.before, member.after)
-    rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))
-    rows.add_row("compute of a step", *(units.seconds(compute_s(p)) for p in both))
-    rows.add_row("step, predicted", *(units.seconds(p.step_s) for p in both))
-    rows.add_row("which rests on", *(p.rests_on for p in both))
+    rows.add_row("F: rate per device", *(units.flop_rate(useful_rate(p)) for p in both))
+    rows.add_row("compute per step", *(units.seconds(compute_s(p)) for p in both))
+    rows.add_row("predicted step", *(units.seconds(p.step_s) for p in both))
+    rows.add_row("basis", *(p.rests_on for p in both))
     return rows
 
 
