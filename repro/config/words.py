@@ -80,12 +80,8 @@ def layout_options(spread: Layout, precision: str) -> str:
 
 def describe_input(key: str) -> str:
     """Return the key of an uncertain input as words: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
-    if key == "kernels":
-        return "kernel speed"
-    name = re.sub(r"^(links|device)\.(time\.)?", "", key)
-    return (
-        re.sub("_s$", "" if name.endswith("latency_s") else " time", name).replace(".", " ").replace("_", " ")
-    )
+    name = re.sub(r"^(links|device)\.(time\.)?|_s$", "", key)
+    return "kernel speed" if key == "kernels" else re.sub("[._]", " ", name)
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def test_ratios_have_the_intervals_of_their_records(store: Path, capsys: pytest.
     assert (compared["low"], compared["evidence"]) == (first.low, "measured")
 
 
-@pytest.mark.parametrize("width", [80, 240])
+@pytest.mark.parametrize("width", [80, 200])
 def test_any_terminal_has_every_column(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
@@ -121,7 +121,7 @@ def test_any_terminal_has_every_column(
     for heading in ("curve", "tokens", "activations", "sent", "global"):
         assert heading in out
     tables = sum(line.startswith("experiment ") for line in out.splitlines())
-    assert tables == 3 if width == 240 else tables > 3
+    assert tables == 3 if width == 200 else tables > 3
 
 
 def test_curves_of_losses_as_a_picture(

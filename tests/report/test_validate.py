@@ -180,7 +180,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["validate", "--results", str(store), "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "1 of 1 ratios are on the right side of 1" in " ".join(text.split())
-    assert "8B: speed-up" not in text
+    assert "Calibration: left out" not in text
     assert main(["validate", "--results", str(store), "--details"]) == 0
     text = capsys.readouterr().out
     assert "Calibration: left out" in text

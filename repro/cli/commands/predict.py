@@ -136,10 +136,13 @@ def plan(
         ),
     ] = False,
     tokens: Annotated[
-        float, typer.Option(help="Of a whole training: how long it takes.", metavar="N", show_default=False)
+        float, typer.Option(help="Tokens of a training, for its duration.", metavar="N", show_default=False)
     ] = 0.0,
     price_per_gpu_hour: Annotated[
-        float, typer.Option(help="What training on --tokens costs.", metavar="PRICE", show_default=False)
+        float,
+        typer.Option(
+            help="Price of a GPU hour, for the cost of --tokens.", metavar="PRICE", show_default=False
+        ),
     ] = 0.0,
     details: Details = False,
     json: Json = False,

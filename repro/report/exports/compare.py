@@ -195,30 +195,13 @@ def print_comparison(
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     """Print the totals, then up to `most` changes, worse ones first; None: all, with equal speeds."""
-    counts = ", ".join(
-        f"{sum(c.judged == judged for c in changes)} {judged}" for judged in (WORSE, SAME, BETTER)
-    )
-    order = (WORSE, BETTER, SAME)
+    order = (WORSE, SAME, BETTER)
+    counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
+    wrap = ("before", "after")
+    made = new_table("change", "of", "name", "ratio (interval)", *wrap, left=6, wrap=wrap)
     shown = [c for c in changes if c.judged != SAME or (most is None and c.kind == "speed")]
-    rows = (
-        (c.judged, c.kind, c.name, units.ratio(c.ratio, c.low, c.high) if c.ratio else "", c.before, c.after)
-        for c in sorted(shown, key=lambda c: order.index(c.judged))[:most]
-    )
-    print_page(
-        stdout(WIDE_PAGE_COLUMNS),
-        f"Changes: {counts}.",
-        new_table(
-            "change",
-            "of",
-            "name",
-            "ratio (interval)",
-            "before",
-            "after",
-            left=6,
-            wrap=("before", "after"),
-            rows=rows,
-        ),
-        ""
-        if most is None
-        else "--details lists all changes, and the speeds that are equal within the tolerance.",
-    )
+    for c in sorted(shown, key=lambda c: (WORSE, BETTER, SAME).index(c.judged))[:most]:
+        ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
+        made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
+    more = "" if most is None else "--details lists all changes, and equal speeds."
+    print_page(stdout(WIDE_PAGE_COLUMNS), f"Changes: {counts}.", made, more)

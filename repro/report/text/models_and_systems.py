@@ -64,30 +64,18 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 def _print_model_groups(models: dict[str, Model]) -> None:
     """Print one row for each group of models, those of the reports first, with names to begin with."""
-    aliases, groups = model_aliases(), model_groups()
-    rows = []
+    aliases, groups, examples = model_aliases(), model_groups(), "examples (other names)"
+    made = new_table("group", "models", "parameters", examples, left={"group", examples}, wrap=(examples,))
     for group, names in groups.items():
         sizes = [total_parameters(models[name]) for name in names]
-        few = [name for name in names if name in aliases.values()] or names
-        shown = [f"{name} ({', '.join(a for a, of in aliases.items() if of == name)})" for name in few]
-        texts = shown if few is not names else names
         size = " to ".join(dict.fromkeys(units.parameter_count(end(sizes)) for end in (min, max)))
-        rows.append(
-            (
-                group,
-                str(len(names)),
-                size,
-                textwrap.shorten(", ".join(texts), 50, placeholder=" ...", break_on_hyphens=False),
-            )
-        )
-    print_page(
-        stdout(WIDE_PAGE_COLUMNS),
-        f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports.",
-        new_table("group", "models", "parameters", "examples (other names)", left={"group", "examples (other names)"},
-                  wrap=("examples (other names)",), rows=rows),
-        "--details lists every model.",
-        command="repro models gpt2-1.5b",
-    )  # fmt: skip
+        others = {name: ", ".join(alias for alias, of in aliases.items() if of == name) for name in names}
+        text = ", ".join(f"{name} ({other})" for name, other in others.items() if other) or ", ".join(names)
+        text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
+        made.add_row(group, str(len(names)), size, text)
+    text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports."
+    more = "--details lists every model."
+    print_page(stdout(WIDE_PAGE_COLUMNS), text, made, more, command="repro models gpt2-1.5b")
 
 
 def _print_every_model(models: list[Model]) -> None:

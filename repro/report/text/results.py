@@ -47,8 +47,8 @@ EVIDENCE_TITLES = {
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions with a column where experiments differ."""
-MAX_ROWS, MAX_SHORT_GROUPS = 12, 3
-"""Maximum numbers of rows, and of groups with a table each, without `--details`."""
+MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS = 12, 3, 18
+"""Maximum numbers of rows, of groups with a table each, and of groups with a row each, without `--details`."""
 
 
 class Column(NamedTuple):
@@ -107,25 +107,14 @@ def _suite_pattern(what: str) -> str:
 
 def _print_groups(found: Sequence[ComparableResults]) -> None:
     """Print one row for each suite and kind of evidence."""
-    rows = [
-        (
-            group.suite,
-            group.evidence,
-            str(len(group.records)),
-            str(sum(record.outcome != "ok" for record in group.records)),
-            str(len(group.comparisons)),
-        )
-        for group in found
-    ]
-    more = f" --details lists {len(rows) - MAX_ROWS} more." if len(rows) > MAX_ROWS else ""
-    print_page(
-        stdout(WIDE_PAGE_COLUMNS),
-        f"{sum(len(group.records) for group in found):,} experiments of {len({row[0] for row in rows})} suites.{more}",
-        new_table(
-            "suite", "evidence", "experiments", "failures", "comparisons", left=2, rows=rows[:MAX_ROWS]
-        ),
-        command=f"repro results {found[0].suite}",
-    )
+    made = new_table("suite", "evidence", "experiments", "failures", "comparisons", left=2)
+    for group in found[:MAX_GROUP_ROWS]:
+        failures = sum(record.outcome != "ok" for record in group.records)
+        counts = len(group.records), failures, len(group.comparisons)
+        made.add_row(group.suite, group.evidence, *map(str, counts))
+    more = f" --details lists {len(found) - MAX_GROUP_ROWS} more groups." if found[MAX_GROUP_ROWS:] else ""
+    text = f"{sum(len(group.records) for group in found):,} experiments in {len(found)} groups.{more}"
+    print_page(stdout(WIDE_PAGE_COLUMNS), text, made, command=f"repro results {found[0].suite}")
 
 
 def print_result_tables(found: Sequence[ComparableResults], *, details: bool = False) -> None:
@@ -248,7 +237,7 @@ def _number(value: float) -> str:
 
 def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
-    grid = new_table("experiment", "baseline", "compared", "ratio", "95 % interval", "rounds", left=3)
+    grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
         between = units.NO_VALUE
         if record.low is not None and record.high is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.twins.derive import Twin, TwinOptions, compute_s, derive, useful_rate
+from repro.accuracy.twins.derive import Twin, TwinOptions, derive, useful_rate
 from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load_ledger
@@ -23,7 +23,6 @@ from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, print_p
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from repro.accuracy.twins.derive import Member
     from repro.config import Experiment
 
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
@@ -88,7 +87,7 @@ def print_twin(
         stdout(WIDE_PAGE_COLUMNS),
         *_describe_ratios(found),
         *parts,
-        "" if details else "--details lists sizes, similarity numbers and the effect of each difference.",
+        "" if details else "--details lists similarity numbers and the effect of each difference.",
         "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
         command="" if write is None else f"repro run {write}",
     )
@@ -132,98 +131,60 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
 
 def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
     """Return how well the twins keep the compared ratios, and the sizes of every first variant."""
-    ratios = [(each.ending.lstrip("-"), each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
-    apart = [abs(ratio.twin / ratio.original - 1) for _, _, ratio in ratios]
-    rows = (
-        (
-            " ".join(filter(None, (f"{ratio.member} over {twin.members[0].original.name}", ending))),
-            *(f"{value:.3f}" for value in (ratio.original, ratio.twin)),
-            f"{100 * (ratio.twin / ratio.original - 1):+.1f}",
-            f"{ratio.rest:.3f}",
-        )
-        for ending, twin, ratio in ratios[:MAX_RATIOS]
+    ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
+    apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
+    compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
+    for (ending, twin, ratio), difference in list(zip(ratios, apart, strict=True))[:MAX_RATIOS]:
+        name = f"{ratio.member} over {twin.members[0].original.name}{ending}"
+        values = (f"{value:.3f}" for value in (ratio.original, ratio.twin))
+        compared.add_row(name, *values, f"{100 * difference:+.1f}", f"{ratio.rest:.3f}")
+    headings = (
+        f"{side}\n{size}"
+        for size in ("degrees", "layers x width", "step (s)")
+        for side in ("original", "twin")
     )
-    members = (
-        (
-            member.original.name,
-            *(words.describe_layout(e.layout).partition(",")[0] for e in (member.original, member.twin)),
-            *(f"{e.model.layers} x {e.model.hidden}" for e in (member.original, member.twin)),
-            *(units.number(p.step_s) for p in (member.before, member.after)),
-        )
-        for member in found[0].twin.members
-    )
-    headings = ("original\ndegrees", "twin\ndegrees", "original\nlayers x width", "twin\nlayers x width")
+    sizes = new_table("experiment", *headings)
+    for member in found[0].twin.members:
+        both = member.original, member.twin
+        degrees = (words.describe_layout(e.layout).partition(",")[0] for e in both)
+        shapes = (f"{e.model.layers} x {e.model.hidden}" for e in both)
+        steps = (units.number(p.step_s) for p in (member.before, member.after))
+        sizes.add_row(member.original.name, *degrees, *shapes, *steps)
     note = "Ratio: FLOP/s of a device over those of the baseline. Corrected: without the differences of the twin."
-    return [
-        f"The twin changes the predicted ratio by {units.percent(max(apart))} or less."
-        if apart
-        else "No ratio.",
-        new_table(
-            "compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio", rows=rows
-        ),
-        note if apart else "",
-        new_table("experiment", *headings, "original\nstep (s)", "twin\nstep (s)", rows=members),
-    ]
+    answer = (
+        f"The twin changes the predicted ratio by {units.percent(max(map(abs, apart), default=0.0))} or less."
+    )
+    return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
 
 
 def _twin_details(twin: Twin) -> list[str | Table]:
-    """Return sizes and similarity numbers of all members, and the effects of all differences on the ratios."""
+    """Return the similarity numbers of all members, and the effects of all differences on the ratios."""
     parts: list[str | Table] = []
+    left = ("number", "reason")
     for member, scale in zip(twin.members, twin.scales, strict=True):
-        numbers = (
-            (
-                n.name,
-                units.number(n.original, 4),
-                units.number(n.twin, 4),
-                "equal" if n.kept else _change(n),
-                n.by,
-            )
-            for n in similarity_numbers(member, twin.members[0])
-        )
+        numbers = new_table("number", "original", "twin", "change", "reason", left=left, wrap=("reason",))
+        for n in similarity_numbers(member, twin.members[0]):
+            values = units.number(n.original, 4), units.number(n.twin, 4)
+            numbers.add_row(n.name, *values, "equal" if n.kept else _change(n), n.by)
         parts += [
-            f"{member.original.name} ({member.original.system}) and its twin; network: {member.network}",
-            _comparison_table(member),
-            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}",
-            new_table(
-                "number",
-                "original",
-                "twin",
-                "change",
-                "reason",
-                left={"number", "reason"},
-                wrap=("reason",),
-                rows=numbers,
-            ),
+            f"{member.original.name} ({member.original.system}) and its twin.",
+            f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
+            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}.",
+            numbers,
         ]
     parts += [f"No limit: {reason}" for reason in twin.unlimited]
     for ratio in _ratios(twin):
-        effects = [
-            *((effect.difference, effect.ratio) for effect in ratio.effects),
-            ("all of these", ratio.rest),
-        ]
-        rows = ((name, f"{value:.3f}", f"{100 * (value / ratio.twin - 1):+.1f}") for name, value in effects)
+        effects = {effect.difference: effect.ratio for effect in ratio.effects} | {"all of these": ratio.rest}
+        rows = (
+            (name, f"{value:.3f}", f"{100 * (value / ratio.twin - 1):+.1f}")
+            for name, value in effects.items()
+        )
         parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
     return parts
 
 
 def _change(number: SimilarityNumber) -> str:
     return "new" if not number.original else units.percent(number.change, sign=True)
-
-
-def _comparison_table(member: Member) -> Any:
-    rows = new_table("size", "original", "twin")
-    before, after = member.original, member.twin
-    for key in ("layers", "hidden", "heads", "vocab"):
-        rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
-    rows.add_row("tokens per sample", f"{before.seq:,}", f"{after.seq:,}")
-    rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
-    rows.add_row("samples per step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
-    both = (member.before, member.after)
-    rows.add_row("F: rate per device", *(units.flop_rate(useful_rate(p)) for p in both))
-    rows.add_row("compute per step", *(units.seconds(compute_s(p)) for p in both))
-    rows.add_row("predicted step", *(units.seconds(p.step_s) for p in both))
-    rows.add_row("basis", *(p.rests_on for p in both))
-    return rows
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:

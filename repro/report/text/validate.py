@@ -160,8 +160,8 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
     families, ratios = family_statistics(found), [p for p in found if p.kind == RATIO and not p.left_out]
     text = ""
     for rates in (family for family in families if family.name == ALL_RATES):
-        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are in the "
-        text += "90 % interval of uncertain inputs. "
+        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
+        text += "in the 90 % interval of uncertain inputs. "
     if ratios:
         text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
     headings = (
@@ -249,20 +249,14 @@ def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
 def print_machine_errors(machine: MachineErrors, console: Console, details: bool) -> None:
     """Print the error of predictions for this machine; `details` adds predicted and measured step times."""
     headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
-    rows = (
-        (
-            *(pair.name, pair.layout, units.seconds(pair.measured), units.seconds(pair.predicted)),
-            *(f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on]),
-        )
-        for pair in machine.pairs
-    )
-    print_page(
-        console,
-        f"{len(machine.pairs)} runs of this machine are predicted on {machine.system}"
-        + (f": median error {units.percent(machine.median)}." if machine.pairs else "."),
-        *([new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings, rows=rows)] if details else []),
-        *(f"{name}: not predicted: {reason}" for name, reason in machine.missing.items() if details),
-    )  # fmt: skip
+    made = new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings)
+    for pair in machine.pairs:
+        times = units.seconds(pair.measured), units.seconds(pair.predicted)
+        made.add_row(pair.name, pair.layout, *times, f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on])
+    text = f"{len(machine.pairs)} runs of this machine are predicted on {machine.system}"
+    text += f": median error {units.percent(machine.median)}." if machine.pairs else "."
+    missing = (f"{name}: not predicted: {reason}" for name, reason in machine.missing.items())
+    print_page(console, text, *([made, *missing] if details else ()))
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
