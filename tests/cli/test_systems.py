@@ -109,7 +109,7 @@ def test_a_calibrated_file_shows_what_was_measured(
     path.write_text(MINE.read_text() + CALIBRATED)
     assert cli.main(["systems", str(path), "--details"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4, processor X" in said
+    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in said
     assert "aten.mm: 2 us + 0 s per byte + 0.01 ps per FLOP" in said
     assert "nvlink all_reduce, 4 ranks: 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in said
     assert cli.main(["systems", str(path), "--json"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from repro.util.units import gb
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from repro.simulate.plan.candidates import PlanRequest
     from repro.simulate.plan.fit import FitQuestion
@@ -38,11 +36,16 @@ SWITCHES = {
 
 
 def print_fits(
-    fits: Sequence[tuple[FitQuestion, dict[str, Any]]], remarks: Sequence[str] = (), *, details: bool = False
+    fits: Sequence[tuple[FitQuestion, dict[str, Any]]],
+    options: str,
+    remarks: Sequence[str] = (),
+    *,
+    details: bool = False,
 ) -> None:
     """Print the largest model (or micro-batch) of each strategy, given as a question with its document.
 
-    `remarks`: reasons for strategies without an answer. `details` adds memory by category and all trials.
+    `options`: model, system and devices of the next command. `remarks`: reasons for strategies without an
+    answer. `details` adds memory by category and all trials.
     """
     question, document = fits[0]
     model, layout, sizes = question.model, question.layout, document["sizes"]
@@ -69,8 +72,7 @@ def print_fits(
         *remarks,
         *(part for fit in fits for part in (_fit_details(*fit) if details else ())),
         "" if details else "--details lists memory by category and all trials.",
-        command=f"repro plan --model {'MODEL' if is_depth else model.name} --system {question.system.name} "
-        f"--gpus {document['gpus']}",
+        command=f"repro plan {options}",
     )
 
 
@@ -294,50 +296,37 @@ def _ruled_out_table(rows: Sequence[PlanRow]) -> Table:
     return made
 
 
-FITS_ALL_STYLE, FITS_LARGER_STYLE, FITS_NONE_STYLE = "bold green", "yellow", "red"
-
-
 def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Sequence[int]) -> None:
     """Print the map of every (tp, pp) with a layout, and the limiting terms of those that do not fit."""
-    console = stdout()
     limits = sorted(limits)
-    there = [cell for cell in cells if cell.rows]
-    layout = there[0].rows[limits[0]].layout
-    strategy = words.describe_layout(layout, degrees=False, batches=True)
-    console.print(f"[bold]{request.model.name}[/] on {words.describe_devices(request.gpus, request.system)}")
-    console.print(f"{strategy}; GB on the fullest rank, and the least memory that it fits\n")
-    columns = sorted({cell.pp for cell in there})
-    rows = sorted({cell.tp for cell in there}, reverse=True)
-    drawn = new_table("", *(f"pp {pp}" for pp in columns), left=1 + len(columns), gap=4)
-    by_place = {(cell.tp, cell.pp): cell for cell in there}
-    for tp in rows:
-        answers = [_cell_text(by_place.get((tp, pp)), limits) for pp in columns]
-        drawn.add_row(f"tp {tp}", *answers)
-    console.print(drawn)
-    kinds = {row.evidence for cell in there for row in cell.rows.values()}
-    notes = ["-: no such layout (--json says why)"] if len(there) < len(rows) * len(columns) else []
-    notes += [">: lower bound, not simulated"] if kinds & {STATES, RETAINED} else []
-    notes += ["GB are reserved, or live where the layout does not fit"] if FULL in kinds else []
-    notes += [f"{units.size(request.system.context())} of each memory are beyond the allocator's reach"]
-    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
-    for limit in limits:
-        _print_limit(console, there, limit)
+    there = {(cell.tp, cell.pp): cell for cell in cells if cell.rows}
+    layout = next(iter(there.values())).rows[limits[0]].layout
+    stages = sorted({pp for _, pp in there})
+    drawn = new_table("", *(f"pp {pp}" for pp in stages), left=1 + len(stages), gap=4)
+    for tp in sorted({tp for tp, _ in there}, reverse=True):
+        drawn.add_row(f"tp {tp}", *(_cell_text(there.get((tp, pp)), limits) for pp in stages))
+    is_bound = {row.evidence for cell in there.values() for row in cell.rows.values()} & {STATES, RETAINED}
+    print_page(
+        stdout(WIDE_PAGE_COLUMNS),
+        f"{request.model.name} on {words.describe_devices(request.gpus, request.system)}.",
+        f"Layout: {words.describe_layout(layout, degrees=False, batches=True)}.",
+        "Cells: memory of the fullest rank (GB), and the smallest device memory that fits.",
+        drawn,
+        f"{units.size(request.system.context())} of each device memory are outside the allocator."
+        + " >: lower bound, not simulated." * bool(is_bound)
+        + " -: no such layout." * (len(there) < drawn.row_count * len(stages)),
+        *(text for limit in limits for text in _describe_limits(list(there.values()), limit)),
+    )
 
 
-def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> Text:
+def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
     """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
-    from rich.text import Text
-
     if cell is None:
-        return Text("-\n", style="dim")
+        return "-\n"
     row = most_informative_row(cell)
     need = row.memory["reserved_bytes" if row.outcome == OK else "peak_bytes"]
-    number = f"{'' if row.evidence == FULL else '>'}{units.gb(need)}"
-    enough = [limit for limit in limits if cell.rows[limit].outcome == OK]
-    if enough:
-        style = FITS_ALL_STYLE if enough[0] == limits[0] else FITS_LARGER_STYLE
-        return Text(f"{number}\nfits {units.size(enough[0])}", style=style)
-    return Text(f"{number}\ndoes not fit", style=FITS_NONE_STYLE)
+    enough = next((f"fits {units.size(limit)}" for limit in limits if cell.rows[limit].outcome == OK), "")
+    return f"{'' if row.evidence == FULL else '>'}{gb(need)}\n{enough or 'does not fit'}"
 
 
 def most_informative_row(cell: MapCell) -> PlanRow:
@@ -346,17 +335,15 @@ def most_informative_row(cell: MapCell) -> PlanRow:
     return next((row for row in rows if row.outcome == OK), rows[-1])
 
 
-def _print_limit(console: Console, cells: Sequence[MapCell], limit: int) -> None:
-    """Print one line per term: the cells that this term limits."""
+def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:
+    """Return one line for each term that limits cells with this device memory."""
     by_term: dict[str, list[str]] = {}
     for cell in cells:
         row = cell.rows[limit]
         if row.outcome == OOM:
             by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
-    if not by_term:
-        console.print(f"\n[bold]{units.size(limit)}[/]: all fit")
-        return
-    console.print(f"\n[bold]{units.size(limit)}[/] is too little, tp x pp, for")
-    for term, places in by_term.items():
-        text = f"{term}: {', '.join(places)}"
-        console.print(textwrap.fill(text, 78, initial_indent="  ", subsequent_indent="    "), markup=False)
+    size = units.size(limit)
+    failures = [
+        f"{size} does not fit tp x pp, {term}: {', '.join(places)}." for term, places in by_term.items()
+    ]
+    return failures or [f"{size}: all fit."]

@@ -30,7 +30,7 @@ def print_models(name: str | None, json: bool, details: bool = False) -> int:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)
     elif name:
-        _print_model(models[0], details)
+        _print_model(name, models[0], details)
     elif details:
         _print_every_model(models)
     else:
@@ -109,7 +109,7 @@ def _layer_count(model: Model) -> str:
     return f"{model.layers}+{model.decoder_layers}" if model.decoder_layers else str(model.layers)
 
 
-def _print_model(model: Model, details: bool) -> None:
+def _print_model(name: str, model: Model, details: bool) -> None:
     from repro.model import counts
 
     psi, is_gpt = total_parameters(model), model.architecture == "gpt"
@@ -147,7 +147,7 @@ def _print_model(model: Model, details: bool) -> None:
             else []
         ),
         "" if details else "--details shows sources and formulas.",
-        command=f"repro plan --model {model.name} --system dgx-a100 --gpus 8" if is_gpt else "",
+        command=f"repro plan --model {name} --system dgx-a100 --gpus 8" if is_gpt else "",
     )
 
 
@@ -164,7 +164,7 @@ def print_systems(name: str, json: bool, details: bool = False) -> int:
         described = [describe_system(system) for system in systems]
         print_json(described[0] if name else described)
     elif name:
-        _print_system(systems[0], details)
+        _print_system(name, systems[0], details)
     else:
         _print_all_systems(sorted(systems, key=lambda system: system.name not in REPORT_SYSTEMS))
     return 0
@@ -228,7 +228,7 @@ def _print_all_systems(systems: list[System]) -> None:
     )
 
 
-def _print_system(system: System, details: bool) -> None:
+def _print_system(name: str, system: System, details: bool) -> None:
     """Print the numbers of a system in a table; `details` adds the numbers of the time model, and all sources."""
     device = system.device
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
@@ -262,7 +262,7 @@ def _print_system(system: System, details: bool) -> None:
         *(_describe_measured(system) if details else ()),
         f"Note: {system.note}" if system.note and details else "",
         "" if details else "--details lists the source of each number, and the numbers of the time model.",
-        command=f"repro plan --model gpt2-1.5b --system {system.name} --gpus 8",
+        command=f"repro plan --model gpt2-1.5b --system {name} --gpus 8",
     )
 
 
@@ -340,17 +340,14 @@ def _describe_measured(system: System) -> Iterator[str]:
     made = system.provenance
     if made is None:
         return
-    facts = ", ".join(f"{key} {value}" for key, value in made.facts.items())
-    line = f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats"
-    yield f"{line}; {facts}" if facts else line
+    facts = "".join(f"; {key} {value}" for key, value in made.facts.items())
+    yield f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats{facts}"
     for name, rate in system.device.operators.items():
         fixed, per_byte, per_flop = map(_seconds, (rate.fixed_s, rate.per_byte_s, rate.per_flop_s))
         yield f"{name}: {fixed} + {per_byte} per byte + {per_flop} per FLOP"
-    for link in system.links:
-        for operation, collective in system.links[link].collectives.items():
+    for link, measured in system.links.items():
+        for operation, collective in measured.collectives.items():
             for found in (collective, *collective.groups):
-                ends = (found.points[0], found.points[-1])
-                few, many = (f"{_size(size)} in {_seconds(spent)}" for size, spent in ends)
-                stride = f" {found.stride} apart" if found.stride > 1 else ""
-                ranks = f"{found.ranks or made.ranks} ranks{stride}"
-                yield f"{link} {operation}, {ranks}: {len(found.points)} sizes, {few} to {many}"
+                ends = (f"{_size(size)} in {_seconds(s)}" for size, s in (found.points[0], found.points[-1]))
+                ranks = f"{found.ranks or made.ranks} ranks" + f" {found.stride} apart" * (found.stride > 1)
+                yield f"{link} {operation}, {ranks}: {len(found.points)} sizes, {' to '.join(ends)}"

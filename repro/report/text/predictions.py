@@ -137,7 +137,7 @@ def print_fit(
     if json:
         print_json(fits[0][1])
     else:
-        print_fits(fits, remarks, details=details)
+        print_fits(fits, _question(model or "MODEL", query), remarks, details=details)
     return 0 if any(document["largest"] is not None for _, document in fits) else 1
 
 
@@ -173,7 +173,7 @@ def print_measured_fit(
     if json:
         print_json(document)
     else:
-        print_fits([(trials.question, document)], details=details)
+        print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
             print(
                 f"Recorded in {results}; `repro claims --results {results}` compares it with published limits."
