@@ -6,6 +6,7 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from repro.config.links import KEYS
@@ -247,17 +248,12 @@ def _print_system(name: str, system: System, details: bool) -> None:
         _row("host memory of a node", system.host_memory_bytes, _size),
         *(_time_rows(system) if details else ()),
     ]
+    headings = ("property", "value (range)")
     print_page(
         stdout(WIDE_PAGE_COLUMNS),
         f"{system.name}: {device.name}{capability}.",
         f"Memory for tensors: {_size(system.allocatable_bytes())} per device." if known else "",
-        new_table(
-            "property",
-            "value (range)",
-            left=2,
-            wrap=("property", "value (range)"),
-            rows=(row[:2] for row in rows),
-        ),
+        new_table(*headings, left=2, wrap=headings, rows=(row[:2] for row in rows)),
         *(f"{label}: {source}" for label, _, source in rows if details),
         *(_describe_measured(system) if details else ()),
         f"Note: {system.note}" if system.note and details else "",
@@ -277,43 +273,35 @@ def _row(
     return label, value_text + after, quantity.source
 
 
-def _size(value: float) -> str:
-    return units.size(value, SIGNIFICANT_DIGITS)
+_size = partial(units.size, digits=SIGNIFICANT_DIGITS)
+_flop_rate = partial(units.flop_rate, digits=SIGNIFICANT_DIGITS)
+_seconds = partial(units.seconds, digits=SIGNIFICANT_DIGITS)
 
 
 def _bytes_per_s(value: float) -> str:
     return f"{_size(value)}/s"
 
 
-def _flop_rate(value: float) -> str:
-    return units.flop_rate(value, SIGNIFICANT_DIGITS)
-
-
-def _seconds(value: float) -> str:
-    return units.seconds(value, SIGNIFICANT_DIGITS)
-
-
 def _of_peak(value: float) -> str:
     return f"{units.percent(value)} of peak"
 
 
+TIME_KEYS = (
+    "kernel_s",
+    "fill_s",
+    "launch_s",
+    "backward_launch_s",
+    "latency_s",
+    "start_s",
+    "chunk_s",
+    "jitter_s",
+)
+PEAK_KEYS = ("matmul_efficiency", "unthrottled_efficiency", "memory_efficiency", "efficiency")
 FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
-    "kernel_s": _seconds,
-    "fill_s": _seconds,
-    "launch_s": _seconds,
-    "backward_launch_s": _seconds,
-    "latency_s": _seconds,
-    "start_s": _seconds,
-    "chunk_s": _seconds,
-    "half_bytes": _size,
-    "unaligned_flops": _flop_rate,
-    "matmul_efficiency": _of_peak,
-    "unthrottled_efficiency": _of_peak,
-    "memory_efficiency": _of_peak,
-    "efficiency": _of_peak,
-    "overlap_cost": units.percent,
-    "spread": units.percent,
-    "jitter_s": _seconds,
+    **dict.fromkeys(TIME_KEYS, _seconds),
+    **dict.fromkeys(PEAK_KEYS, _of_peak),
+    **dict.fromkeys(("overlap_cost", "spread"), units.percent),
+    "half_bytes": _size, "unaligned_flops": _flop_rate,
 }
 """Formats of the numbers of the time model; other numbers are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.config import words
 from repro.config.errors import ConfigError
+from repro.report.text.simulated_step import bound_marks
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
@@ -22,7 +23,7 @@ from repro.results.tables import (
     experiment_row,
     results_of_run,
 )
-from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
+from repro.simulate.time.calibration import BASIS_LABELS, basis_of_record
 from repro.util import files, units
 from repro.util.console import (
     MIN_TABLE_COLUMNS,
@@ -163,15 +164,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     """Return the column of names, and blocks of columns that share a table."""
     rows = [experiment_row(record) for record in group.records]
     bases = [basis_of_record(record) for record in group.records]
-    least, most = (
-        [mark if basis == UPPER_BOUND else "" for basis in bases]
-        for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
-    )
-    many = {
-        key: words
-        for key, words in {**dict.fromkeys(WORD_COLUMNS, True), **dict.fromkeys(COUNT_COLUMNS, False)}.items()
-        if len({row[key] for row in rows}) > 1
-    }
+    least, most = zip(*(bound_marks(console, basis) for basis in bases), strict=True)
+    varied = [key for key in (*WORD_COLUMNS, *COUNT_COLUMNS) if len({row[key] for row in rows}) > 1]
     losses = [record.series.loss or [] for record in group.records]
     parts = ("parameters", "gradients", "optimizer", "activations", "peak")
     axes = words.axes(record.experiment.layout for record in group.records)
@@ -187,8 +181,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     memory = "memory: of the fullest rank, between steps for model states"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
-            Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
-            for key, words in many.items()
+            Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=key in WORD_COLUMNS)
+            for key in varied
         ],
         [
             Column(" x ".join(axes), degrees, is_main=True),
@@ -218,11 +212,13 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
 
 
 def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
-    marks = marks or [""] * len(values)
-    return [
-        units.NO_VALUE if value is None else mark + _number(value / unit)
-        for value, mark in zip(values, marks, strict=True)
-    ]
+    """Return three significant digits, but no more than three decimal places."""
+    found = []
+    for value, mark in zip(values, marks or [""] * len(values), strict=True):
+        size = 0.0 if value is None else value / unit
+        text = units.number(size) if size >= 0.01 or not size else f"{size:.3f}"
+        found.append(units.NO_VALUE if value is None else mark + text)
+    return found
 
 
 def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
@@ -230,18 +226,12 @@ def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> li
     return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
 
-def _number(value: float) -> str:
-    """Return three significant digits, but no more than three decimal places."""
-    return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
-
-
 def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
     grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
-        between = units.NO_VALUE
-        if record.low is not None and record.high is not None:
-            between = f"{record.low:.3f} to {record.high:.3f}"
+        is_known = record.low is not None and record.high is not None
+        between = f"{record.low:.3f} to {record.high:.3f}" if is_known else units.NO_VALUE
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
         grid.add_row(*sides, f"{record.ratio:.3f}", between, str(record.rounds))
     print_page(console, grid)

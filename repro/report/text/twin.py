@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.twins.derive import Twin, TwinOptions, derive, useful_rate
-from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
+from repro.accuracy.twins.numbers import ScaledRatio, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import SuiteCatalogue
@@ -165,7 +165,8 @@ def _twin_details(twin: Twin) -> list[str | Table]:
         numbers = new_table("number", "original", "twin", "change", "reason", left=left, wrap=("reason",))
         for n in similarity_numbers(member, twin.members[0]):
             values = units.number(n.original, 4), units.number(n.twin, 4)
-            numbers.add_row(n.name, *values, "equal" if n.kept else _change(n), n.by)
+            change = "new" if not n.original else units.percent(n.change, sign=True)
+            numbers.add_row(n.name, *values, "equal" if n.kept else change, n.by)
         parts += [
             f"{member.original.name} ({member.original.system}) and its twin.",
             f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
@@ -181,10 +182,6 @@ def _twin_details(twin: Twin) -> list[str | Table]:
         )
         parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
     return parts
-
-
-def _change(number: SimilarityNumber) -> str:
-    return "new" if not number.original else units.percent(number.change, sign=True)
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:

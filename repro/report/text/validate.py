@@ -91,19 +91,13 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
-        console.print(
-            f"Too little is predicted in this store; `{SIMULATE_COMMAND}` for the suites that claims name does it."
-        )
+        print_page(console, "Too little is predicted in this store.", command=SIMULATE_COMMAND)
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
-    counts = " and ".join(
-        f"{family.held_wider} of {family.wider} {family.name.removeprefix('all ')}" for family, _ in parts
-    )
+    counts = (f"{one.held_wider} of {one.wider} {one.name.removeprefix('all ')}" for one, _ in parts)
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
-    console.print(
-        f"{counts} lie in their wider 90 % intervals: {shares}, "
-        f"{'' if as_promised else 'not both '}between {least:g} and {most:g} %."
-    )
+    text = f"{' and '.join(counts)} lie in their wider 90 % intervals: {shares}, "
+    print_page(console, f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.")
     return 0 if as_promised else 1
 
 
