@@ -66,14 +66,12 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
 
 def layout_options(spread: Layout, precision: str) -> str:
     """Return the command-line options that give this layout on a system with this default precision."""
-    keys = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}
     found = []
-    for key, default in keys.items():
-        value = getattr(spread, key)
-        if value != default and key not in ("dp", "stage_layers", "offload_optimizer"):
-            name = key.replace("_", "-")
+    for key, default in ({field.name: field.default for field in dataclasses.fields(Layout)}).items():
+        name, value = key.replace("_", "-"), getattr(spread, key)
+        if value != (precision if key == "precision" else default) and key not in ("dp", "stage_layers"):
             found.append(
-                f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}"
+                f"--{name} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{name}"
             )
     return " ".join(found)
 

@@ -17,14 +17,9 @@ from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
 from repro.config.model import Model
 
-__all__ = ["FILES", "is_file", "load_model", "model_aliases", "model_groups", "model_names"]
-
 FILES = Path(__file__).parent
 """Folder of the packaged model files."""
-REPORT_FILES = (
-    *("zero", "zero-tables", "deepspeed", "turing-nlg"),
-    *("megatron-2019", "megatron-2020", "megatron-2021", "yuan"),
-)
+REPORT_FILES = ["zero", "zero-tables", "deepspeed", "turing-nlg", "megatron-2019", "megatron-2020", "megatron-2021", "yuan"]
 """Files with the models of the reports, in the order of publication."""
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}

@@ -18,18 +18,6 @@ from repro.config.links import Collective, check_classes
 from repro.config.system import Device, Link, Quantity, System
 from repro.config.timing import DeviceTime, OperatorRate, Provenance
 
-__all__ = [
-    "FILES",
-    "LOCAL_SYSTEMS",
-    "LOCAL",
-    "load_system_file",
-    "REPORT_SYSTEMS",
-    "system_aliases",
-    "system_names",
-    "parse_system",
-    "read_quantity",
-]
-
 FILES = Path(__file__).parent
 LOCAL = "local"
 LOCAL_SYSTEMS = (LOCAL, "local-gpu")

@@ -301,7 +301,8 @@ FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(TIME_KEYS, _seconds),
     **dict.fromkeys(PEAK_KEYS, _of_peak),
     **dict.fromkeys(("overlap_cost", "spread"), units.percent),
-    "half_bytes": _size, "unaligned_flops": _flop_rate,
+    "half_bytes": _size,
+    "unaligned_flops": _flop_rate,
 }
 """Formats of the numbers of the time model; other numbers are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")

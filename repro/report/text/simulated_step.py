@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from repro.simulate.step import Simulation
-    from repro.simulate.time.device import Kernels
 
 TIME_PARTS = {
     "compute_s": "computation",
@@ -197,17 +196,6 @@ def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str 
         new_table("uncertain input", "low", "high", "step at low (s)", "step at high (s)", rows=inputs),
         "The interval covers uncertain inputs only; repro validate shows the error of the model.",
         f"Rate per GPU with recomputation: {units.flop_rate(time['flops_per_device'])}. Basis of the time: {basis}.",
-        _describe_slowdown(simulation.time.kernels) if time["generation"] else "",
+        f"Factor of kernel times: {units.number(simulation.time.kernels.products)} for matrix products, "
+        f"{units.number(simulation.time.kernels.others)} for others.",
     ]
-
-
-def _describe_slowdown(kernels: Kernels) -> str:
-    """Return the factors by which a generation's kernels are slower than the model of their device."""
-    factors = {
-        "matrix products": kernels.products,
-        "other kernels": kernels.others,
-        "passes over parameters": kernels.passes,
-    }
-    text = ", ".join(f"{name} {units.number(factor)}" for name, factor in factors.items())
-    attention = " Fused attention is measured separately." if kernels.attention else ""
-    return f"Kernel times over the times from shapes and bandwidth: {text}.{attention}"
