@@ -78,8 +78,7 @@ def layout_options(spread: Layout, precision: str) -> str:
 
 def describe_input(key: str) -> str:
     """Return the key of an uncertain input as words: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
-    name = re.sub(r"^(links|device)\.(time\.)?|_s$", "", key)
-    return "kernel speed" if key == "kernels" else re.sub("[._]", " ", name)
+    return re.sub("[._]", " ", re.sub(r"^(links|device)\.(time\.)?|_s$", "", key))
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from repro.config.model import Model
 
 FILES = Path(__file__).parent
 """Folder of the packaged model files."""
-REPORT_FILES = ["zero", "zero-tables", "deepspeed", "turing-nlg", "megatron-2019", "megatron-2020", "megatron-2021", "yuan"]
+REPORT_FILES: tuple[str, ...] = ("zero", "zero-tables", "deepspeed", "turing-nlg", "megatron-2019")
+REPORT_FILES += ("megatron-2020", "megatron-2021", "yuan")
 """Files with the models of the reports, in the order of publication."""
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}

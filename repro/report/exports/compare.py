@@ -203,5 +203,5 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     for c in sorted(shown, key=lambda c: (WORSE, BETTER, SAME).index(c.judged))[:most]:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
-    more = "" if most is None else "--details lists all changes, and equal speeds."
-    print_page(stdout(WIDE_PAGE_COLUMNS), f"Changes: {counts}.", made, more)
+    more = "--details lists all changes, and equal speeds."
+    print_page(stdout(WIDE_PAGE_COLUMNS), f"Changes: {counts}.", made, more if most is not None else "")

@@ -75,8 +75,8 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
         made.add_row(group, str(len(names)), size, text)
     text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports."
-    more = "--details lists every model."
-    print_page(stdout(WIDE_PAGE_COLUMNS), text, made, more, command="repro models gpt2-1.5b")
+    text += " --details lists every model."
+    print_page(stdout(WIDE_PAGE_COLUMNS), text, made, command="repro models gpt2-1.5b")
 
 
 def _print_every_model(models: list[Model]) -> None:

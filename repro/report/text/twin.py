@@ -160,9 +160,10 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
 def _twin_details(twin: Twin) -> list[str | Table]:
     """Return the similarity numbers of all members, and the effects of all differences on the ratios."""
     parts: list[str | Table] = []
-    left = ("number", "reason")
     for member, scale in zip(twin.members, twin.scales, strict=True):
-        numbers = new_table("number", "original", "twin", "change", "reason", left=left, wrap=("reason",))
+        numbers = new_table(
+            "number", "original", "twin", "change", "reason", left={"number", "reason"}, wrap=("reason",)
+        )
         for n in similarity_numbers(member, twin.members[0]):
             values = units.number(n.original, 4), units.number(n.twin, 4)
             change = "new" if not n.original else units.percent(n.change, sign=True)
