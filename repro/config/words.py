@@ -70,9 +70,8 @@ def layout_options(spread: Layout, precision: str) -> str:
     for key, default in ({field.name: field.default for field in dataclasses.fields(Layout)}).items():
         name, value = key.replace("_", "-"), getattr(spread, key)
         if value != (precision if key == "precision" else default) and key not in ("dp", "stage_layers"):
-            found.append(
-                f"--{name} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{name}"
-            )
+            switch = f"--{name}" if value else f"--no-{name}"
+            found.append(switch if isinstance(value, bool) else f"--{name} {value}")
     return " ".join(found)
 
 

@@ -80,6 +80,7 @@ def print_page(console: Console, *parts: str | Table, command: str = "") -> None
             console.print("\n".join(lines) if is_text else part, markup=False)
             after_table = not is_text
     if command:
+        console.print(end="\n" * after_table)
         columns = console.width - 4
         lines = textwrap.wrap(f"Next: {command}", columns, break_on_hyphens=False, break_long_words=False)
         console.print(" \\\n  ".join(lines), markup=False, soft_wrap=True)

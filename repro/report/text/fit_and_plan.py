@@ -181,10 +181,9 @@ def _layout_table(console: Console, rows: Sequence[PlanRow], *, timed: bool) -> 
         cells = [] if timed else [units.number(row.ideal_s), f"{100 * row.bubble:.0f}"]
         if timed:
             least, most = bound_marks(console, time["rests_on"])
-            cells += [
-                least + units.number(time["step_s"]),
-                *[_interval_text(time["interval"])] * has_interval,
-            ]
+            ends = [units.number((time["interval"] or {}).get(key)) for key in ("low_s", "high_s")]
+            interval = " to ".join(ends) if time["interval"] else units.NO_VALUE
+            cells += [least + units.number(time["step_s"]), *[interval] * has_interval]
             cells += [units.NO_VALUE if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
         marks = " ".join(mark for key, (mark, _) in SWITCHES.items() if getattr(layout, key))
         degrees = (str(getattr(layout, key)) for key in (*axes, "zero", "micro_batch"))
@@ -193,11 +192,6 @@ def _layout_table(console: Console, rows: Sequence[PlanRow], *, timed: bool) -> 
     notes += ["cp: context parallelism"] * ("cp" in axes)
     used = (key for key in SWITCHES if any(getattr(row.layout, key) for row in rows))
     return [made, "; ".join([*notes, *(": ".join(SWITCHES[key]) for key in used)]) + "."]
-
-
-def _interval_text(found: dict[str, Any] | None) -> str:
-    ends = (units.number((found or {}).get(key)) for key in ("low_s", "high_s"))
-    return " to ".join(ends) if found else units.NO_VALUE
 
 
 def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:
