@@ -155,15 +155,11 @@ def _complexity(layout: Layout) -> tuple[Any, ...]:
     return (layout.recompute, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
-TIME_ORDER_RULE = (
-    "seconds of a step, predicted from the trace's operators and messages on this system; best first: "
-    "the least"
-)
+TIME_ORDER_RULE = "the predicted step time"
 """Rule of the order by predicted times, as printed text."""
 IDEAL_ORDER_RULE = (
-    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
-    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits.  It "
-    "puts layouts in order and predicts no time"
+    "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
+    "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
 )
 """Rule of the order for a system without the numbers for times, as printed text."""
 
