@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from repro.config import Layout
-from repro.parallel.pipeline.schedule import Action, build_schedule
 from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.device import maximum, maximum_of
 from repro.simulate.time.program import Issue, Item, StageProgram
@@ -113,12 +112,9 @@ class CrossStageState:
         network: Transfers,
         overlap_cost: float,
         ranks_per_core: float,
-        account: type[StageTime],
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
-        self.account = account
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
-        self.schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
         self._arrivals: dict[MessageKey, tuple[float, float]] = {}
         self._asked: set[MessageKey] = set()
         """Messages whose arrival one of their two ends has read."""
@@ -133,10 +129,6 @@ class CrossStageState:
         }
         self.woken: list[object] = []
         self.prepared_items: dict[int, StageItems] = {}
-
-    def actions(self, stage: int) -> Sequence[Action]:
-        """Return the actions of a step of `stage`, in order."""
-        return self.schedule[stage]
 
     def post(self, key: MessageKey, now: float) -> None:
         """Post a receive."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, dependency_of
-from repro.simulate.time.breakdown import STAGE_SEND, Span
+from repro.parallel.pipeline.schedule import FORWARD, Action, batches, build_schedule, dependency_of
+from repro.simulate.time.breakdown import STAGE_SEND, Span, StageTime
 from repro.simulate.time.cross_stage import (
     GROUPS_ACROSS_STAGES,
     CoreWork,
@@ -22,8 +22,7 @@ from repro.simulate.time.cross_stage import (
     StageItems,
     UndelayedRun,
 )
-from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
-from repro.simulate.time.operations import action_batches
+from repro.simulate.time.device import first_lane, in_any_lane, maximum, maximum_of, minimum
 from repro.simulate.time.outlines import INNER_GROUP
 from repro.simulate.time.program import (
     Await,
@@ -34,7 +33,6 @@ from repro.simulate.time.program import (
     StageProgram,
     split_into_runs,
 )
-from repro.simulate.time.steady_state import Times
 
 UPDATE = "update"
 """Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
@@ -48,12 +46,10 @@ class StageStreams:
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
         """`record`: store the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
-        self.actions = peers.actions(stage)
-        self.sources = [self._source_of(action) for action in self.actions]
+        self.actions: Sequence[Action] = ()
+        self.sources: list[int | None] = []
         """The stage that sends the input of each action."""
         self.exchanges = exchanges(peers.layout)
-        self.batches = action_batches(self.actions, peers.layout.chunks)
-        """Batches of positions of actions. The stage exchanges messages after each batch, without overlap."""
         self.outbox: list[Send] = []
         """Messages for the next exchange."""
         self.following: Sequence[int] | None = None
@@ -66,7 +62,7 @@ class StageStreams:
         self.sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
         self.posted: deque[MessageKey] = deque()
         self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
-        self.time = self.all.account()
+        self.time = StageTime()
         self.recording = False
         self.began = 0.0
         """Start of the step, which is the end of the preceding step."""
@@ -75,27 +71,30 @@ class StageStreams:
         self.spans: list[Span] = []
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
-        self.taken: dict[UndelayedRun, int] = defaultdict(int)
-        """Number of passes through each run in this step."""
-        self.tail = self._prepared(program.tail)
-        last = peers.layout.accumulation - 1
-        self.pieces = [self._prepared(program.items_of(action, last)) for action in self.actions]
+        self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
         """Run what the preceding step leaves under way. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
-        self.time, self.unmatched, self.recording = self.all.account(), 0, self.record
-        self.taken.clear()
+        self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
         """Run all actions event by event. Yield each awaited object until its time is known."""
+        layout = self.all.layout
+        self.actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[
+            self.stage
+        ]
+        self.sources = [self._source_of(action) for action in self.actions]
+        # Without overlap, the stage exchanges messages after each batch of actions.
+        ends = accumulate(map(len, batches(self.actions, layout.chunks)), initial=0)
+        positions = [range(begin, end) for begin, end in pairwise(ends)]
         if self.exchanges:
-            self.following = self.batches[0]
+            self.following = positions[0]
             yield from self._exchange()
         else:
             self._post(0)
-        for batch, following in pairwise([*self.batches, ()]):
+        for batch, following in pairwise([*positions, ()]):
             for position in batch:
                 action = self.actions[position]
                 if not self.exchanges:
@@ -104,7 +103,8 @@ class StageStreams:
                 elif position == batch[-1]:
                     self.following = following
                 name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-                yield from self.run_items(self.pieces[position], name)
+                items = self.program.items_of(action, layout.accumulation - 1)
+                yield from self.run_items(self.prepared(items), name)
                 yield from self._exchange()
                 self.time.phase(action.kind, self.phase_began, self.now)
                 self.phase_began = self.now
@@ -116,16 +116,16 @@ class StageStreams:
         """Run the update. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
         self.time.phase(UPDATE, self.phase_began, self.now)
-        for run, times in self.taken.items():
-            self.time.add(run.time, times)
 
-    def pending_times(self) -> Times:
-        """Return all times of the streams on which later times can depend."""
+    def pending_times(self) -> list[float]:
+        """Return the ends of all streams and collectives under way; empty if none is later than now."""
         ends = [over for under_way in self.under_way.values() for over, _ in under_way]
         known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
-        return [self.now, *(maximum(end, self.now) for end in (*self.streams.values(), *known))]
+        if not known and not any(in_any_lane(end > self.now) for end in self.streams.values()):
+            return []
+        return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
-    def _prepared(self, items: Sequence[Item]) -> StageItems:
+    def prepared(self, items: Sequence[Item]) -> StageItems:
         """Return `items` with each undelayed run as one item."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
@@ -142,7 +142,7 @@ class StageStreams:
             0.0,
             defaultdict(float),
             defaultdict(deque),
-            self.all.account(),
+            StageTime(),
         )
         for waited in self.run_items(items, ""):
             raise AssertionError(f"a run waits for {waited}")
@@ -205,7 +205,7 @@ class StageStreams:
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
-                    self.taken[item] += 1
+                    self.time.add(item.time, 1)
                     self.now = self.now + item.seconds  # lanes are shared, so they are not changed in place
                 else:
                     yield from self.run_items(item.items, name)
@@ -308,5 +308,5 @@ class StageStreams:
         return (self.stage, to, item.channel, self._number("send", to, item.channel))
 
     def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
-        if self.recording and seconds > 0:
-            self.spans.append(Span(self.stage, stream, name, start, seconds))
+        if self.recording and first_lane(seconds) > 0:
+            self.spans.append(Span(self.stage, stream, name, first_lane(start), first_lane(seconds)))
