@@ -14,11 +14,7 @@ from typing import Protocol
 from repro.config import Layout
 from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.device import maximum, maximum_of
-from repro.simulate.time.program import Issue, Item, StageProgram
-
-GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
-"""Groups whose members are on different stages."""
-
+from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Issue, Item, StageProgram
 
 MessageKey = tuple[int, int, int, int]
 """Sender, receiver, channel, number of the message."""
@@ -49,6 +45,8 @@ class UndelayedRun:
     seconds: float
     keys: frozenset[tuple[object, ...]]
     """Keys of the collectives of the run."""
+    groups: frozenset[str]
+    """Groups of the collectives of the run."""
     time: StageTime
 
 

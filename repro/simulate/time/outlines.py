@@ -33,7 +33,7 @@ class EventOutlines:
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
         """Number of each operator in each distinct sequence."""
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
         """Index in `_known` by the identity of an operator, because hashing an operator takes longer."""
         self._known: dict[Operator, int] = {}
@@ -50,52 +50,52 @@ class EventOutlines:
         """Return `events` as stretches. `keys`: numbers of collectives; other waits follow from the schedule."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
-        operators: list[int] = []
-        numbers = self._operators
-
-        def end_sequence() -> None:
-            if operators:
-                entries.append(self._sequence(tuple(operators)))
-                operators.clear()
 
         def close(last: Message | Wait | None) -> None:
-            end_sequence()
             if entries or last is not None:
                 found.append(Stretch(tuple(entries), last))
                 entries.clear()
 
-        at = 0
-        while at < len(events):
+        begin = 0
+        others = [
+            at for at, event in enumerate(events) if type(event) is not Operator or event.name == HOST_WAIT
+        ]
+        for at in others:
+            if at < begin:
+                continue
             event = events[at]
-            at += 1
-            if isinstance(event, Operator):
-                if event.name == HOST_WAIT:
-                    close(None)
-                else:
-                    number = numbers.get(id(event))
-                    operators.append(self._number(event) if number is None else number)
-            elif isinstance(event, Message):
-                if at < len(events) and events[at] == Wait(event.work) and event.group == INNER_GROUP:
-                    at += 1
-                    end_sequence()
+            if begin < at:
+                entries.append(self._sequence(events[begin:at]))
+            begin = at + 1
+            if isinstance(event, Message):
+                if event.group == INNER_GROUP and events[begin : begin + 1] == [Wait(event.work)]:
+                    begin += 1
                     awaited = event._replace(work=-1)
                     entries.append(self._awaited.setdefault(awaited, awaited))
                 else:
                     close(event)
+            elif isinstance(event, Operator):
+                close(None)
             elif event.work in keys:
                 close(event)
+        if begin < len(events):
+            entries.append(self._sequence(events[begin:]))
         close(None)
         return found
 
-    def _number(self, operator: Operator) -> int:
-        return self._operators.setdefault(id(operator), self._known.setdefault(operator, len(self._known)))
-
-    def _sequence(self, operators: tuple[int, ...]) -> int:
-        if operators not in self._numbers:
-            self._numbers[operators] = len(self.sequences)
-            known = list(self._known)
-            self.sequences.append({known[number]: n for number, n in Counter(operators).items()})
-        return self._numbers[operators]
+    def _sequence(self, operators: Sequence[Timed]) -> int:
+        """Return the number of a sequence of operators."""
+        numbers = tuple(map(self._operators.get, map(id, operators)))
+        if None in numbers:
+            for operator in operators:
+                if id(operator) not in self._operators and isinstance(operator, Operator):
+                    self._operators[id(operator)] = self._known.setdefault(operator, len(self._known))
+            return self._sequence(operators)
+        if numbers not in self._numbers:
+            self._numbers[numbers] = len(self.sequences)
+            of_number = list(self._known)
+            self.sequences.append({of_number[number]: n for number, n in Counter(numbers).items()})
+        return self._numbers[numbers]
 
 
 _OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()

@@ -22,7 +22,7 @@ from repro.simulate.time.device import (
     last_arrival_delay,
     maximum,
 )
-from repro.simulate.time.outlines import INNER_GROUP, EventOutlines, Stretch, outlines_of
+from repro.simulate.time.outlines import EventOutlines, Stretch, outlines_of
 from repro.simulate.trace.events import Message, Operator, Wait
 from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
@@ -64,6 +64,8 @@ class Send(NamedTuple):
     payload: int
 
 
+GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
+"""Groups whose members are on different stages."""
 Item = OperatorBlock | Issue | Await | Send
 CollectiveSeconds = Callable[[Message], float]
 """Seconds of a collective."""
@@ -292,13 +294,15 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions of the inner group's collectives that `items` both issue and await, and of the awaits."""
+    """Return the positions of a stage's own collectives that `items` both issue and await, and of the awaits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    leaving = Counter(item.key for item in items if isinstance(item, Issue) and item.group == INNER_GROUP)
+    leaving = Counter(
+        item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES
+    )
     leaving.subtract(item.key for item in items if isinstance(item, Await))
     found: set[int] = set()
     for at, item in enumerate(items):
-        if isinstance(item, Issue) and item.group == INNER_GROUP and not leaving[item.key]:
+        if isinstance(item, Issue) and not leaving[item.key]:
             under_way[item.key].append(at)
         elif isinstance(item, Await) and under_way[item.key]:
             found |= {under_way[item.key].pop(0), at}

@@ -18,10 +18,9 @@ from repro.config.systems.unknowns import Lanes
 from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.simulate.time.breakdown import STAGE_SEND, StageTime
-from repro.simulate.time.cross_stage import GROUPS_ACROSS_STAGES, StageItems, UndelayedRun
+from repro.simulate.time.cross_stage import StageItems, UndelayedRun
 from repro.simulate.time.device import in_any_lane, maximum_of
-from repro.simulate.time.outlines import INNER_GROUP
-from repro.simulate.time.program import Await, Issue, Send
+from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import Cycle, PeriodSamples
 from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrder, step_order
@@ -39,6 +38,11 @@ def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool
     times = ActionTimes(stages, order, *found)
     if compare:
         times.samples = PeriodSamples(layout, order, times.now.shape[1])
+        uneven = ~times.is_plain | times.has_rest
+        for number, stop in enumerate(times.samples.stop.tolist()):
+            part = times.body_of[number, stop - times.samples.length : stop]
+            if uneven[part].any():
+                times.uneven.add(number)
     times.run()
     return times
 
@@ -104,6 +108,11 @@ class ActionTimes:
         self.stages, self.order, self.bodies, self.body_of = stages, order, bodies, body_of
         self.is_plain = np.array([not body.items or body.run is not None for body in bodies])
         self.has_rest = np.array([bool(body.rest) for body in bodies])
+        runs = [body.run for body in bodies if body.run is not None]
+        self.keys = {key for run in runs for key in run.keys}
+        """Keys of the collectives of actions that are one run."""
+        self.groups = {group for run in runs for group in run.groups}
+        """Groups of the collectives of actions that are one run."""
         durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
         seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
@@ -130,8 +139,8 @@ class ActionTimes:
         """Time from which each awaited message is awaited."""
         self.is_alone = ~self.is_plain[body_of]
         """Whether each action ran item by item, [stages, actions]."""
-        self.is_uneven = (~self.is_plain | self.has_rest)[body_of].any(axis=1)
-        """Whether items of a stage run alone in each period, [stages]."""
+        self.uneven: set[int] = set()
+        """Stages of which some items run alone in each period."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
         """Breakdown of the items of an uneven stage that ran alone before a position."""
         self.open: set[int] = set()
@@ -204,7 +213,7 @@ class ActionTimes:
         """Return the breakdown of a stage's last cycle."""
         begin, end = int(cycle.begin[stage]), int(cycle.end[stage])
         found = self._breakdown(stage, begin, end)
-        if self.is_uneven[stage]:
+        if stage in self.uneven:
             found.add(self.accounts[stage, end], 1)
             found.add(self.accounts[stage, begin], -1)
         return found
@@ -221,9 +230,8 @@ class ActionTimes:
         both = self.stamps[messages] == 2
         self.ends[slots[~both]] = now[~both]
         slots, messages = slots[both], messages[both]
-        previous = self.ends[self.order.slots[self.order.previous[messages]]]
-        ends = np.maximum(np.maximum(self.ends[slots], now[both]), previous)
-        ends += self.seconds[self.second_of[messages]]
+        # The receiver has awaited the preceding message of the route before it posted this one.
+        ends = np.maximum(self.ends[slots], now[both]) + self.seconds[self.second_of[messages]]
         self.ends[slots], self.first_end[messages] = ends, ends[:, 0]
 
     def _compute(self, stages: Lanes, positions: Lanes) -> None:
@@ -252,8 +260,8 @@ class ActionTimes:
         self._note_busy(stage)
 
     def _note_busy(self, stage: StageStreams) -> None:
-        groups = stage.streams if in_any_lane(stage.all.overlap_cost) else (INNER_GROUP,)
-        unfinished = any(i.group == INNER_GROUP for queue in stage.under_way.values() for _, i in queue)
+        groups = stage.streams if in_any_lane(stage.all.overlap_cost) else self.groups
+        unfinished = any(queue and key in self.keys for key, queue in stage.under_way.items())
         ends = (float("inf") if unfinished else 0.0, *(stage.streams[group] for group in groups))
         self.busy[stage.stage] = maximum_of(ends)
         self.open.add(stage.stage)
@@ -282,7 +290,7 @@ class ActionTimes:
                 samples.further[number, row] = stage.pending_times()
                 if not samples.further[number, row]:
                     self.open.remove(number)
-            if self.is_uneven[number] and row % samples.stride == 0:
+            if number in self.uneven and row % samples.stride == 0:
                 self.accounts[number, position + 1] = stage.time.copy()
 
     def _breakdown(self, stage: int, begin: int, end: int) -> StageTime:

@@ -88,7 +88,9 @@ def schedule(
         """Schedule `count` micro-batches."""
         short = replace(layout, global_batch=count * layout.micro_batch * layout.dp)
         state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core)
-        stages = [StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)]
+        stages = [
+            StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)
+        ]
         _run_stages([stage.begin() for stage in stages], state)
         times = None if by_events else run_actions(stages, short, compare=compare)
         if times is None:

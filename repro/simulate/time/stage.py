@@ -14,7 +14,6 @@ from repro.parallel.pipeline.boundary import Boundary, exchanges
 from repro.parallel.pipeline.schedule import FORWARD, Action, batches, build_schedule, dependency_of
 from repro.simulate.time.breakdown import STAGE_SEND, Span, StageTime
 from repro.simulate.time.cross_stage import (
-    GROUPS_ACROSS_STAGES,
     CoreWork,
     CrossStageCollective,
     CrossStageState,
@@ -23,8 +22,8 @@ from repro.simulate.time.cross_stage import (
     UndelayedRun,
 )
 from repro.simulate.time.device import first_lane, in_any_lane, maximum, maximum_of, minimum
-from repro.simulate.time.outlines import INNER_GROUP
 from repro.simulate.time.program import (
+    GROUPS_ACROSS_STAGES,
     Await,
     Issue,
     Item,
@@ -137,25 +136,22 @@ class StageStreams:
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
         """Time `items` without unfinished collectives, and return them as a run."""
-        before = self.now, self.streams, self.under_way, self.time
-        self.now, self.streams, self.under_way, self.time = (
-            0.0,
-            defaultdict(float),
-            defaultdict(deque),
-            StageTime(),
-        )
+        before = self.now, self.streams, self.under_way, self.time, self.recording
+        self.now, self.time, self.recording = 0.0, StageTime(), False
+        self.streams, self.under_way = defaultdict(float), defaultdict(deque)
         for waited in self.run_items(items, ""):
             raise AssertionError(f"a run waits for {waited}")
-        keys = frozenset(item.key for item in items if isinstance(item, Issue))
-        found = UndelayedRun(items, self.now, keys, self.time)
-        self.now, self.streams, self.under_way, self.time = before
+        issues = [item for item in items if isinstance(item, Issue)]
+        keys, groups = frozenset(item.key for item in issues), frozenset(item.group for item in issues)
+        found = UndelayedRun(items, self.now, keys, groups, self.time)
+        self.now, self.streams, self.under_way, self.time, self.recording = before
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
         """Return whether no unfinished collective delays `run` and no spans are recorded."""
         if self.recording:
             return False
-        busy = self.streams if in_any_lane(self.all.overlap_cost) else (INNER_GROUP,)
+        busy = self.streams if in_any_lane(self.all.overlap_cost) else run.groups
         return not any(in_any_lane(self.streams[group] > self.now) for group in busy) and not any(
             self.under_way[key] for key in run.keys
         )

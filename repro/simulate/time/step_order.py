@@ -45,8 +45,6 @@ class StepOrder(NamedTuple):
     """[stages, actions]"""
     receivers: Lanes
     """Receiver of each message, [messages]."""
-    previous: Lanes
-    """Preceding message on the route of each message, [messages]."""
     slots: Lanes
     """Place of each message among those of which a time is needed at once, [messages]."""
     first: Lanes
@@ -123,7 +121,7 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
         together[NO_MESSAGE] = NO_MESSAGE
         last = last[..., :0].reshape(stages, -1)
     return StepOrder(
-        schedule, numbers, actions, is_backward, receivers, previous, slots, first,
+        schedule, numbers, actions, is_backward, receivers, slots, first,
         tuple(map(_used, awaited)), tuple(map(_used, stamped)), last, together,
     )  # fmt: skip
 
