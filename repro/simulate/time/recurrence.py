@@ -23,7 +23,7 @@ from repro.simulate.time.device import in_any_lane, maximum_of
 from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import Cycle, PeriodSamples
-from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrder, step_order
+from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrder
 
 
 def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool) -> ActionTimes | None:
@@ -31,7 +31,7 @@ def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool
 
     `compare`: store the times of the last periods, in which `ActionTimes.samples` finds a cycle.
     """
-    order = step_order(layout)
+    order = stages[0].all.order
     found = _distinct_bodies(stages, order)
     if found is None:
         return None
@@ -66,7 +66,7 @@ class _Body(NamedTuple):
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
     """Return the distinct actions, and the index of each action, [stages, actions].
 
-    None if an action has several messages, or a collective across stages.
+    None if an action has a collective across stages.
     """
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
@@ -83,7 +83,8 @@ def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[
                 continue
             piece = stage.prepared(items)
             sends = [place for place, item in enumerate(piece) if isinstance(item, Send)]
-            if len(sends) > 1 or any(isinstance(item, Issue) and item.group in across for item in piece):
+            assert len(sends) < 2, "an action sends several messages"
+            if any(isinstance(item, Issue) and item.group in across for item in piece):
                 return None
             place = sends[0] if sends else len(piece)
             sent = piece[place] if sends else None
@@ -161,7 +162,7 @@ class ActionTimes:
         senders = messages // order.actions.shape[1]
         routes = np.stack([senders, order.receivers[messages], payloads], axis=-1)
         distinct, place = np.unique(routes, axis=0, return_inverse=True)
-        alone = [state.seconds((int(a), int(b), 0, 0), int(payload)) for a, b, payload in distinct]
+        alone = [state.network.send_seconds(c, from_stage=a, to_stage=b) for a, b, c in distinct.tolist()]
         of_message = np.full(len(order.slots), len(alone))
         of_message[messages] = place.ravel()
         alone.append(0.0)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from itertools import accumulate, pairwise
 
-from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, batches, build_schedule, dependency_of
+from repro.parallel.pipeline.schedule import FORWARD
 from repro.simulate.time.breakdown import STAGE_SEND, Span, StageTime
 from repro.simulate.time.cross_stage import (
     CoreWork,
     CrossStageCollective,
     CrossStageState,
-    MessageKey,
     StageItems,
     UndelayedRun,
 )
@@ -28,10 +25,10 @@ from repro.simulate.time.program import (
     Issue,
     Item,
     OperatorBlock,
-    Send,
     StageProgram,
     split_into_runs,
 )
+from repro.simulate.time.step_order import DEPART, FINISH, START
 
 UPDATE = "update"
 """Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
@@ -45,22 +42,15 @@ class StageStreams:
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
         """`record`: store the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
-        self.actions: Sequence[Action] = ()
-        self.sources: list[int | None] = []
-        """The stage that sends the input of each action."""
-        self.exchanges = exchanges(peers.layout)
-        self.outbox: list[Send] = []
-        """Messages for the next exchange."""
-        self.following: Sequence[int] | None = None
-        """Positions of the actions whose inputs the next exchange receives; None if no exchange is due."""
+        self.action = 0
+        """Position of the action that runs."""
+        self.has_sent = False
+        """Whether the action has sent its message, if it has one."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )
-        self.sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
-        self.posted: deque[MessageKey] = deque()
-        self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
         self.time = StageTime()
         self.recording = False
         self.began = 0.0
@@ -80,36 +70,19 @@ class StageStreams:
 
     def run_events(self) -> Generator[object, None, None]:
         """Run all actions event by event. Yield each awaited object until its time is known."""
-        layout = self.all.layout
-        self.actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[
-            self.stage
-        ]
-        self.sources = [self._source_of(action) for action in self.actions]
-        # Without overlap, the stage exchanges messages after each batch of actions.
-        ends = accumulate(map(len, batches(self.actions, layout.chunks)), initial=0)
-        positions = [range(begin, end) for begin, end in pairwise(ends)]
-        if self.exchanges:
-            self.following = positions[0]
+        order, last = self.all.order, self.all.layout.accumulation - 1
+        for message in order.first[self.stage]:
+            self._stamp(message)
+        for position, action in enumerate(order.schedule[self.stage]):
+            self.action, self.has_sent = position, False
+            yield from self._step(START)
+            name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
+            yield from self.run_items(self.prepared(self.program.items_of(action, last)), name)
             yield from self._exchange()
-        else:
-            self._post(0)
-        for batch, following in pairwise([*positions, ()]):
-            for position in batch:
-                action = self.actions[position]
-                if not self.exchanges:
-                    yield from self._receive(position)
-                    self._post(position + 1)
-                elif position == batch[-1]:
-                    self.following = following
-                name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-                items = self.program.items_of(action, layout.accumulation - 1)
-                yield from self.run_items(self.prepared(items), name)
-                yield from self._exchange()
-                self.time.phase(action.kind, self.phase_began, self.now)
-                self.phase_began = self.now
-        for under_way in self.sent.values():
-            while under_way:
-                yield from self._sent(under_way.popleft())
+            self.time.phase(action.kind, self.phase_began, self.now)
+            self.phase_began = self.now
+        for message in order.last[self.stage]:
+            yield from self._arrive(message)
 
     def finish(self) -> Generator[object, None, None]:
         """Run the update. Yield each awaited object until its time is known."""
@@ -156,41 +129,37 @@ class StageStreams:
             self.under_way[key] for key in run.keys
         )
 
-    def _source_of(self, action: Action) -> int | None:
-        layout = self.all.layout
-        needed = dependency_of(action, self.stage, layout.pp, layout.chunks)
-        return None if needed is None or needed[0] == self.stage else needed[0]
+    def _step(self, number: int) -> Generator[object, None, None]:
+        """Await, then post and send the messages of a step of the action."""
+        order = self.all.order
+        for message in order.awaited[number][self.stage, self.action]:
+            yield from self._arrive(message)
+        for message in order.stamped[number][self.stage, self.action]:
+            self._stamp(message)
 
-    def _post(self, position: int) -> None:
-        source = self.sources[position] if position < len(self.sources) else None
-        if source is None:
+    def _exchange(self) -> Generator[object, None, None]:
+        """Take the last steps of the action, unless they have been taken."""
+        if not self.has_sent:
+            self.has_sent = True
+            yield from self._step(DEPART)
+            yield from self._step(FINISH)
+
+    def _stamp(self, message: int) -> None:
+        """Post or send a message, unless it is none."""
+        if message >= 0:
+            if self.all.order.receivers[message] != self.stage:
+                self.time.begun(STAGE_SEND, self.all.seconds(message))
+            self.all.stamp(message, self.now)
+
+    def _arrive(self, message: int) -> Generator[object, None, None]:
+        """Wait until a message has arrived, unless it is none."""
+        if message < 0:
             return
-        channel = Boundary.channel(self.actions[position].kind)
-        key = (source, self.stage, channel, self._number("receive", source, channel))
-        self.posted.append(key)
-        self.all.post(key, self.now)
-
-    def _number(self, direction: str, peer: int, channel: int) -> int:
-        self.counts[direction, peer, channel] += 1
-        return self.counts[direction, peer, channel]
-
-    def _receive(self, position: int) -> Generator[object, None, None]:
-        if self.sources[position] is None:
-            return
-        key = self.posted.popleft()
-        while not self.all.has_arrived(key):
-            yield key
-        start, end = self.all.arrival(key)
-        self.time.received(start, end)
-        self._transferred(start, end)
-
-    def _sent(self, key: MessageKey) -> Generator[object, None, None]:
-        while not self.all.has_arrived(key):
-            yield key
-        self._transferred(*self.all.arrival(key))
-
-    def _transferred(self, start: float, end: float) -> None:
-        """Wait until a message has arrived."""
+        while message not in self.all.arrivals:
+            yield message
+        start, end = self.all.arrivals[message]
+        if self.all.order.receivers[message] == self.stage:
+            self.time.received(start, end)
         self.time.waited_for_message(self.now, start, end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
@@ -219,7 +188,9 @@ class StageStreams:
             elif isinstance(item, Await):
                 yield from self._await(item)
             else:
-                yield from self._send(item)
+                assert not self.has_sent, "an action sends several messages"
+                self.all.payloads[self.stage * len(self.all.order.actions[0]) + self.action] = item.payload
+                yield from self._exchange()
 
     def _slowed(self, seconds: float) -> float:
         """Return the seconds of a block while concurrent communication uses some of the processors."""
@@ -260,48 +231,6 @@ class StageStreams:
             self.streams[issue.group] = maximum(self.streams[issue.group], over)
         self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
         self.now = maximum(self.now, over)
-
-    def _send(self, item: Send) -> Generator[object, None, None]:
-        if self.exchanges:
-            self.outbox.append(item)
-            yield from self._exchange()
-            return
-        under_way = self.sent[self._to(item), item.channel]
-        while len(under_way) >= Boundary.UNDER_WAY:
-            yield from self._sent(under_way.popleft())
-        key = self._addressed(item)
-        under_way.append(key)
-        self._begin(key, self.all.seconds(key, item.payload))
-
-    def _exchange(self) -> Generator[object, None, None]:
-        """If an exchange is due, send the outgoing messages, receive the next batch's inputs, and wait for all."""
-        following, self.following = self.following, None
-        if following is None:
-            return
-        for position in following:
-            self._post(position)
-        keys = [self._addressed(item) for item in self.outbox]
-        seconds = sum(
-            self.all.seconds(key, item.payload) for key, item in zip(keys, self.outbox, strict=True)
-        )
-        self.outbox.clear()
-        for key in keys:
-            self._begin(key, seconds)
-        for key in keys:
-            yield from self._sent(key)
-        for position in following:
-            yield from self._receive(position)
-
-    def _begin(self, key: MessageKey, seconds: float) -> None:
-        self.time.begun(STAGE_SEND, seconds)
-        self.all.send(key, seconds, self.now)
-
-    def _to(self, item: Send) -> int:
-        return (self.stage + item.offset) % self.all.layout.pp
-
-    def _addressed(self, item: Send) -> MessageKey:
-        to = self._to(item)
-        return (self.stage, to, item.channel, self._number("send", to, item.channel))
 
     def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
         if self.recording and first_lane(seconds) > 0:

@@ -119,6 +119,8 @@ class PeriodSamples:
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):
                 return False
-            if not all(np.all(abs(a - b - seconds) <= TOLERANCE * seconds) for a, b in zip(new, old)):
+            if not all(
+                np.all(abs(a - b - seconds) <= TOLERANCE * seconds) for a, b in zip(new, old, strict=True)
+            ):
                 return False
         return True
