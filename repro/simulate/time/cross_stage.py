@@ -13,9 +13,12 @@ from typing import Protocol
 
 from repro.config import Layout
 from repro.simulate.time.breakdown import StageTime
-from repro.simulate.time.device import maximum, maximum_of
+from repro.simulate.time.device import in_any_lane, maximum, maximum_of
 from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Issue, Item, StageProgram
 from repro.simulate.time.step_order import step_order
+
+MIN_COMPUTE_SHARE = 1e-9
+"""Minimum share of the processors that remains for compute."""
 
 
 class CoreWork:
@@ -110,6 +113,9 @@ class CrossStageState:
         ranks_per_core: float,
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
+        self.has_overlap_cost = in_any_lane(overlap_cost)
+        self.slowdown = overlap_cost / maximum(1 - overlap_cost, MIN_COMPUTE_SHARE)
+        """Seconds by which one second of computation beside a collective is longer."""
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.order = step_order(layout)
         self.payloads: dict[int, int] = {}

@@ -19,7 +19,6 @@ from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.simulate.time.breakdown import STAGE_SEND, StageTime
 from repro.simulate.time.cross_stage import StageItems, UndelayedRun
-from repro.simulate.time.device import in_any_lane, maximum_of
 from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.time.steady_state import Cycle, PeriodSamples
@@ -144,12 +143,8 @@ class ActionTimes:
         """Stages of which some items run alone in each period."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
         """Breakdown of the items of an uneven stage that ran alone before a position."""
-        self.open: set[int] = set()
-        """Stages that may have collectives under way."""
-        self.busy: dict[int, float] = {}
-        """Ends of the collectives of stages that may have collectives under way."""
-        for stage in stages:
-            self._note_busy(stage)
+        self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
+        """Stages with collectives that may delay the next action, and those that may have collectives under way."""
 
     def _message_seconds(self) -> tuple[list[float], Lanes]:
         """Return the distinct seconds of messages, and the index of each message's."""
@@ -159,15 +154,14 @@ class ActionTimes:
             return [0.0], np.zeros(len(order.slots), dtype=int)
         payloads = np.array([body.payload for body in self.bodies])[self.body_of.ravel()[messages]]
         assert payloads.min() >= 0, "an action of the schedule sends nothing"
-        senders = messages // order.actions.shape[1]
-        routes = np.stack([senders, order.receivers[messages], payloads], axis=-1)
-        distinct, place = np.unique(routes, axis=0, return_inverse=True)
+        senders, receivers = messages // order.actions.shape[1], order.receivers[messages]
+        distinct, place = _distinct(np.stack([senders, receivers, payloads], axis=-1))
         alone = [state.network.send_seconds(c, from_stage=a, to_stage=b) for a, b, c in distinct.tolist()]
         of_message = np.full(len(order.slots), len(alone))
-        of_message[messages] = place.ravel()
+        of_message[messages] = place
         alone.append(0.0)
-        distinct, place = np.unique(of_message[order.together], axis=0, return_inverse=True)
-        return [sum(alone[one] for one in row) for row in distinct.tolist()], place.ravel()
+        distinct, place = _distinct(of_message[order.together])
+        return [sum(alone[one] for one in row) for row in distinct.tolist()], place
 
     def run(self) -> None:
         """Evaluate all actions and give the results to the stages."""
@@ -246,11 +240,15 @@ class ActionTimes:
             stages, bodies = stages[together], bodies[together]
         self.now[stages] += self.durations[bodies]
 
-    def _is_delayed(self, stage: int) -> bool:
+    def _is_delayed(self, number: int) -> bool:
         """Return whether a collective under way may delay the next action of a stage."""
-        if stage in self.busy and not in_any_lane(np.asarray(self.busy[stage] > self.now[stage])):
-            del self.busy[stage]
-        return stage in self.busy
+        if number in self.busy:
+            stage = self.stages[number]
+            stage.now = self._value(self.now[number])
+            under_way = any(queue and key in self.keys for key, queue in stage.under_way.items())
+            if not under_way and stage.is_idle(self.groups):
+                self.busy.remove(number)
+        return number in self.busy
 
     def _run_alone(self, stage: StageStreams, body: StageItems) -> None:
         """Run the items of one action."""
@@ -258,13 +256,7 @@ class ActionTimes:
         for waited in stage.run_items(body, ""):
             raise AssertionError(f"an action waits for {waited}")
         self.now[stage.stage] = stage.now
-        self._note_busy(stage)
-
-    def _note_busy(self, stage: StageStreams) -> None:
-        groups = stage.streams if in_any_lane(stage.all.overlap_cost) else self.groups
-        unfinished = any(queue and key in self.keys for key, queue in stage.under_way.items())
-        ends = (float("inf") if unfinished else 0.0, *(stage.streams[group] for group in groups))
-        self.busy[stage.stage] = maximum_of(ends)
+        self.busy.add(stage.stage)
         self.open.add(stage.stage)
 
     def _finish(self, stages: Lanes, positions: Lanes) -> None:
@@ -334,3 +326,13 @@ class ActionTimes:
 def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
     """Return numbers or arrays [lanes] as an array [numbers, lanes]."""
     return np.array([np.broadcast_to(number, lanes) for number in numbers])
+
+
+def _distinct(rows: Lanes) -> tuple[Lanes, Lanes]:
+    """Return the distinct rows of small numbers that are not negative, and the index of each row among them."""
+    codes = np.zeros(len(rows), dtype=int)
+    for column in rows.T:
+        values, place = np.unique(column, return_inverse=True)
+        codes = codes * len(values) + place
+    _, first, index = np.unique(codes, return_index=True, return_inverse=True)
+    return rows[first], index

@@ -7,7 +7,7 @@ its stage has reached it and the preceding collective of its group has ended. `C
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 from repro.parallel.pipeline.schedule import FORWARD
 from repro.simulate.time.breakdown import STAGE_SEND, Span, StageTime
@@ -18,7 +18,7 @@ from repro.simulate.time.cross_stage import (
     StageItems,
     UndelayedRun,
 )
-from repro.simulate.time.device import first_lane, in_any_lane, maximum, maximum_of, minimum
+from repro.simulate.time.device import first_lane, in_any_lane, maximum, minimum
 from repro.simulate.time.program import (
     GROUPS_ACROSS_STAGES,
     Await,
@@ -32,8 +32,6 @@ from repro.simulate.time.step_order import DEPART, FINISH, START
 
 UPDATE = "update"
 """Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
-MIN_COMPUTE_SHARE = 1e-9
-"""Minimum share of the processors that remains for compute."""
 
 
 class StageStreams:
@@ -48,6 +46,8 @@ class StageStreams:
         """Whether the action has sent its message, if it has one."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
+        self.latest = 0.0
+        """Latest end of `streams`."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )
@@ -109,25 +109,28 @@ class StageStreams:
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
         """Time `items` without unfinished collectives, and return them as a run."""
-        before = self.now, self.streams, self.under_way, self.time, self.recording
-        self.now, self.time, self.recording = 0.0, StageTime(), False
+        before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
+        self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
         for waited in self.run_items(items, ""):
             raise AssertionError(f"a run waits for {waited}")
         issues = [item for item in items if isinstance(item, Issue)]
         keys, groups = frozenset(item.key for item in issues), frozenset(item.group for item in issues)
         found = UndelayedRun(items, self.now, keys, groups, self.time)
-        self.now, self.streams, self.under_way, self.time, self.recording = before
+        self.now, self.latest, self.streams, self.under_way, self.time, self.recording = before
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
         """Return whether no unfinished collective delays `run` and no spans are recorded."""
         if self.recording:
             return False
-        busy = self.streams if in_any_lane(self.all.overlap_cost) else run.groups
-        return not any(in_any_lane(self.streams[group] > self.now) for group in busy) and not any(
-            self.under_way[key] for key in run.keys
-        )
+        return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
+
+    def is_idle(self, groups: Collection[str]) -> bool:
+        """Return whether no collective under way delays computation, or collectives of `groups`."""
+        if self.all.has_overlap_cost:
+            return not in_any_lane(self.latest > self.now)
+        return not any(in_any_lane(self.streams[group] > self.now) for group in groups)
 
     def _step(self, number: int) -> Generator[object, None, None]:
         """Await, then post and send the messages of a step of the action."""
@@ -194,11 +197,10 @@ class StageStreams:
 
     def _slowed(self, seconds: float) -> float:
         """Return the seconds of a block while concurrent communication uses some of the processors."""
-        cost = self.all.overlap_cost
-        if not in_any_lane(cost) or not self.streams:
+        if not self.all.has_overlap_cost or not self.streams:
             return seconds
-        beside = maximum(0.0, maximum_of(self.streams.values()) - self.now)
-        return seconds + cost * minimum(seconds / maximum(1 - cost, MIN_COMPUTE_SHARE), beside)
+        beside = maximum(0.0, self.latest - self.now)
+        return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
@@ -213,8 +215,8 @@ class StageStreams:
             meeting = self.all.meet(item, self.stage, ready)
             self.under_way[item.key].append((meeting, item))
             return
-        end = ready + item.seconds
-        self.streams[item.group] = end
+        self.streams[item.group] = end = ready + item.seconds
+        self.latest = maximum(self.latest, end)
         self._record(item.group, item.label, ready, item.seconds)
         self.under_way[item.key].append((end, item))
 
@@ -229,6 +231,7 @@ class StageStreams:
                 yield over
             over = over.end
             self.streams[issue.group] = maximum(self.streams[issue.group], over)
+            self.latest = maximum(self.latest, over)
         self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
         self.now = maximum(self.now, over)
 

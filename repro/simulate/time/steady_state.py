@@ -25,8 +25,8 @@ connect an action with at most so many earlier ones."""
 CHUNK_REACH = 2
 """Further actions for each stage with interleaved chunks: a gradient reaches the preceding chunk p micro-batches later.
 """
-FIRST_TRANSIENT = 8
-"""Actions before the compared ones in the shortest schedule."""
+FIRST_TRANSIENT = 4
+"""Periods before the compared ones in the shortest schedule."""
 TOLERANCE = 1e-11
 """Maximum relative difference of equal cycles, which rounding explains."""
 MIN_SAVING = 1.5
@@ -53,7 +53,7 @@ def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
         return
     unit, length = _period(layout)
     warm_up = peak_in_flight(layout.schedule, 0, layout.pp, layout.accumulation, layout.chunks) - 1
-    forwards = warm_up + -(-(2 * length + _reach(layout) + FIRST_TRANSIENT) // 2)
+    forwards = warm_up + (FIRST_TRANSIENT + 2) * length // 2 + _reach(layout) // 2
     count = -(-forwards // layout.chunks)
     count = -(-max(count, least) // unit) * unit
     while count * MIN_SAVING < layout.accumulation:
@@ -103,15 +103,20 @@ class PeriodSamples:
         """Return the shortest cycle; None if there is none yet."""
         for periods in range(1, self.cycles + 1):
             apart = periods * self.stride
-            growth = self.times[:, : self.reach] - self.times[:, apart : apart + self.reach]
-            seconds = growth[0, 0, 0]
-            if not np.all(abs(growth - seconds) <= TOLERANCE * seconds):
-                continue
-            if all(self._further_grow(stage, apart, seconds) for stage, _ in self.further):
+            seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
+            # Most periods that are no cycle differ in the first stage.
+            if all(self._grow(times, apart, seconds) for times in (self.times[:1], self.times)) and all(
+                self._further_grow(stage, apart, seconds) for stage, _ in self.further
+            ):
                 value = float(seconds[0]) if len(seconds) == 1 else seconds
                 begin = self.stop - periods * self.length
                 return Cycle(periods * self.micro_batches, value, begin, self.stop)
         return None
+
+    def _grow(self, times: Lanes, apart: int, seconds: Lanes) -> bool:
+        """Return whether all times are greater by `seconds` than those `apart` rows before."""
+        growth = times[:, : self.reach] - times[:, apart : apart + self.reach]
+        return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
         """Return whether the further times of a stage are greater by `seconds` than those `apart` rows before."""

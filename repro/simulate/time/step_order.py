@@ -75,7 +75,8 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
     for number, action in enumerate(schedule[0]):
         numbers[Boundary.channel(action.kind), action.micro_batch, action.chunk] = number
 
-    positions = np.argsort(actions, axis=1)
+    positions = np.empty_like(actions)
+    np.put_along_axis(positions, actions, np.arange(count)[None, :], axis=1)
     inputs, sends = np.full((2, stages, count), NO_MESSAGE)
     receivers, previous, slots = np.full((3, stages * count + 1), NO_MESSAGE)
     for stage in range(stages):
