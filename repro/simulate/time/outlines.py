@@ -94,7 +94,9 @@ class EventOutlines:
         if numbers not in self._numbers:
             self._numbers[numbers] = len(self.sequences)
             of_number = list(self._known)
-            self.sequences.append({of_number[number]: n for number, n in Counter(numbers).items()})
+            self.sequences.append(
+                {of_number[number]: n for number, n in Counter(numbers).items() if number is not None}
+            )
         return self._numbers[numbers]
 
 

@@ -106,7 +106,7 @@ class PeriodSamples:
             seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
             # Most periods that are no cycle differ in the first stage.
             if all(self._grow(times, apart, seconds) for times in (self.times[:1], self.times)) and all(
-                self._further_grow(stage, apart, seconds) for stage, _ in self.further
+                self._further_grow(stage, apart, seconds) for stage in {stage for stage, _ in self.further}
             ):
                 value = float(seconds[0]) if len(seconds) == 1 else seconds
                 begin = self.stop - periods * self.length

@@ -88,7 +88,7 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
                 messages = sender * count + sent_at
                 inputs[stage, positions[stage, of_kind[:, chunk]]] = sends[sender, sent_at] = messages
                 receivers[messages] = stage
-    last = np.full((stages, 2, Boundary.UNDER_WAY), NO_MESSAGE)
+    last: Lanes = np.full((stages, 2, Boundary.UNDER_WAY), NO_MESSAGE)
     for stage in range(stages):
         for channel in (0, 1):
             route = sends[stage, (is_backward[stage] == channel) & (sends[stage] >= 0)]
