@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wait
 from repro.simulate.trace.roles import Trace
 
+PURPOSE_STOP = 1 + Message._fields.index("purpose")
+"""Number of fields of a message up to its purpose."""
 INNER_GROUP = "tp"
 """The group whose collectives begin and end within a layer."""
 
@@ -37,7 +39,8 @@ class EventOutlines:
         self._operators: dict[int, int] = {}
         """Index in `_known` by the identity of an operator, because hashing an operator takes longer."""
         self._known: dict[Operator, int] = {}
-        self._awaited: dict[Message, Message] = {}
+        self._awaited: dict[tuple[object, ...], Message] = {}
+        """Collectives without their numbers, by their fields up to the purpose."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
@@ -68,10 +71,14 @@ class EventOutlines:
                 entries.append(self._sequence(events[begin:at]))
             begin = at + 1
             if isinstance(event, Message):
-                if event.group == INNER_GROUP and events[begin : begin + 1] == [Wait(event.work)]:
+                following = events[begin] if begin < len(events) else None
+                is_awaited = isinstance(following, Wait) and following.work == event.work
+                if event.group == INNER_GROUP and is_awaited:
                     begin += 1
-                    awaited = event._replace(work=-1)
-                    entries.append(self._awaited.setdefault(awaited, awaited))
+                    kind = event[:PURPOSE_STOP]
+                    if kind not in self._awaited:
+                        self._awaited[kind] = event._replace(work=-1)
+                    entries.append(self._awaited[kind])
                 else:
                     close(event)
             elif isinstance(event, Operator):
