@@ -82,7 +82,7 @@ def schedule(
     `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: store every span.
     `by_events`: schedule every event of every micro-batch, which gives the same times.
     """
-    by_events = by_events or record or ranks_per_core > 1
+    by_events = by_events or record or (ranks_per_core > 1 and layout.pp > 1)
 
     def scheduled(count: int, compare: bool = False) -> tuple[Timeline, ActionTimes | None]:
         """Schedule `count` micro-batches."""

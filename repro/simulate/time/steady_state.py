@@ -45,7 +45,7 @@ class Cycle(NamedTuple):
 
 
 def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
-    """Yield few numbers of micro-batches and then more, as long as they save work. None for gpipe.
+    """Yield few numbers of micro-batches and then twice as many, as long as they save work. None for gpipe.
 
     `least`: minimum number of micro-batches.
     """
@@ -58,7 +58,7 @@ def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
     count = -(-max(count, least) // unit) * unit
     while count * MIN_SAVING < layout.accumulation:
         yield count
-        count = -(-3 * count // (2 * unit)) * unit
+        count *= 2
 
 
 def _period(layout: Layout) -> tuple[int, int]:
