@@ -61,6 +61,11 @@ def in_any_lane(condition: Any) -> bool:
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
+def first_lane(number: float) -> float:
+    """Return the number in the first lane, which has the best value of every unknown."""
+    return float(number.flat[0]) if isinstance(number, np.ndarray) else number
+
+
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 """Limit of the integral in standard deviations, and its number of parts."""
 
