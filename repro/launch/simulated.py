@@ -27,6 +27,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.simulate.record import failed_record, simulated_record, simulation_facts
+from repro.util.processes import pause_garbage_collection
 from repro.util.workers import WorkerDied, Workers
 
 
@@ -108,6 +109,7 @@ def simulated_system(experiment: Experiment) -> System:
     return emulated_system(system, experiment.network)
 
 
+@pause_garbage_collection()  # a collection would visit the events of the traces, which are freed at the end
 def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment and return its record; an exception becomes a failed record."""
     from repro.simulate.step import simulate
