@@ -18,6 +18,7 @@ from repro.config.errors import ConfigError
 from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
 from repro.launch.job import Interrupt
+from repro.launch.local_launch import DEVICES
 from repro.launch.plan import ExperimentLocks, retry_until_done
 from repro.launch.progress import Progress
 from repro.launch.rank.program import describe_error
@@ -117,7 +118,7 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        gloo = experiment.network is not None  # gloo allocates buffers for its messages
+        gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates buffers for its messages
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(
