@@ -69,7 +69,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 def test_every_suite_is_in_a_table() -> None:
     tables = "".join(
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("concepts.md", "twins.md")
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md")
     )
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
 
