@@ -68,9 +68,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_every_suite_is_in_a_table() -> None:
-    tables = "".join(
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md")
-    )
+    tables = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md"))
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
 
 
@@ -124,7 +122,9 @@ def test_blind_errors_are_those_of_the_ledger() -> None:
             for row in named
             if row.blind and row.printed and not row.calibrates
         ]
-        assert [line[2].strip(), line[3].strip()] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[1]
+        assert [line[2].strip(), line[3].strip()] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[
+            1
+        ]
 
 
 def test_the_docs_are_listed() -> None:

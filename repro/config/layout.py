@@ -91,7 +91,7 @@ class Layout:
     what was built on it, every collective of tensor parallelism is waited for where it is issued.  With tp = 1 there
     is none."""
     overlap: bool = True
-    """Data-parallel communication runs beside computation.  Without, as in Megatron-LM's own data parallelism of
+    """Data-parallel communication overlaps with computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
     pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
     `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
@@ -100,7 +100,7 @@ class Layout:
     """Capture the forward and backward passes of a micro-batch in CUDA graphs, which the host launches at once (engine
     `native`).  The record says why passes were not captured."""
     gather_overlap: bool = True
-    """Stages 1 and 2 gather updated parameters beside the next forward pass.  Without, as DeepSpeed does, they are
+    """Stages 1 and 2 gather updated parameters during the next forward pass.  Without, as DeepSpeed does, they are
     complete before the next step begins; `overlap = false` implies it."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Layout:

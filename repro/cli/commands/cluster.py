@@ -41,7 +41,7 @@ def submit(
 @app.command(epilog="Example:  repro status --watch")
 def status(
     results: Results = Path("results"),
-    watch: Annotated[bool, typer.Option("--watch", help="Look again until nothing is open.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until no case is open.")] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Every submission of a case, not the last alone.")
     ] = False,

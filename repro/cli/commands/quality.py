@@ -105,7 +105,7 @@ def export_weights(
         Path, typer.Option(help="The folder to be written.", metavar="DIR", callback=check_folder)
     ],
     vocab: Annotated[
-        int, typer.Option(help="Tokens that are kept; the rest was padding.  Without: all.", metavar="N")
+        int, typer.Option(help="Number of exported tokens, without padding.  Default: all.", metavar="N")
     ] = 0,
     model: Sizes = "",
     json: Json = False,

@@ -188,9 +188,7 @@ def doctor(
         typer.Option(help="Examine a SLURM cluster through this profile instead.", metavar="FILE.toml"),
     ] = None,
     results: Results = Path("results"),
-    nodes: Annotated[
-        int, typer.Option(help="With --profile: also look around from this many nodes.", metavar="N")
-    ] = 0,
+    nodes: Annotated[int, typer.Option(help="With --profile: number of nodes to check.", metavar="N")] = 0,
     kernels: Annotated[
         str,
         typer.Option(
