@@ -1,7 +1,8 @@
-"""Style of README and docs: length of pages and sentences, private words, and units in tables."""
+"""Style of README, docs and refusals: length of pages and sentences, private words, and units in tables."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,3 +92,25 @@ def test_headers_of_numbers_name_their_unit(page: Path) -> None:
                 if NUMBER.fullmatch(cell) and not is_named and not any(map(VALUE_WITH_UNIT.search, others)):
                     missing.append((head[column], cell))
     assert missing == []
+
+
+def refusals(module: Path) -> Iterator[str]:
+    """Yield the texts that a module raises, and its constants that are sentences; `X` for a value in a text."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        raised = node.exc.args if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else []
+        for value in [*raised, *([node.value] if isinstance(node, ast.Assign) else [])]:
+            if isinstance(value, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in value.values)
+            elif isinstance(value, ast.Constant) and " " in str(value.value):
+                yield str(value.value)
+
+
+@pytest.mark.parametrize("folder", ["repro/wrap", "repro/parallel/zero"])
+def test_a_refusal_has_two_plain_sentences(folder: str) -> None:
+    texts = [text for module in sorted((ROOT / folder).glob("*.py")) for text in refusals(module)]
+    assert len(texts) > 4
+    for text in texts:
+        sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
+        assert len(sentences) <= 2, text
+        assert max(len(words(sentence)) for sentence in sentences) <= MAX_SENTENCE_WORDS, text
+        assert not PRIVATE_WORDS.search(text), text
