@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -67,9 +68,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_every_suite_is_in_a_table() -> None:
-    tables = "".join(
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("concepts.md", "twins.md")
-    )
+    tables = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md"))
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
 
 
@@ -105,6 +104,27 @@ def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None
     shown = headline_lines(ledger, judge(ledger, read_records(tmp_path), load_reference()))
     expected = [[line.values["simulated"], line.values["measured"], line.verdict] for line in shown]
     assert [[row[2], row[4], row[5]] for row in readme_table()] == expected
+
+
+def test_blind_errors_are_those_of_the_ledger() -> None:
+    """The table of `docs/accuracy.md` gives the number of rates and the median error of each group of claims."""
+    rows = {row.id: row.rows for row in load_ledger().claims}
+    text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8").partition("median error, blind (%)")[2]
+    shown = [line.split("|") for line in text.partition("\n\n")[0].splitlines()[2:]]
+    listed = [name for line in shown for name in re.findall(r"`(.*?)`", line[1])]
+    assert set(listed) == {name for name, values in rows.items() if any(row.blind for row in values)}
+    for line in shown:
+        named = [row for name in re.findall(r"`(.*?)`", line[1]) for row in rows[name]]
+        errors = [
+            abs(row.blind.value / row.printed.value - 1)
+            if row.unit not in ("s", "ms")
+            else abs(row.printed.value / row.blind.value - 1)
+            for row in named
+            if row.blind and row.printed and not row.calibrates
+        ]
+        assert [line[2].strip(), line[3].strip()] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[
+            1
+        ]
 
 
 def test_the_docs_are_listed() -> None:

@@ -2,7 +2,7 @@
 
 A claim has rows. A row is one published value with the expressions that test it. A file lists rows one by one
 (`rows`) or as a table of the source (`[[claim.table]]`), whose `cells` name the columns with published values.
-Expressions may use the other columns of a line by name. `docs/claims.md` shows how to add a claim.
+Expressions may use the other columns of a line by name. `docs/ledger.md` shows how to add a claim.
 """
 
 from __future__ import annotations

@@ -65,16 +65,16 @@ class ShardedGradient(Tensor):
                 func(first.piece, *args[1:], **kwargs)
                 return first
         raise RuntimeError(
-            f"{name}() of a gradient {list(_shape(args))}: under zero = 1 to 3 a rank has a piece of it only. It takes "
-            "norm(), clip_grad_norm_, clip_grad_value_ and, in place, scaling and clamping; zero = 0 has all of it "
-            "once the backward passes are over that layout.accumulation or no_sync() speak of"
+            f"{name}() of a gradient {list(_shape(args))} is not supported under zero = 1 to 3, or before the "
+            "last backward pass of a step. Use norm(), clip_grad_norm_, clip_grad_value_, scaling and clamping in "
+            "place, or zero = 0."
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            "a backward pass without a forward pass of the wrapped module: its gradients would meet those of the "
-            "last step; call the module itself, and compute the loss from what it returns"
+            "A backward pass without a forward pass of the wrapped module is not supported. Call the module itself, "
+            "and compute the loss from its output."
         )
 
 
@@ -140,7 +140,9 @@ class GradientNorms:
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
-                raise ValueError(f"norm of order {order}: a positive number or inf under zero = 1 to 3")
+                raise ValueError(
+                    f"norm of order {order}: must be a positive number or inf under zero = 1 to 3."
+                )
             largest = order == float("inf")
             pieces = self._pieces.values()
             self._reduce()
@@ -201,8 +203,8 @@ class UserGradients:
             for name, parameter, gradient in zip(self.names, self.parameters, shown, strict=True):
                 if parameter.grad is not gradient:
                     raise RuntimeError(
-                        f"{name}.grad: was replaced or removed, but the step uses what the backward pass has reduced "
-                        "over all ranks; change it in place (p.grad.mul_(...)), and call backward() on the loss"
+                        f"{name}.grad: replacing or removing a gradient is not supported. Change it in place "
+                        "(p.grad.mul_(...)), and call backward() on the loss."
                     )
 
 
@@ -242,8 +244,8 @@ class OptimizerGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)}() of the gradient of a parameter in the optimizer, which is a piece of "
-            "the module's: use module.parameters(), as in clip_grad_norm_(module.parameters(), ...)"
+            f"{getattr(func, '__name__', func)}() of a gradient in optimizer.param_groups is not supported. "
+            "Use module.parameters(), as in clip_grad_norm_(module.parameters(), ...)."
         )
 
 
@@ -270,7 +272,7 @@ class GradScalerSupport:
     def _unscale(self, found_inf: Tensor, inv_scale: Tensor) -> None:
         if torch.float16 in self._of_dtype:
             raise ValueError(
-                "GradScaler: fp16 gradients would underflow; keep the module in fp32, under autocast"
+                "GradScaler with fp16 gradients is not supported. Leave the module in fp32 and use autocast."
             )
         self._prepare_change()
         for gradients in self._of_dtype.values():

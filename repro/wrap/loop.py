@@ -208,13 +208,13 @@ class StockLoop:
                 return
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    "backward(create_graph=True): gradients in buckets have no graph; for a penalty differentiate "
-                    "torch.autograd.grad(..., create_graph=True) by the module's inputs"
+                    "backward(create_graph=True) is not supported. For a penalty on gradients, call "
+                    "torch.autograd.grad(..., create_graph=True) for the inputs of the module."
                 )
             if not self._is_backward_due:
                 raise RuntimeError(
-                    "a second backward pass after one forward pass: sum the losses for one backward pass, "
-                    "or run each forward pass right before its backward pass"
+                    "A second backward pass after one forward pass is not supported. Sum the losses for one backward "
+                    "pass, or run each forward pass directly before its backward pass."
                 )
             self._in_backward = True
             # torch's own DDP and FSDP detect the end of a backward pass by this callback.
@@ -267,13 +267,12 @@ class StockLoop:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if len(args) > 1 or kwargs:
             raise RuntimeError(
-                "optimizer.step(closure): call the closure yourself, then optimizer.step() without it"
+                "optimizer.step(closure) is not supported. Call the closure, then optimizer.step() without it."
             )
         if not self.micro_batch:
             raise RuntimeError(
-                "optimizer.step() without a backward pass through the wrapped module since the last step: call the "
-                "module itself (not one of its methods), and backward() on a loss of what it returns: tensors, or "
-                "containers and objects that hold them"
+                "optimizer.step() without a backward pass through the wrapped module is not supported. Call the module "
+                "itself (not one of its methods), and backward() on a loss of the tensors that it returns."
             )
         for bucket in self.sharded.buckets:
             bucket.adopt_writes()

@@ -56,8 +56,9 @@ class WrappedModule(ShardedModule):
         sizes = {name: piece.numel() for name, piece in mine.items()}
         if states["repro"] != mark_of(self) or sizes != {n: v.numel() for n, v in states["shard"].items()}:
             raise ValueError(
-                f"load_shard_state_dict(): the shard of {written(states['repro'])} for {written(mark_of(self))}, or "
-                "other blocks or buckets; module.repro.full_state_dict() makes states that any rank and layout can load"
+                f"load_shard_state_dict(): the shard of {written(states['repro'])} does not fit "
+                f"{written(mark_of(self))}, or its blocks or buckets differ. Save module.repro.full_state_dict(), "
+                "which any rank and layout can load."
             )
         for name, piece in mine.items():
             piece.copy_(states["shard"][name])
@@ -107,15 +108,13 @@ class WrappedModule(ShardedModule):
         def save(child: nn.Module, prefix: str, keep_vars: bool) -> None:
             if self.sharding.stage == 3 and not self._saving:
                 raise RuntimeError(
-                    "state_dict(): under zero = 3 no rank has whole parameters; call module.repro.full_state_dict() on "
-                    "all ranks, or let each save its module.repro.shard_state_dict()"
+                    "state_dict() is not supported under zero = 3, because no rank has complete parameters. Call "
+                    "module.repro.full_state_dict() on all ranks, or save module.repro.shard_state_dict() on each rank."
                 )
 
         def before_load(child: nn.Module, states: Any, prefix: str, options: dict[str, Any], *_: Any) -> None:
             if options.get("assign_to_params_buffers"):
-                raise RuntimeError(
-                    "load_state_dict(assign=True): would take parameters out of their buckets; assign=False"
-                )
+                raise RuntimeError("load_state_dict(assign=True) is not supported. Use assign=False.")
             for name, parameter in child._parameters.items():
                 if parameter is None or id(parameter) not in flat_of:
                     continue

@@ -80,9 +80,7 @@ def parallelize(
     device = tensors[0].device
     mesh = _mesh(layout, device)
     if layout.precision == "fp16":
-        raise ConfigError(
-            "precision", "fp16", "fp32 or bf16 here; fp16 needs a scaled loss (see NativeEngine)"
-        )
+        raise ConfigError("precision", "fp16", "fp32 or bf16; for fp16 use fp32 with autocast and GradScaler")
     if layout.precision == "bf16":
         check_narrow(module)
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -138,7 +136,9 @@ def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
 
 def _backend(device: torch.device) -> str:
     if device.type not in BACKENDS:
-        raise ValueError(f"module: on {device.type}; several processes need it on {' or '.join(BACKENDS)}")
+        raise ValueError(
+            f"module: several processes do not support {device.type}. Move it to {' or '.join(BACKENDS)}."
+        )
     return BACKENDS[device.type]
 
 
@@ -148,6 +148,6 @@ def require_backend(config: str, device: torch.device) -> None:
     found = dict(pair.split(":") for pair in config.split(",")).get(device.type)
     if found != needed:
         raise ValueError(
-            f"process group: has {config}, which lacks {device.type}:{needed} for a module on {device.type}; "
-            f'use init_process_group("{needed}")'
+            f"process group: {config} does not support a module on {device.type}. "
+            f'Call init_process_group("{needed}").'
         )

@@ -19,41 +19,43 @@ def check_module(module: nn.Module) -> None:
     """Raise `ValueError` for a module that cannot be trained, or not correctly."""
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"module: a {type(module).__name__}; it is repro.parallelize(module, optimizer, layout)"
+            f"module: a {type(module).__name__} is not supported. Call repro.parallelize(module, optimizer, layout)."
         )
     for name, child in module.named_modules():
         if getattr(child, "repro", None) is not None:
             where = f"its {name}" if name else "it"
             raise ValueError(
-                f"module: {where} is parallelized already; call repro.parallelize once, on the whole"
+                f"module: {where} is parallelized already. Call repro.parallelize once, for the outermost module."
             )
         if isinstance(child, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise ValueError(
-                f"module: is in {type(child).__name__}, which reduces gradients too; give its .module"
+                f"module: {type(child).__name__} is not supported, because it reduces gradients too. Pass its .module."
             )
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"module: {name} has no shape yet; run a forward pass before repro.parallelize")
+            raise ValueError(f"module: {name} has no shape yet. Run a forward pass before repro.parallelize.")
         if hasattr(parameter, "device_mesh"):
             raise ValueError(
-                f"module: {name} is a DTensor, which another library has spread (fully_shard); leave that out"
+                f"module: {name} is a DTensor, which is not supported. Call repro.parallelize without fully_shard."
             )
         if parameter.is_complex():
             raise ValueError(
-                f"module: {name} is complex; keep its real and imaginary parts as two parameters"
+                f"module: {name} is complex, which is not supported. Use two parameters for real and imaginary part."
             )
     if not any(p.requires_grad and p.numel() for p in parameters.values()):
-        raise ValueError("module: has no parameter that requires a gradient; there is nothing to parallelize")
+        raise ValueError(
+            "module: no parameter requires a gradient. Set requires_grad before repro.parallelize."
+        )
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             if child.max_norm is not None:
                 raise ValueError(
-                    f"module: {name} has max_norm, which changes weights beside the optimizer, by rank"
+                    f"module: {name} has max_norm, which is not supported, as it differs by rank. Set max_norm=None."
                 )
             if child.sparse:
                 raise ValueError(
-                    f"module: {name} has sparse gradients, which no flat buffer holds; sparse=False"
+                    f"module: {name} has sparse gradients, which are not supported. Set sparse=False."
                 )
 
 
@@ -66,28 +68,30 @@ ELEMENT_BY_ELEMENT = {
 def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
     """Raise `ValueError` unless the optimizer has the module's parameters and updates each element independently."""
     if not isinstance(optimizer, optim.Optimizer):
-        raise ValueError(f"optimizer: a {type(optimizer).__name__}; give the torch.optim.Optimizer inside")
+        raise ValueError(
+            f"optimizer: a {type(optimizer).__name__} is not supported. Pass the torch.optim.Optimizer in it."
+        )
     named = {id(p): (name, p) for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, (name, owned) in named.items():
         if key not in given and owned.requires_grad:
             raise ValueError(
-                f"optimizer: has no parameter group for {name}, which requires a gradient; freeze it, or wrap the "
-                "modules that another optimizer updates by themselves"
+                f"optimizer: {name} requires a gradient and is in no parameter group. Freeze it, or call "
+                "repro.parallelize for the modules of each optimizer separately."
             )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in named:
                 raise ValueError(
-                    f"optimizer: has a parameter {list(parameter.shape)} that is not the module's; put all modules "
-                    "that it updates in one nn.Module, or give it an optimizer of its own"
+                    f"optimizer: a parameter {list(parameter.shape)} is not in the module. Put all modules of this "
+                    "optimizer into one nn.Module, or create an optimizer for each module."
                 )
     if type(optimizer) not in ELEMENT_BY_ELEMENT:
         for group in optimizer.param_groups:
             if group["params"] and not _treats_elements_alone(optimizer, group):
                 raise ValueError(
-                    f"optimizer: {type(optimizer).__name__} looks at whole matrices or at all parameters, of which a "
-                    "rank has pieces; use one that updates each element by itself, such as AdamW"
+                    f"optimizer: {type(optimizer).__name__} is not supported, because its update of an element depends "
+                    "on other elements. Use one that updates each element independently, such as AdamW."
                 )
 
 
@@ -99,8 +103,8 @@ def _treats_elements_alone(optimizer: optim.Optimizer, group: dict[str, Any]) ->
         parts = [_updated(optimizer, group, start[here], here) for here in (slice(0, 9), slice(9, 24))]
     except Exception as error:
         raise ValueError(
-            f"optimizer: {type(optimizer).__name__} cannot update a piece of a matrix ({error}), of which a rank has "
-            "pieces; use one that updates each element by itself, such as AdamW"
+            f"optimizer: {type(optimizer).__name__} is not supported, because it cannot update a part of a matrix "
+            f"({error}). Use one that updates each element independently, such as AdamW."
         ) from error
     return torch.allclose(full, torch.cat(parts), rtol=1e-4, atol=1e-6)
 
@@ -126,7 +130,7 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
 def check_clip(clip: float) -> None:
     """Raise `ValueError` unless `clip` is finite and 0 or more."""
     if not (clip >= 0 and math.isfinite(clip)):
-        raise ValueError(f"clip = {clip}: a positive norm, or 0 for none")
+        raise ValueError(f"clip = {clip}: must be a positive norm, or 0 for no clipping.")
 
 
 def check_narrow(module: nn.Module) -> None:
@@ -134,8 +138,8 @@ def check_narrow(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.float64:
             raise ValueError(
-                f"module: {name} is float64, of which bf16 training would keep fp32 master weights; "
-                "call module.float() before, or leave precision at fp32, which keeps every dtype"
+                f"module: {name} is float64, which bf16 training with fp32 master weights does not support. "
+                'Call module.float() before repro.parallelize, or use precision = "fp32", which changes no dtype.'
             )
 
 
@@ -165,24 +169,24 @@ class UnchangedModuleCheck:
             for name, now, before in zip(self._named, required, self._required, strict=True):
                 if now and not before:
                     raise RuntimeError(
-                        f"{name}.requires_grad: was set after repro.parallelize, which has put what is trained in "
-                        "buckets; have it require gradients before, and freeze it after"
+                        f"{name}.requires_grad: unfreezing after repro.parallelize is not supported. Let the parameter "
+                        "require gradients during the call, and freeze it after the call."
                     )
         if places != self._places:
             raise RuntimeError(
-                "module: was cast or moved after repro.parallelize (.to(), .double(), .data = ...), which takes its "
-                "parameters out of what is trained; do so before, and say `precision` in the layout"
+                "module: casting or moving it after repro.parallelize (.to(), .double(), .data = ...) is not supported."
+                " Do this before the call, and set `precision` in the layout."
             )
 
 
 def _add_param_group(group: dict[str, Any]) -> None:
     raise RuntimeError(
-        "optimizer.add_param_group(): after repro.parallelize, which has cut parameters; add it before"
+        "optimizer.add_param_group() after repro.parallelize is not supported. Add the group before the call."
     )
 
 
 def _copy(*_: Any) -> None:
     raise RuntimeError(
-        "a copy of a parallelized module would communicate as it does: copy it before repro.parallelize, and load "
-        "module.repro.full_parameters() into the copy; save these or module.state_dict()"
+        "A copy of a parallelized module is not supported. Copy it before repro.parallelize and load "
+        "module.repro.full_parameters() into the copy, or save them or module.state_dict()."
     )

@@ -324,7 +324,7 @@ def test_a_bucket_that_is_held_waits_for_the_end_and_adds_what_comes_again() -> 
         made.begin(0, 1)
         backward(made, (0, 0))
         assert len(transport.begun) == 2, "held for one pass"
-        with pytest.raises(RuntimeError, match="after its bucket had been reduced"):
+        with pytest.raises(RuntimeError, match="after the reduction of its bucket"):
             backward(made, (0, 0))
 
 

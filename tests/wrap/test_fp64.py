@@ -50,5 +50,5 @@ def test_fp64_trains_as_it_does_alone(two: RankPool, zero: int) -> None:
 def test_fp64_is_not_narrowed_to_fp32_master_weights() -> None:
     module = Plain().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"is float64, .* call module\.float\(\)"):
+    with pytest.raises(ValueError, match=r"is float64, .* Call module\.float\(\)"):
         repro.parallelize(module, optimizer, Layout(precision="bf16"))

@@ -74,7 +74,7 @@ def test_a_released_parameter_refuses_to_be_read(two: RankPool, habit: str) -> N
     for found in two.run(messages, [habit]):
         assert len(found) == 3
         for _, message in found:
-            assert "call module.repro.full_parameters() on all ranks" in message
+            assert "Call module.repro.full_parameters() on all ranks" in message
 
 
 def what_remains() -> list[Any]:
@@ -183,4 +183,4 @@ def a_part_in_training() -> None:
 
 def test_parts_of_a_module_are_not_trained_by_themselves(two: RankPool) -> None:
     for message in two.run(message_of, a_part_in_training):
-        assert "call module.repro.full_parameters() on all ranks" in message
+        assert "Call module.repro.full_parameters() on all ranks" in message

@@ -146,4 +146,4 @@ def half(zero: int) -> None:
 @STAGES
 def test_fp16_gradients_are_not_unscaled(two: RankPool, zero: int) -> None:
     for message in two.run(message_of, half, zero):
-        assert "keep the module in fp32, under autocast" in message
+        assert "Leave the module in fp32 and use autocast" in message

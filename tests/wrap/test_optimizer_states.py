@@ -94,6 +94,4 @@ def test_another_ranks_states_are_refused(two: RankPool, zero: int) -> None:
     for own, *others in two.run(messages, zero):
         assert own == ""
         for message in others:
-            assert (
-                "optimizer.repro.full_state_dict() makes states that any rank and layout can load" in message
-            )
+            assert "Save optimizer.repro.full_state_dict(), which any rank and layout can load" in message

@@ -73,38 +73,46 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
     "complex": (complex_module, sgd, "phase is complex"),
     "max_norm": (with_embedding(max_norm=1.0), sgd, "0 has max_norm"),
     "sparse": (with_embedding(sparse=True), sgd, "sparse=False"),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), sgd, "run a forward pass before"),
-    "nothing to train": (lambda: Plain().requires_grad_(False), sgd, "nothing to parallelize"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(WIDTH)), sgd, "Run a forward pass before"),
+    "nothing to train": (lambda: Plain().requires_grad_(False), sgd, "no parameter requires a gradient"),
     "foreign": (
         Plain,
         lambda m: torch.optim.SGD([*m.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1),
-        r"a parameter \[2, 2\] that is not the module's",
+        r"a parameter \[2, 2\] is not in the module",
     ),
     "Adafactor": (
         Plain,
         lambda m: torch.optim.Adafactor(m.parameters()),
-        "Adafactor looks at whole matrices",
+        "Adafactor is not supported, because its update",
     ),
-    "LBFGS": (Plain, lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS cannot update a piece of a matrix"),
+    "LBFGS": (
+        Plain,
+        lambda m: torch.optim.LBFGS(m.parameters()),
+        "LBFGS is not supported, because it cannot",
+    ),
     "Muon": (
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)),
         lambda m: torch.optim.Muon(m.parameters()),
-        "Muon cannot update a piece of a matrix .* such as AdamW",
+        "Muon is not supported, because it cannot .* such as AdamW",
     ),
-    "DataParallel": (lambda: nn.DataParallel(Plain()), sgd, r"is in DataParallel, .* give its \.module"),
+    "DataParallel": (
+        lambda: nn.DataParallel(Plain()),
+        sgd,
+        r"DataParallel is not supported, .* Pass its \.module",
+    ),
     "swapped": (
         lambda: sgd(Plain()),
         lambda o: Plain(),
-        r"a SGD; it is repro\.parallelize\(module, optimizer",
+        r"a SGD is not supported\. Call repro\.parallelize\(module, optimizer",
     ),
     "somebody's": (
         Plain,
         lambda m: SimpleNamespace(optimizer=sgd(m)),
-        "give the torch.optim.Optimizer inside",
+        "Pass the torch.optim.Optimizer in it",
     ),
-    "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb looks at whole matrices"),
-    "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb looks at whole matrices"),
-    "all at once": (Plain, lambda m: Averaged(m.parameters(), lr=0.1), "or at all parameters"),
+    "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb is not supported, because its update"),
+    "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb is not supported, because its update"),
+    "all at once": (Plain, lambda m: Averaged(m.parameters(), lr=0.1), "depends on other elements"),
 }
 
 
@@ -131,7 +139,7 @@ def test_somebodys_optimizer_may_treat_elements_alone() -> None:
 def test_arguments_that_mean_nothing() -> None:
     module = Plain()
     for clip in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="a positive norm, or 0 for none"):
+        with pytest.raises(ValueError, match="a positive norm, or 0 for no clipping"):
             repro.parallelize(module, sgd(module), Layout(), clip=clip)
     with pytest.raises(ConfigError, match=r"a repro\.Layout, such as"):
         repro.parallelize(module, sgd(module), {"zero": 3})  # type: ignore[arg-type]
@@ -140,7 +148,7 @@ def test_arguments_that_mean_nothing() -> None:
     repro.parallelize(module, sgd(module), Layout())
     for whole in (module, nn.Sequential(module)):
         with pytest.raises(
-            ValueError, match=r"parallelized already; call repro\.parallelize once, on the whole"
+            ValueError, match=r"parallelized already\. Call repro\.parallelize once, for the outermost"
         ):
             repro.parallelize(whole, sgd(whole), Layout())
 
@@ -155,7 +163,7 @@ def fully_sharded() -> str:
 
 def test_a_module_that_fsdp_has_is_refused(two: RankPool) -> None:
     for message in two.run(fully_sharded):
-        assert "into.weight is a DTensor, which another library has spread (fully_shard)" in message
+        assert "into.weight is a DTensor, which is not supported" in message
 
 
 class Rows(nn.Module):
@@ -188,22 +196,25 @@ def test_a_part_that_is_taken_away_is_missed(zero: int) -> None:
         repro.parallelize(block, sgd(block), Layout(zero=zero))
         once(module, torch.ones(1, WIDTH))
 
-    with pytest.raises(RuntimeError, match=r"cast or moved|values exist only"):
+    with pytest.raises(RuntimeError, match=r"casting or moving|values exist only"):
         go_on()
 
 
 Habit = Callable[[nn.Module, torch.optim.Optimizer], Any]
 LATER: dict[str, tuple[Habit, str]] = {
-    "double": (lambda m, o: m.double(), "cast or moved|values exist only"),
-    "half a module": (lambda m, o: m.blocks[1].to(torch.bfloat16), "cast or moved|values exist only"),
+    "double": (lambda m, o: m.double(), "casting or moving|values exist only"),
+    "half a module": (lambda m, o: m.blocks[1].to(torch.bfloat16), "casting or moving|values exist only"),
     "data": (
         lambda m, o: setattr(m.into.weight, "data", torch.zeros(WIDTH, WIDTH)),
-        "cast or moved|values exist",
+        "casting or moving|values exist",
     ),
-    "copy": (lambda m, o: copy.deepcopy(m), "copy it before"),
-    "average": (lambda m, o: torch.optim.swa_utils.AveragedModel(m), "copy it before"),
-    "save": (lambda m, o: torch.save(m, io.BytesIO()), r"save these or module\.state_dict\(\)"),
-    "group": (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}), "add it before"),
+    "copy": (lambda m, o: copy.deepcopy(m), "Copy it before"),
+    "average": (lambda m, o: torch.optim.swa_utils.AveragedModel(m), "Copy it before"),
+    "save": (lambda m, o: torch.save(m, io.BytesIO()), r"save them or module\.state_dict\(\)"),
+    "group": (
+        lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+        "Add the group before",
+    ),
 }
 
 
@@ -229,7 +240,7 @@ def test_unfreezing_later_is_refused() -> None:
     module.into.requires_grad_(False)
     module, _ = repro.parallelize(module, sgd(module), Layout(zero=1))
     module.into.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"into\.weight\.requires_grad: was set after"):
+    with pytest.raises(RuntimeError, match=r"into\.weight\.requires_grad: unfreezing after"):
         once(module, torch.ones(1, WIDTH))
 
 

@@ -46,7 +46,7 @@ def test_state_dict_waits_for_the_step(two: RankPool, zero: int) -> None:
 
 def test_stage_3_has_no_state_dict(two: RankPool) -> None:
     for message in two.run(message_of, states_after_step, 3):
-        assert message.startswith("state_dict(): under zero = 3")
+        assert message.startswith("state_dict() is not supported under zero = 3")
         assert "module.repro.full_state_dict()" in message
 
 
@@ -179,9 +179,9 @@ def test_other_states_are_refused(two: RankPool, zero: int) -> None:
     for own, rank, dp, nothing, assign, missing in two.run(refused, zero):
         assert own == ""
         for message in (rank, dp, nothing):
-            assert "module.repro.full_state_dict() makes states that any rank and layout can load" in message
+            assert "Save module.repro.full_state_dict(), which any rank and layout can load" in message
         assert 'Missing key(s) in state_dict: "into.bias"' in missing
-        assert assign.endswith("assign=False")
+        assert assign.endswith("Use assign=False.")
 
 
 @pytest.mark.parametrize("zero", range(3))

@@ -140,8 +140,8 @@ def _pop_innermost(open_visits: list[int], visits: Sequence[Visit], visit: Visit
         if visits[number := open_visits.pop()] == visit:
             return number
     raise RuntimeError(
-        "under zero = 3 the wrapped module must not call itself in its forward pass; call a method that has the "
-        "modules inside it work, or use zero = 2"
+        "A module that calls itself in its forward pass is not supported under zero = 3. Call a method that runs the "
+        "inner modules, or use zero = 2."
     )
 
 

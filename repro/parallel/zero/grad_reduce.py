@@ -203,7 +203,7 @@ class GradientReducer:
         parameter.grad = None
         if gradient.layout != torch.strided:
             raise RuntimeError(
-                f"sparse gradient of a parameter {list(parameter.shape)}, which no flat buffer holds: sparse=False"
+                f"The sparse gradient of a parameter {list(parameter.shape)} is not supported. Set sparse=False."
             )
         self.on_gradient()
         # The division for the mean over n replicas costs nothing in this copy.
@@ -258,8 +258,9 @@ class GradientReducer:
         bucket = self.buckets[b]
         if b < self._next and (bucket.stage >= 2 or self._last):
             raise RuntimeError(
-                "a gradient came after its bucket had been reduced: reentrant checkpointing of modules that "
-                "share a parameter (use checkpoint(..., use_reentrant=False)), or a second backward pass"
+                "A gradient after the reduction of its bucket is not supported (modules that share a parameter under "
+                "reentrant checkpointing, a second backward pass). Use checkpoint(..., use_reentrant=False), or sum "
+                "the losses for one backward pass."
             )
         return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
 

@@ -46,6 +46,8 @@ METADATA_FUNCTIONS: set[Callable[..., Any]] = {
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
 }
 """Functions and attributes that read no values of a tensor."""
+GRADIENT_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""Functions that compute gradients, which take parameters as `inputs`."""
 
 
 class FreedParameter(Parameter):
@@ -59,12 +61,17 @@ class FreedParameter(Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
+        if func in GRADIENT_FUNCTIONS:
+            raise RuntimeError(
+                f"{name}() for given parameters is not supported under zero = 3. Call loss.backward() without inputs, "
+                "and freeze all other parameters by requires_grad_(False) before the forward pass."
+            )
         if name in ("__get__", "__set__"):
             name = f".{getattr(func, '__self__', func).__name__}"
         shape = next((tuple(a.size()) for a in args if isinstance(a, FreedParameter)), ())
         raise RuntimeError(
-            f"{name} of a parameter {list(shape)}: under zero = 3 its values exist only "
-            "while its module's forward and backward run; call module.repro.full_parameters() on all ranks"
+            f"{name} of a parameter {list(shape)} is not supported under zero = 3, because its values exist only "
+            "during the passes of its module. Call module.repro.full_parameters() on all ranks."
         )
 
 
@@ -140,7 +147,6 @@ FLAGS_BIT = 1 << 60
 """Bit of a message whose lower bits are flags."""
 
 DIFFERENT_MODULES = (
-    "under zero = 3 all ranks must use the same modules in every pass, and make as many passes with gradients and "
-    "without: these ranks do not (batches of evaluation, or experts chosen by data); run every module on every rank, "
-    "on no data if need be, or use zero = 2"
+    "Ranks that use different modules in a pass, or run different numbers of passes, are not supported under zero = 3. "
+    "Run every module on every rank, with empty input if necessary, or use zero = 2."
 )

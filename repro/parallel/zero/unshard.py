@@ -366,6 +366,6 @@ def _gathered_twice(buckets: Sequence[FlatParameters]) -> list[FlatParameters]:
 
 
 ONE_BACKWARD_PER_FORWARD = (
-    "under zero = 3 a backward pass runs once through the forward passes since the last one: this one goes through an "
-    "earlier forward pass, or calls a module that they did not use; sum the losses for one backward pass"
+    "A backward pass through an earlier forward pass, or through a module that the last forward passes did not use, is "
+    "not supported under zero = 3. Sum the losses for one backward pass."
 )

@@ -33,7 +33,7 @@ EQUAL_PRODUCTS_SHARE = Quantity(
 DEFAULT_PASSES = Quantity(
     value=1,
     high=1.31,
-    source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/time.md), where this software's were not "
+    source="as kernels that scale a vector (te42kyfo/gpu-benches, docs/accuracy.md), where this software's were not "
     "measured; high: those of Megatron-LM on an A100, if Adam's are as slow as copies",
 )
 CALIBRATION_FILE = Path(__file__).with_name("calibration_points.toml")
