@@ -1,4 +1,4 @@
-"""Text of records: their origins, and the rows of the page's tables, with every number as text."""
+"""Rows of the site's table of experiments, and the origins of records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repro.config import words
 from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import Provenance, SimulatedRole
-from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
+from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.simulate.time.calibration import basis_of_record
 from repro.util import units
 
@@ -72,67 +72,88 @@ def _commit(provenance: Provenance) -> str:
     return git["commit"][:12] + (f" + changes {git['diff']}" if git.get("dirty") else "")
 
 
-def measured_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of experiments, with every number as text."""
-    metrics, experiment = record.metrics, record.experiment
+NUMBERS = {
+    "step_s": "step time (s)",
+    "states_gb": "model states (GB)",
+    "peak_gb": "peak memory (GB)",
+    "sent_gb": "sent per step (GB)",
+}
+"""Headers of the columns with numbers, by key of a row."""
+FACT_LABELS = {
+    "outcome": "outcome",
+    "reason": "reason",
+    "model": "model",
+    "engine": "engine",
+    "layout": "layout",
+    "system": "system",
+    "spread": "step time, 20 % to 80 % of all steps",
+    "rests_on": "step time rests on",
+    "tokens_per_s": "tokens per second",
+    "where": "peak memory in",
+    "reserved": "reserved by the allocator",
+    "limit": "memory limit",
+    "resident": "resident memory of the process",
+    "of_gpu": "GPU memory outside of torch",
+    "between": "sent between nodes per step",
+    "loss": "last loss",
+    "written": "written (UTC)",
+    "id": "record",
+}
+"""Labels of the texts of a record, by key of a row."""
 
-    spread = ""
-    if metrics.get(STEP_SECONDS) is not None:
-        spread = f"[{units.seconds(metrics.get('step_seconds.p20'))}, {units.seconds(metrics.get('step_seconds.p80'))}]"
-    beside = metrics.get("memory.context_bytes")
-    return {
+
+def record_row(record: ExperimentRecord) -> dict[str, Any]:
+    """Return one row of the table of experiments: `NUMBERS` as numbers, `FACT_LABELS` as text."""
+    metrics, experiment, layout = record.metrics, record.experiment, record.experiment.layout
+    is_simulated, basis = record.evidence == SIMULATED, basis_of_record(record)
+    sizes = ("memory.states_bytes", "memory.peak_bytes", "comm.sent_bytes")
+    values = [metrics.get(STEP_SECONDS) if basis or not is_simulated else None]
+    values += [None if metrics.get(key) is None else metrics[key] / 1e9 for key in sizes]
+    row = {
+        "anchor": anchor(record.evidence, record.label),
         "name": record.name,
         "suite": record.suite,
-        "anchor": anchor(MEASURED, record.label),
+        "evidence": record.evidence,
+        **{key: None if x is None else float(f"{x:.4g}") for key, x in zip(NUMBERS, values, strict=True)},
+        "outcome": record.outcome,
+        "reason": units.readable(record.reason),
         "model": experiment.model.name,
         "engine": experiment.engine,
-        "layout": words.describe_layout(experiment.layout),
-        "outcome": record.outcome,
-        "reason": record.reason,
-        "step": units.seconds(metrics.get(STEP_SECONDS)),
-        "spread": spread,
-        "tokens_per_s": units.number(metrics.get("tokens_per_s")),
-        "states": units.size(metrics.get("memory.states_bytes")),
-        "peak": units.size(metrics.get("memory.peak_bytes")),
-        "resident": units.size(metrics.get("memory.rss_peak_bytes")),
-        "of_gpu": "" if beside is None else f"{units.size(beside)} of its GPU",
-        "sent": units.size(metrics.get("comm.sent_bytes")),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
+        "layout": f"{words.describe_layout(layout)}, micro-batch {layout.micro_batch}",
         **record_identity(record),
+    }
+    return row | (_simulated_facts(record, basis) if is_simulated else _measured_facts(record))
+
+
+def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
+    metrics = record.metrics
+    ends = [units.seconds(metrics.get(f"step_seconds.p{part}")) for part in (20, 80)]
+    beside = metrics.get("memory.context_bytes")
+    return {
+        "spread": " to ".join(ends) if STEP_SECONDS in metrics else "",
+        "tokens_per_s": units.number(metrics.get("tokens_per_s")),
+        "resident": units.size(metrics.get("memory.rss_peak_bytes")),
+        "of_gpu": "" if beside is None else units.size(beside),
+        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
+    }
+
+
+def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
+    metrics = record.metrics
+    fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
+    return {
+        "system": f"{units.number(record.experiment.layout.world)} x {record.experiment.system}",
+        "rests_on": basis,
+        "where": _peak_place(fullest),
+        "reserved": units.size(metrics.get("memory.reserved_bytes")),
+        "limit": units.size(metrics.get("memory.limit_bytes")),
+        "between": units.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
     }
 
 
 def record_identity(record: Record) -> dict[str, str]:
     """Return the record's id and its time of writing (UTC)."""
     return {"id": record.id, "written": record.written[:16].replace("T", " ")}
-
-
-def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of simulated experiments, with every number as text."""
-    metrics, experiment = record.metrics, record.experiment
-    values, basis = experiment.layout, basis_of_record(record)
-    fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
-    return {
-        "name": record.name,
-        "suite": record.suite,
-        "anchor": anchor(SIMULATED, record.label),
-        "model": experiment.model.name,
-        "system": experiment.system,
-        "ranks": units.number(values.world),
-        "layout": f"{words.describe_layout(values)}, micro-batch {values.micro_batch}",
-        "outcome": record.outcome,
-        "reason": units.readable(record.reason),
-        "step": units.seconds(metrics.get(STEP_SECONDS)) if basis else units.NO_VALUE,
-        "rests_on": basis,
-        "states": units.size(metrics.get("memory.states_bytes")),
-        "peak": units.size(metrics.get("memory.peak_bytes")),
-        "where": _peak_place(fullest),
-        "reserved": units.size(metrics.get("memory.reserved_bytes")),
-        "limit": units.size(metrics.get("memory.limit_bytes")),
-        "sent": units.size(metrics.get("comm.sent_bytes")),
-        "between": units.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
-        **record_identity(record),
-    }
 
 
 def _peak_place(role: SimulatedRole | None) -> str:

@@ -43,7 +43,7 @@ def slug(verdict: str) -> str:
 
 
 def anchor(kind: str, name: str) -> str:
-    """Return the page's anchor of the record of the experiment `suite/name`."""
+    """Return the anchor of the record of the experiment `suite/name` in `experiments.html`."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
 
 
@@ -55,8 +55,8 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "id": claim.id,
         "title": claim.title,
         "family": claim.family,
+        "file": claim.file,
         "about": ledger.about.get(claim.file, claim.file),
-        "group": ledger.titles.get(claim.file, claim.file),
         "published": claim.published,
         "conditions": claim.conditions,
         "sources": [_source(text, ledger) for text in claim.source],
@@ -234,21 +234,3 @@ def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
         counts.append({**entry, "by_kind": by_kind})
     return counts
-
-
-def by_about(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of claims of each system by verdict; the system with most claims is first."""
-    entries = [
-        {
-            "about": about,
-            "claims": len(members),
-            "verdicts": [
-                {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": count}
-                for verdict, sign in VERDICT_SIGNS.items()
-                if (count := sum(claim["verdict"] == verdict for claim in members))
-            ],
-        }
-        for about in dict.fromkeys(claim["about"] for claim in claims)
-        for members in [[claim for claim in claims if claim["about"] == about]]
-    ]
-    return sorted(entries, key=lambda entry: -int(entry["claims"]))
