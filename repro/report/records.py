@@ -72,57 +72,32 @@ def _commit(provenance: Provenance) -> str:
     return git["commit"][:12] + (f" + changes {git['diff']}" if git.get("dirty") else "")
 
 
-NUMBERS = {
-    "step_s": "step time (s)",
-    "states_gb": "model states (GB)",
-    "peak_gb": "peak memory (GB)",
-    "sent_gb": "sent per step (GB)",
-}
-"""Headers of the columns with numbers, by key of a row."""
-FACT_LABELS = {
-    "outcome": "outcome",
-    "reason": "reason",
-    "model": "model",
-    "engine": "engine",
-    "layout": "layout",
-    "system": "system",
-    "spread": "step time, 20 % to 80 % of all steps",
-    "rests_on": "step time rests on",
-    "tokens_per_s": "tokens per second",
-    "where": "peak memory in",
-    "reserved": "reserved by the allocator",
-    "limit": "memory limit",
-    "resident": "resident memory of the process",
-    "of_gpu": "GPU memory outside of torch",
-    "between": "sent between nodes per step",
-    "loss": "last loss",
-    "written": "written (UTC)",
-    "id": "record",
-}
-"""Labels of the texts of a record, by key of a row."""
+SIZES = {"states_gb": "memory.states_bytes", "peak_gb": "memory.peak_bytes", "sent_gb": "comm.sent_bytes"}
+"""Metric of each column in GB."""
 
 
 def record_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of experiments: `NUMBERS` as numbers, `FACT_LABELS` as text."""
-    metrics, experiment, layout = record.metrics, record.experiment, record.experiment.layout
-    is_simulated, basis = record.evidence == SIMULATED, basis_of_record(record)
-    sizes = ("memory.states_bytes", "memory.peak_bytes", "comm.sent_bytes")
-    values = [metrics.get(STEP_SECONDS) if basis or not is_simulated else None]
-    values += [None if metrics.get(key) is None else metrics[key] / 1e9 for key in sizes]
-    row = {
+    """Return one row of the table of experiments: its columns, and `facts`, further values as text by their labels."""
+    metrics, layout, basis = record.metrics, record.experiment.layout, basis_of_record(record)
+    is_simulated = record.evidence == SIMULATED
+    facts = _simulated_facts(record, basis) if is_simulated else _measured_facts(record)
+    common = {"Reason": units.readable(record.reason), "Suite": record.suite, "Record": record.id}
+    return {
         "anchor": anchor(record.evidence, record.label),
         "name": record.name,
         "suite": record.suite,
         "evidence": record.evidence,
-        **{key: None if x is None else float(f"{x:.4g}") for key, x in zip(NUMBERS, values, strict=True)},
-        "outcome": record.outcome,
-        "reason": units.readable(record.reason),
-        "model": experiment.model.name,
-        "engine": experiment.engine,
+        "model": record.experiment.model.name,
         "layout": f"{words.describe_layout(layout)}, micro-batch {layout.micro_batch}",
-        **record_identity(record),
+        "outcome": record.outcome,
+        "step_s": None if is_simulated and not basis else _rounded(metrics.get(STEP_SECONDS)),
+        **{name: _rounded(metrics.get(key), 1e9) for name, key in SIZES.items()},
+        "facts": {**facts, **common, "Written (UTC)": record_identity(record)["written"]},
     }
-    return row | (_simulated_facts(record, basis) if is_simulated else _measured_facts(record))
+
+
+def _rounded(value: float | None, unit: float = 1.0) -> float | None:
+    return None if value is None else float(f"{value / unit:.4g}")
 
 
 def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
@@ -130,24 +105,27 @@ def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
     ends = [units.seconds(metrics.get(f"step_seconds.p{part}")) for part in (20, 80)]
     beside = metrics.get("memory.context_bytes")
     return {
-        "spread": " to ".join(ends) if STEP_SECONDS in metrics else "",
-        "tokens_per_s": units.number(metrics.get("tokens_per_s")),
-        "resident": units.size(metrics.get("memory.rss_peak_bytes")),
-        "of_gpu": "" if beside is None else units.size(beside),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
+        "Step time, 20 % to 80 % of steps": " to ".join(ends) if STEP_SECONDS in metrics else "",
+        "Tokens per second": units.number(metrics.get("tokens_per_s")),
+        "Resident memory of the process": units.size(metrics.get("memory.rss_peak_bytes")),
+        "GPU memory outside of torch": "" if beside is None else units.size(beside),
+        "Last loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
+        "Engine": record.experiment.engine,
     }
 
 
 def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
-    metrics = record.metrics
+    metrics, layout = record.metrics, record.experiment.layout
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
     return {
-        "system": f"{units.number(record.experiment.layout.world)} x {record.experiment.system}",
-        "rests_on": basis,
-        "where": _peak_place(fullest),
-        "reserved": units.size(metrics.get("memory.reserved_bytes")),
-        "limit": units.size(metrics.get("memory.limit_bytes")),
-        "between": units.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
+        "Step time rests on": basis,
+        "Peak memory in": _peak_place(fullest),
+        "Reserved memory": units.size(metrics.get("memory.reserved_bytes")),
+        "Memory limit": units.size(metrics.get("memory.limit_bytes")),
+        "Sent between nodes": units.size(
+            metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None
+        ),
+        "System": f"{units.number(layout.world)} x {record.experiment.system}",
     }
 
 

@@ -54,9 +54,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
     return {
         "id": claim.id,
         "title": claim.title,
-        "family": claim.family,
         "file": claim.file,
-        "about": ledger.about.get(claim.file, claim.file),
         "published": claim.published,
         "conditions": claim.conditions,
         "sources": [_source(text, ledger) for text in claim.source],
@@ -70,12 +68,11 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "slug": slug(result.verdict),
         "sign": VERDICT_SIGNS[result.verdict],
         "basis": result.basis,
-        "strongest": next((kind for kind in KINDS if result.basis.startswith(kind)), ""),
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
         "why": line.why,
         "reason": result.reason,
         "disagreements": result.disagreements,
-        "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
+        "cells": {kind: _cell(result, line, kind) for kind in (*KINDS, ITSELF)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
         "commands": [*catalogue.commands(read), *evaluation_commands(claim), *device_commands(claim)],
@@ -95,37 +92,25 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     """Return the cell of one kind of evidence for a claim: a single value, or the count of the ledger table."""
-    words = line.counts[name]
+    words = line.itself if name == ITSELF else line.counts[name]
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
-    if len(values) == 1:
-        words = _value(*values[0])
-    elif kind.decided < kind.rows:
-        words += f" ({kind.rows - kind.decided} not run)"
-    # Missing runs alone are not a failure if all executed rows agree.
-    missed = any(f.verdict in BAD for f, _ in values)
-    shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
-    scale = "" if kind.scale == CLOSED_FORM else kind.scale
+    if name == ITSELF:
+        shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
+    else:
+        if len(values) == 1:
+            words = _value(*values[0])
+        elif kind.decided < kind.rows:
+            words += f" ({kind.rows - kind.decided} not run)"
+        # Missing runs alone are not a failure if all executed rows agree.
+        missed = any(f.verdict in BAD for f, _ in values)
+        shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
+    scale = "" if kind.scale == CLOSED_FORM or name == ITSELF else kind.scale
     return {
         "text": words,
         "scale": scale,
-        "verdict": shown,
-        "slug": slug(shown),
-        "sign": VERDICT_SIGNS[shown],
-    }
-
-
-def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
-    """Return the cell with the number of values that are consistent with other numbers of their source."""
-    kind = result.kind(ITSELF)
-    if kind is None or kind.decided == 0:
-        return {"text": line.itself, "scale": "", "verdict": line.itself, "slug": "", "sign": ""}
-    shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
-    return {
-        "text": line.itself,
-        "scale": "",
         "verdict": shown,
         "slug": slug(shown),
         "sign": VERDICT_SIGNS[shown],
@@ -225,12 +210,13 @@ def _source(text: str, ledger: Ledger) -> dict[str, str]:
 
 
 def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of claims by verdict; for decided verdicts also by the strongest deciding evidence."""
-    counts = []
-    for verdict, sign in VERDICT_SIGNS.items():
-        members = [claim for claim in claims if claim["verdict"] == verdict]
-        kinds = KINDS[::-1] if verdict in (REPRODUCED, POSSIBLE, NOT_REPRODUCED) else ()
-        by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
-        entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
-        counts.append({**entry, "by_kind": by_kind})
-    return counts
+    """Return the number of claims by verdict."""
+    return [
+        {
+            "verdict": verdict,
+            "slug": slug(verdict),
+            "sign": sign,
+            "count": sum(claim["verdict"] == verdict for claim in claims),
+        }
+        for verdict, sign in VERDICT_SIGNS.items()
+    ]

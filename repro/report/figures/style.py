@@ -86,9 +86,6 @@ def to_svg(drawing: Drawing) -> str:
     text = out.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The page scales the figure, so only the view box remains of width and height.
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     text = text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
     return text.replace("</svg>", f"{_dark_rules()}</svg>")
 

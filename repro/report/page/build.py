@@ -101,12 +101,10 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
     """Write a figure's two files and return its data for the template. Old files of an empty figure are removed."""
     from repro.report.figures import style
 
-    size: tuple[float, ...] = ()
     if drawing.figure is None:
         for ending in ("svg", "png"):
             (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
     else:
-        size = tuple(round(96 * inches) for inches in drawing.figure.get_size_inches())
         for path, content in (
             (folder / f"{drawing.id}.svg", style.to_svg(drawing).encode()),
             (folder / f"{drawing.id}.png", style.to_png(drawing)),
@@ -120,7 +118,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
         "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
-        "size": size,
+        "is_drawn": drawing.figure is not None,
     }
 
 

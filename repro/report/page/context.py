@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
-from repro.report.records import FACT_LABELS, NUMBERS, Machines, record_identity, record_row
+from repro.report.records import Machines, record_identity, record_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NO_VALUE, interval
@@ -40,30 +39,28 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
-"""Maximum number of listed records per kind that no claim and no figure reads."""
-MAX_COMPARISONS = 100
-"""Maximum number of listed comparisons."""
+"""Maximum number of listed comparisons, and of listed records per kind that no claim and no figure reads."""
 MAX_MACHINES = 100
 """Maximum number of listed machines."""
-MAX_PROVENANCES = 20
-"""Maximum number of machines with full provenance in the site."""
-BEST_FIGURES = ("zero-fig1", "turing-degrees", "validation")
-"""Ids of the figures on the first page."""
+BEST_FIGURES = {
+    "zero-fig1": "Model states per GPU without ZeRO and with its three stages: published, by formula, simulated.",
+    "turing-degrees": "Memory per GPU at each model-parallel degree, with and without ZeRO 1, and the limit of a V100.",
+    "validation": "Each dot is one published run: its published throughput, and the throughput predicted for it.",
+}
+"""Ids of the figures on the first page, and what each shows."""
 BEYOND = "beyond"
 """Name of the page of ledger files that are no publication of the reports."""
 SOURCE_FIGURES = {
-    "megatron-2019": ("megatron-2019", "megatron-2020"),
-    "zero": (
-        *("zero-fig1", "states", "memory-timeline", "peak", "zero-fig2", "zero-fig3", "zero-fig4", "zero-fig6"),
-        *("zero-fig7", "zero-fig8", "communication", "links"),
-    ),
-    "deepspeed-feb2020": ("deepspeed-release", "windtunnel", "deepspeed-64gpu"),
-    "turing-nlg": ("turing-degrees", "turing-nlg"),
-    "megatron-2021": ("megatron-2021", "schedules", "breakdown"),
-    "yuan": ("map",),
-    BEYOND: ("loss", "convergence", "comparison", "engines"),
+    "megatron-2019": "megatron-2019 megatron-2020",
+    "zero": "zero-fig1 states memory-timeline peak zero-fig2 zero-fig3 zero-fig4 zero-fig6 zero-fig7 zero-fig8"
+    " communication links",
+    "deepspeed-feb2020": "deepspeed-release windtunnel deepspeed-64gpu",
+    "turing-nlg": "turing-degrees turing-nlg",
+    "megatron-2021": "megatron-2021 schedules breakdown",
+    "yuan": "map",
+    BEYOND: "loss convergence comparison engines",
 }
-"""Ids of the figures of each source's page; `machines.html` has the other figures."""
+"""Ids of the figures on each source's page; `machines.html` has the other figures."""
 
 
 def context(
@@ -78,12 +75,12 @@ def context(
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
     headlines = headline_lines(found.ledger, found.judged)
-    first = {line.claim for line in headlines}
+    first = list(dict.fromkeys(line.claim for line in headlines))
     claims = [
         verdicts.claim_view(result, line, found.ledger, catalogue)
         for result, line in zip(found.judged, table(found.judged), strict=True)
     ]
-    claims.sort(key=lambda claim: claim["id"] not in first)
+    claims.sort(key=lambda claim: first.index(claim["id"]) if claim["id"] in first else len(first))
     readers = defaultdict(list)
     for claim in claims:
         claim["is_headline"] = claim["id"] in first
@@ -113,19 +110,21 @@ def context(
             for title, members in source["files"]
         ],
         "figures": figures,
-        "best": [one for name in BEST_FIGURES for one in figures if one["id"] == name and one["size"]],
+        "best": [
+            (one, BEST_FIGURES[one["id"]]) for one in figures if one["id"] in BEST_FIGURES and one["is_drawn"]
+        ],
         "unknowns": _unknowns(found.shopping_list),
-        "again": _again(found.asked_again),
+        "again": _again(found.asked_again, found.ledger),
         "rows": [
-            {**record_row(one), "machine": machines.number(one), "claims": readers[_anchor(one)]} for one in listed
+            {**record_row(one), "machine": machines.number(one), "claims": readers[_anchor(one)]}
+            for one in listed
         ],
         "more_records": len(everything) - len(listed),
         "bases": BASES,
-        "comparisons": [_comparison(record, machines) for record in comparisons[:MAX_COMPARISONS]],
-        "more_comparisons": max(0, len(comparisons) - MAX_COMPARISONS),
+        "comparisons": [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]],
+        "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
         "machines": machines.entries[:MAX_MACHINES],
         "more_machines": max(0, len(machines.entries) - MAX_MACHINES),
-        "provenances": MAX_PROVENANCES,
         "older": chosen.older,
         "remarks": remarks,
     }
@@ -140,10 +139,12 @@ def _sources(
     """
     files = [file for file in ledger.titles if any(claim["file"] == file for claim in claims)]
     found = []
-    for author, group in itertools.groupby(files, lambda file: ledger.about[file] if ledger.dates[file] else ""):
+    for author, group in itertools.groupby(
+        files, lambda file: ledger.about[file] if ledger.dates[file] else ""
+    ):
         members = list(group)
-        name = os.path.commonprefix([file.removesuffix(".toml") for file in members]).strip("-")
-        name = name if author else BEYOND
+        stem = members[0].removesuffix(".toml") if len(members) == 1 else author.lower()
+        name = stem if author else BEYOND
         own = [claim for claim in claims if claim["file"] in members]
         for claim in own:
             claim["source"] = name
@@ -151,17 +152,20 @@ def _sources(
             {
                 "name": name,
                 "page": f"source-{name}.html",
-                "title": f"{author}, {ledger.dates[members[0]]}" if author else "Beyond the reports",
-                "files": [(ledger.titles[file], [one for one in own if one["file"] == file]) for file in members],
+                "title": f"{author}, {ledger.dates[members[0]][:4]}" if author else "Beyond the reports",
+                "files": [
+                    (ledger.titles[file], [one for one in own if one["file"] == file]) for file in members
+                ],
                 "claims": len(own),
                 "verdicts": [one for one in verdicts.count_verdicts(own) if one["count"]],
-                "figures": [one for at in SOURCE_FIGURES.get(name, ()) for one in figures if one["id"] == at],
+                "figures": [
+                    one for at in SOURCE_FIGURES.get(name, "").split() for one in figures if one["id"] == at
+                ],
             }
         )
-    pages = {figure: name for name, ids in SOURCE_FIGURES.items() for figure in ids}
+    pages = {one: f"source-{name}.html" for name, ids in SOURCE_FIGURES.items() for one in ids.split()}
     for figure in figures:
-        name = pages.get(figure["id"], "")
-        figure["page"] = f"source-{name}.html" if name else "machines.html"
+        figure["page"] = pages.get(figure["id"], "machines.html")
     return found
 
 
@@ -181,11 +185,12 @@ def _unknowns(found: RankedInputs) -> dict[str, Any]:
     return {"words": found.words, "lines": lines}
 
 
-def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
+def _again(found: Mapping[str, Sequence[Answer]], ledger: Ledger) -> dict[str, Any]:
     """Return the claims on other systems as text: one line per question, with an answer for every simulated system."""
     lines = [
         {
             "claim": answers[0].question.claim,
+            "title": ledger.claim(answers[0].question.claim).title,
             "asks": answers[0].question.asks,
             "note": answers[0].question.note,
             "published": answers[0].published,
@@ -222,9 +227,10 @@ def render_site(values: dict[str, Any]) -> dict[str, str]:
 
 def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the rows of the table of experiments as lists, which are half as long as objects."""
-    keys = ["anchor", "name", "suite", "evidence", *NUMBERS, *FACT_LABELS, "machine", "claims"]
-    labels = {"numbers": NUMBERS, "facts": FACT_LABELS, "machines": MAX_MACHINES}
-    return {**labels, "keys": keys, "rows": [[row.get(key, "") for key in keys] for row in rows]}
+    keys = list(rows[0]) if rows else []
+    labels = {row["evidence"]: list(row["facts"]) for row in rows}
+    values = [[*{**row, "facts": [*row["facts"].values()]}.values()] for row in rows]
+    return {"keys": keys, "labels": labels, "machines": MAX_MACHINES, "rows": values}
 
 
 def template(name: str) -> Template:

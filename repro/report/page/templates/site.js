@@ -57,18 +57,19 @@ function experiments() {
     return down * (typeof a === "number" ? a - b : a.localeCompare(b, undefined, { numeric: true }));
   }
   function open(row) {
-    const facts = Object.entries({ suite: "suite", evidence: "evidence", ...STORE.numbers, ...STORE.facts })
-      .filter(([name]) => row[name] !== "" && row[name] !== null)
-      .flatMap(([name, label]) => [element("dt", label), element("dd", String(row[name]))]);
+    const columns = heads.slice(2).map((head) => [head.textContent, row[head.className]]);
+    const texts = row.facts.map((text, place) => [STORE.labels[row.evidence][place], text]);
+    const facts = [...columns, ...texts].filter(([, text]) => text !== "" && text !== null)
+      .flatMap(([label, text]) => [element("dt", label), element("dd", String(text))]);
     const link = (text, href) => [element("a", text, { href }), " "];
     if (row.machine <= STORE.machines) {
-      facts.push(element("dt", "machine"), element("dd", link(row.machine, `machines.html#machine-${row.machine}`)));
+      facts.push(element("dt", "Machine"), element("dd", link(row.machine, `machines.html#machine-${row.machine}`)));
     }
     if (row.claims.length) {
       const links = row.claims.flatMap((claim) => link(claim, `claims/${claim}.html`));
-      facts.push(element("dt", "read by claims"), element("dd", links));
+      facts.push(element("dt", "Read by claims"), element("dd", links));
     }
-    dialog.querySelector("h2").textContent = row.name;
+    dialog.querySelector("h2").textContent = `${row.name}, ${row.evidence}`;
     dialog.querySelector("dl").replaceChildren(...facts);
     view.scrollTop = Math.max(0, shown.indexOf(row) - 3) * ROW_PX;
     if (!dialog.open) dialog.showModal();
