@@ -43,8 +43,8 @@ def slug(verdict: str) -> str:
 
 
 def anchor(kind: str, name: str) -> str:
-    """Return the anchor of the record of the experiment `suite/name` in `experiments.html`."""
-    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
+    """Return the anchor of the record `suite/name` in `experiments.html`."""
+    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:

@@ -296,6 +296,7 @@ def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: M
 
 def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
     return {
+        "anchor": verdicts.anchor("measured", record.label),
         "suite": record.suite,
         "subject": record.subject.name,
         "baseline": record.baseline.name,
