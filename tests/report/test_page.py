@@ -28,7 +28,7 @@ from repro.report.page.build import Report, build_report
 from repro.report.page.build import print_report as command
 from repro.report.page.context import SOURCE_FIGURES
 
-VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
+VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img", "wbr"}
 MAX_BYTES, MAX_NODES = 1_000_000, 5_000
 """Of a page, with the data that it loads."""
 

@@ -149,7 +149,6 @@ def test_a_large_store_has_pages_below_the_limits(tmp_path: Path) -> None:
     text = site["experiments.html"]
     assert "that no claim and no figure reads are not listed here" in text
     assert "repro export --table experiments --format csv" in text
-    assert "older origins are not listed here" in site["machines.html"]
     with figure_style():
         assert len(peak_memory.draw_peaks(chosen.measured).records) == peak_memory.MAX_BARS
         assert len(comparisons.draw_ratios(chosen.comparisons).records) == comparisons.MAX_COMPARISONS

@@ -45,7 +45,7 @@ function experiments() {
   }
   function draw() {
     const first = Math.max(0, Math.floor(view.scrollTop / ROW_PX) - 5), focus = document.activeElement.hash;
-    const part = shown.slice(first, first + Math.ceil(view.clientHeight / ROW_PX) + 10);
+    const part = shown.slice(first, first + Math.ceil(innerHeight / ROW_PX) + 10);
     const space = (count) => { const row = element("tr", []); row.style.height = count * ROW_PX + "px"; return row; };
     body.replaceChildren(space(first), ...part.map(line), space(shown.length - first - part.length));
     const link = focus && [...body.querySelectorAll("a")].find((one) => one.hash === focus);
