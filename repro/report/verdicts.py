@@ -37,11 +37,6 @@ VERDICT_SIGNS = {
 """Sign of each verdict, because colour alone must not distinguish verdicts."""
 
 
-def slug(verdict: str) -> str:
-    """Return a verdict as a CSS class."""
-    return verdict.replace(" ", "-")
-
-
 def anchor(kind: str, name: str) -> str:
     """Return the anchor of the record `suite/name` in `experiments.html`."""
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
@@ -65,8 +60,6 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "note": claim.note,
         "needs": claim.needs,
         "verdict": result.verdict,
-        "slug": slug(result.verdict),
-        "sign": VERDICT_SIGNS[result.verdict],
         "basis": result.basis,
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
         "why": line.why,
@@ -95,7 +88,7 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     words = line.itself if name == ITSELF else line.counts[name]
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
-        return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
+        return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
     if name == ITSELF:
         shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
@@ -107,14 +100,7 @@ def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
         # Missing runs alone are not a failure if all executed rows agree.
         missed = any(f.verdict in BAD for f, _ in values)
         shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
-    scale = "" if kind.scale == CLOSED_FORM or name == ITSELF else kind.scale
-    return {
-        "text": words,
-        "scale": scale,
-        "verdict": shown,
-        "slug": slug(shown),
-        "sign": VERDICT_SIGNS[shown],
-    }
+    return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
@@ -128,8 +114,6 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "published": published + (f" ± {row.error:g}" if row.error else ""),
         "certainty": row.certainty,
         "verdict": result.verdict,
-        "slug": slug(result.verdict),
-        "sign": VERDICT_SIGNS[result.verdict],
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
@@ -152,8 +136,6 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "reason": "" if at_scale else _beside_the_rule(finding),
         "expression": finding.expression,
         "verdict": finding.verdict,
-        "slug": slug(finding.verdict),
-        "sign": VERDICT_SIGNS[finding.verdict],
         "disagrees": finding in result.disagrees,
         "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
     }
@@ -209,14 +191,7 @@ def _source(text: str, ledger: Ledger) -> dict[str, str]:
     return {"text": text, "title": f"{source.title}; {source.where}" if source else ""}
 
 
-def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of claims by verdict."""
-    return [
-        {
-            "verdict": verdict,
-            "slug": slug(verdict),
-            "sign": sign,
-            "count": sum(claim["verdict"] == verdict for claim in claims),
-        }
-        for verdict, sign in VERDICT_SIGNS.items()
-    ]
+def count_verdicts(claims: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the number of claims of each verdict that occurs."""
+    found = [claim["verdict"] for claim in claims]
+    return {verdict: found.count(verdict) for verdict in VERDICT_SIGNS if verdict in found}

@@ -31,7 +31,7 @@ from repro.util import units
 from repro.util.units import NO_VALUE, interval
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Template
 
     from repro.claims.ledger import Ledger
     from repro.results.schema import ComparisonRecord, ExperimentRecord
@@ -86,7 +86,7 @@ def context(
         claim["is_headline"] = claim["id"] in first
         for entry in claim["experiments"]:
             readers[entry["anchor"]].append(claim["id"])
-        claim["records"] = [_line(entry, known, machines) for entry in claim["experiments"]]
+            entry["record"] = known.get(entry["anchor"])
     cited = {*readers, *(anchor for figure in figures for anchor in figure["records"].values())}
     comparisons = sorted(chosen.comparisons, key=lambda record: record.order, reverse=True)
     lists = [_listed(records, cited) for records in (chosen.measured, chosen.simulated)]
@@ -96,10 +96,7 @@ def context(
         "program": program_version(),
         "results": str(found.results),
         "claims": claims,
-        "headlines": [
-            {**vars(line), "slug": verdicts.slug(line.verdict), "sign": verdicts.VERDICT_SIGNS[line.verdict]}
-            for line in headlines
-        ],
+        "headlines": headlines,
         "kinds": SHOWN_KINDS,
         "summary": verdicts.count_verdicts(claims),
         "totals": totals(summary(found.judged)),
@@ -121,6 +118,7 @@ def context(
         ],
         "more_records": len(everything) - len(listed),
         "bases": BASES,
+        "basis_of_record": basis_of_record,
         "comparisons": [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]],
         "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
         "machines": machines.entries[:MAX_MACHINES],
@@ -157,7 +155,7 @@ def _sources(
                     (ledger.titles[file], [one for one in own if one["file"] == file]) for file in members
                 ],
                 "claims": len(own),
-                "verdicts": [one for one in verdicts.count_verdicts(own) if one["count"]],
+                "verdicts": verdicts.count_verdicts(own),
                 "figures": [
                     one for at in SOURCE_FIGURES.get(name, "").split() for one in figures if one["id"] == at
                 ],
@@ -233,13 +231,9 @@ def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"keys": keys, "labels": labels, "machines": MAX_MACHINES, "rows": values}
 
 
+@functools.cache
 def template(name: str) -> Template:
     """Return a template of the folder `templates`; an undefined name raises an error."""
-    return _environment().get_template(name)
-
-
-@functools.cache
-def _environment() -> Environment:
     import jinja2
 
     environment = jinja2.Environment(
@@ -249,10 +243,19 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["code"] = _code
-    environment.filters["counted"] = count_noun
-    environment.filters["breaking"] = _breaking
-    return environment
+    signs, slugs = (
+        verdicts.VERDICT_SIGNS,
+        {verdict: verdict.replace(" ", "-") for verdict in verdicts.VERDICT_SIGNS},
+    )
+    filters = {
+        "code": _code,
+        "counted": count_noun,
+        "breaking": _breaking,
+        "sign": signs.get,
+        "slug": slugs.get,
+    }
+    environment.filters.update(filters)
+    return environment.get_template(name)
 
 
 def _breaking(key: str) -> Any:
@@ -278,20 +281,6 @@ def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[Exper
     others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     return [*(record for record in records if _anchor(record) in cited), *newest]
-
-
-def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: Machines) -> dict[str, Any]:
-    """Return the claim's line for one record that it reads."""
-    record = known.get(entry["anchor"])
-    if record is None:
-        return {**entry, "outcome": "", "machine": 0}
-    return {
-        **entry,
-        "outcome": record.outcome,
-        "rests_on": basis_of_record(record),
-        "machine": machines.number(record),
-        **record_identity(record),
-    }
 
 
 def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
