@@ -113,7 +113,15 @@ function update() {
 }
 form.hidden = false;
 form.addEventListener("submit", (event) => event.preventDefault());
-form.addEventListener("input", () => { history.replaceState(null, "", "#" + chosen()); update(); });
-form.addEventListener("reset", () => setTimeout(() => { history.replaceState(null, "", "#"); update(); }));
+function change() {
+  history.replaceState(null, "", "#" + chosen());
+  update();
+}
+form.addEventListener("input", change);
+form.addEventListener("reset", (event) => {
+  event.preventDefault();
+  fields.forEach((one) => { one.value = ""; });
+  change();
+});
 window.addEventListener("hashchange", follow);
 follow();
