@@ -103,12 +103,12 @@ def _rounded(value: float | None, unit: float = 1.0) -> float | None:
 def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
     metrics = record.metrics
     ends = [units.seconds(metrics.get(f"step_seconds.p{part}")) for part in (20, 80)]
-    beside = metrics.get("memory.context_bytes")
+    outside = metrics.get("memory.context_bytes")
     return {
         "Step time, 20 % to 80 % of steps": " to ".join(ends) if STEP_SECONDS in metrics else "",
         "Tokens per second": units.number(metrics.get("tokens_per_s")),
         "Resident memory of the process": units.size(metrics.get("memory.rss_peak_bytes")),
-        "GPU memory outside of torch": "" if beside is None else units.size(beside),
+        "GPU memory outside of torch": "" if outside is None else units.size(outside),
         "Last loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
         "Engine": record.experiment.engine,
     }

@@ -153,10 +153,10 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
     """
     shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
-    start, whole = min(ends), (max(ends) - min(ends)) or 1.0
+    start, span = min(ends), (max(ends) - min(ends)) or 1.0
 
     def place(value: float) -> float:
-        return round(100 * (value - start) / whole, 1)
+        return round(100 * (value - start) / span, 1)
 
     return [
         {

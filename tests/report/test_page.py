@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_every_page_is_well_formed_with_unique_ids_and_links_that_lead_somewhere
         assert page.open == [], path
         assert len(page.ids) == len(set(page.ids)), path
         for link in page.links:
-            name, _, part = link.partition("#")
+            name, _, part = unquote(link).partition("#")
             target = ((folder / path).parent / name).resolve() if name else folder / path
             assert target.is_file(), (path, link)
             if part and part.partition("=")[0] not in filters:
@@ -173,7 +174,7 @@ def test_the_claims_say_what_the_judge_says(pages: dict[str, Page], built: Path,
 
 def test_headline_claims_come_first(text: str, built: Path, found: JudgedStore) -> None:
     lines = headline_lines(found.ledger, found.judged)
-    table = text[text.index('class="cards headlines"') : text.index("</table>")]
+    table = text[text.index('class="stack cards headlines"') : text.index("</table>")]
     assert re.findall(r'href="claims/(.*?).html"', table) == [line.claim for line in lines]
     assert re.findall(r"badge [^>]*>. (.*?)</span>", table) == [line.verdict for line in lines]
     assert re.findall(r'"Published">(.*?)</td>', table) == [line.published for line in lines]
@@ -194,7 +195,7 @@ def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], built: Pa
     rows = stored_rows((built / "records.js").read_text(encoding="utf-8"))
     forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
     back = {
-        (link.partition("#")[2], Path(path).stem)
+        (unquote(link).partition("#")[2], Path(path).stem)
         for path, page in read_pages(built).items()
         if path.startswith("claims/")
         for link in page.links
@@ -286,7 +287,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     stale.touch()
     assert command(tmp_path / "results", tmp_path / "out", json=False, notebooks=False) == 0
     text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert 'class="cards headlines"' in text
+    assert 'class="stack cards headlines"' in text
     assert read_pages(tmp_path / "out")["claims.html"].rows
     zero = (tmp_path / "out" / "source-zero.html").read_text(encoding="utf-8")
     assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in zero

@@ -141,7 +141,7 @@ def _sources(
         files, lambda file: ledger.about[file] if ledger.dates[file] else ""
     ):
         members = list(group)
-        stem = members[0].removesuffix(".toml") if len(members) == 1 else author.lower()
+        stem = members[0].removesuffix(".toml") if len(members) == 1 else author.lower().replace(" ", "-")
         name = stem if author else BEYOND
         own = [claim for claim in claims if claim["file"] in members]
         for claim in own:
@@ -250,19 +250,11 @@ def template(name: str) -> Template:
     filters = {
         "code": _code,
         "counted": count_noun,
-        "breaking": _breaking,
         "sign": signs.get,
         "slug": slugs.get,
     }
     environment.filters.update(filters)
     return environment.get_template(name)
-
-
-def _breaking(key: str) -> Any:
-    """Return a key as HTML that may wrap after its dots and underscores."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(key))))
 
 
 def _code(words: str) -> Any:

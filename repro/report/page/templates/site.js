@@ -38,7 +38,7 @@ function experiments() {
     const cells = heads.map((head) => {
       const value = row[head.className];
       if (head.className !== "name") return element("td", value === null ? "–" : String(value), { className: head.className });
-      const link = element("a", value, { href: "#" + row.anchor });
+      const link = element("a", value, { href: "#" + encodeURIComponent(row.anchor) });
       return element("td", [link, element("span", row.suite, { className: "scale" })], { className: "name" });
     });
     return element("tr", cells);
