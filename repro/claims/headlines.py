@@ -66,7 +66,9 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     """Return the machine of each decided value of `rows` that one device measured, each once."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
     suffix = {True: " (a reference record of this package)", False: ""}
-    return tuple(dict.fromkeys(one.measured_on + suffix[one.is_reference] for one in measured))
+    return tuple(
+        dict.fromkeys(f"{one.scale}, {one.measured_on}{suffix[one.is_reference]}" for one in measured)
+    )
 
 
 def _published(rows: Sequence[RowResult]) -> str:

@@ -139,9 +139,7 @@ def why(result: ClaimResult) -> str:
         return f"{sum(row.verdict in BAD for row in main)} {of} contradict other numbers of the same source."
     if result.verdict == POSSIBLE:
         count = sum(row.verdict == POSSIBLE for row in main)
-        return (
-            f"The interval from unknown inputs explains {count} {of} that the best prediction misses ({by})."
-        )
+        return f"{len(main) - count} {of} agree; unknown inputs explain the other {count} ({by})."
     if result.verdict == CONSISTENT:
         return f"{every} with {by}, which is no test."
     counts = count_independent([replace(result, rows=tuple(main))])

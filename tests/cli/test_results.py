@@ -70,7 +70,7 @@ def test_one_screen_has_the_fastest_and_every_failure(
 ) -> None:
     _, out, _ = shown(capsys, "smoke", "--results", str(store))
     assert "tight: oom: out of memory, 8.60 GB requested" in out
-    assert "1 failure." in out
+    assert "1 hang. 1 oom." in out
     assert "curve" not in out
     found = json.loads(shown(capsys, "smoke", "--results", str(store), "--json")[1])["experiments"]
     rows = [line for line in out.splitlines() if " x 1 x " in line]

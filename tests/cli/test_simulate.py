@@ -168,9 +168,9 @@ def test_a_prediction_says_what_it_rests_on(
         assert re.search(f"Basis of the times?: {basis}; ", said)
     line = next(line for line in table.splitlines() if re.match(r" +1 +2 +1 +2 ", line))
     bound = basis == UPPER_BOUND
-    assert ("or more" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
+    assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
     assert step["interval"]["low_s"] < step["step_s"]
-    assert ("with the best input values" in " ".join(page.split())) == bound
+    assert ("90 % interval of this bound" in " ".join(page.split())) == bound
     assert max(map(len, table.splitlines())) <= 100
 
 

@@ -30,7 +30,7 @@ def run(
     claim: Annotated[
         str,
         typer.Option(
-            help="Run what this claim rests on, instead of suites; `headlines`: all headline claims.",
+            help="Run the experiments of this claim (an id or a headline's number), or of all `headlines`.",
             metavar="ID",
         ),
     ] = "",

@@ -113,9 +113,13 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     console.print(
         "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network."
     )
+    console.print("possible: the best value misses, but its interval contains the published value.")
+    console.print(
+        "inconsistent: the source contradicts itself. `--details` shows the tolerance of each value."
+    )
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
-        console.print(f"measured, claim {numbers}: on {machine}.")
+        console.print(f"measured, claim {numbers}: {machine}.")
     console.print("One claim: `repro claims 5`, or its id. Every claim: `repro claims --all`.")
 
 
@@ -136,7 +140,9 @@ def print_claim(result: ClaimResult, console: Console) -> None:
         console.print(_shortened(f"Cause: {result.reason}"))
     console.print(_shortened(f"Conditions: {claim.conditions or 'none are published.'}"))
     main = [row for row in result.rows if row.row.main]
-    shown = sorted(main, key=lambda row: DISAGREEING_FIRST.index(row.verdict))[:MAX_CLAIM_ROWS]
+    shown = main
+    if len(main) > MAX_CLAIM_ROWS:
+        shown = sorted(main, key=lambda row: DISAGREEING_FIRST.index(row.verdict))[:MAX_CLAIM_ROWS]
     kinds = [kind for kind in KINDS if any(row.under(kind) for row in shown)]
     headings = ("value", "published", *kinds, "verdict")
     grid = render.new_table(*headings, left=set(headings), wrap={"value"}, gap=1)
@@ -148,8 +154,8 @@ def print_claim(result: ClaimResult, console: Console) -> None:
     console.print(grid)
     console.print()
     for machine in measuring_machines(main):
-        console.print(f"Measured on {machine}.")
-    hidden = {"values of the claim": len(main) - len(shown), "other values": len(result.rows) - len(main)}
+        console.print(f"Measured: {machine}.")
+    hidden = {"values of the claim": len(main) - len(shown), "values beside it": len(result.rows) - len(main)}
     if any(hidden.values()):
         console.print(
             f"Not shown: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}."

@@ -133,7 +133,9 @@ def print_layouts(
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
-    counts += [f"{len(left):,} slower layouts were not simulated"] * bool(left)
+    counts += [
+        f"{len(left):,} were not simulated, because their lower bound of the step time is longer"
+    ] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
     return print_page(
         console,

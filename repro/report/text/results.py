@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,7 +126,8 @@ def print_result_tables(found: Sequence[ComparableResults], *, details: bool = F
         most = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
         count = words.count_noun(len(group.records), "experiment")
         failures = [record for record in group.records if record.outcome != "ok"]
-        failed = f" {words.count_noun(len(failures), 'failure')}." if failures else ""
+        outcomes = Counter(record.outcome for record in failures)
+        failed = "".join(f" {count} {outcome}." for outcome, count in outcomes.items())
         print_page(console, f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
         _print_experiments(console, group, most)
         hidden = len(group.records) - (most or len(group.records))
@@ -173,7 +174,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     held = {part: [row.get(f"memory.{part}_bytes") for row in rows] for part in parts}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
-    (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (chain(*held.values()), sent))
+    peaks = [row.get("memory.peak_bytes") for row in rows if row["outcome"] == "ok"] or held["peak"]
+    (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (peaks, sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
     degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]

@@ -41,12 +41,12 @@ def bound_marks(console: Console, basis: str) -> tuple[str, str]:
 
 def describe_step_time(time: dict[str, Any]) -> str:
     """Return the predicted step time, its interval and the MFU as sentences."""
-    more, less = (" or more", " or less") if time["rests_on"] == UPPER_BOUND else ("", "")
-    text, found = f"Predicted step time: {units.seconds(time['step_s'])}{more}", time["interval"]
+    least, most = ("at least ", "at most ") if time["rests_on"] == UPPER_BOUND else ("", "")
+    text, found = f"Predicted step time: {least}{units.seconds(time['step_s'])}", time["interval"]
     if found is not None:
-        text += " with the best input values" if more and found["low_s"] < time["step_s"] else ""
-        text += f" (90 % interval: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
-    mfu = "" if time["mfu"] is None else f" MFU (model FLOP utilization): {units.percent(time['mfu'])}{less}."
+        of = "90 % interval of this bound" if least else "90 % interval"
+        text += f" ({of}: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
+    mfu = "" if time["mfu"] is None else f" MFU (model FLOP utilization): {most}{units.percent(time['mfu'])}."
     return f"{text}.{mfu}"
 
 

@@ -216,12 +216,12 @@ def uncertain_numbers(system: System, generation: Generation | None) -> list[Unk
 CALIBRATED = "calibrated"
 KERNEL_TIMES = "kernel times"
 PUBLISHED_POINT = "published point"
-UPPER_BOUND = "upper bound"
+UPPER_BOUND = "bound"
 BASES = {
     CALIBRATED: "`repro calibrate` measured operators and messages on such a machine",
     KERNEL_TIMES: "a profile of a step on such a device calibrates the kernels",
     PUBLISHED_POINT: "one published run of one GPU or node calibrates the kernels",
-    UPPER_BOUND: "kernels are not calibrated on this device; real times are longer",
+    UPPER_BOUND: "kernels are not calibrated on this device, so real steps take longer",
 }
 """Meaning of each basis, the firmest first."""
 BASIS_LABELS = {
@@ -270,7 +270,7 @@ def weakest_basis(bases: Iterable[str]) -> str:
 
 
 def count_bases(bases: Iterable[str]) -> str:
-    """Return the predictions by basis: `Times rest on: published point (7), upper bound (1).`; empty for none."""
+    """Return the predictions by basis: `Times rest on: published point (7), bound (1).`; empty for none."""
     found = Counter(filter(None, bases))
     parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
     return f"Times rest on: {parts}." if parts else ""

@@ -71,6 +71,6 @@ def test_what_is_made_of_several_rests_on_the_weakest() -> None:
 def test_they_are_counted_the_firmest_first() -> None:
     assert (
         count_bases([UPPER_BOUND, PUBLISHED_POINT, "", PUBLISHED_POINT])
-        == "Times rest on: published point (2), upper bound (1)."
+        == "Times rest on: published point (2), bound (1)."
     )
     assert count_bases([""]) == ""
