@@ -100,7 +100,9 @@ def refusals(module: Path) -> Iterator[str]:
         raised = node.exc.args if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else []
         for value in [*raised, *([node.value] if isinstance(node, ast.Assign) else [])]:
             if isinstance(value, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in value.values)
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "X" for part in value.values
+                )
             elif isinstance(value, ast.Constant) and " " in str(value.value):
                 yield str(value.value)
 
