@@ -1,5 +1,5 @@
 # make smoke       install, run suites/smoke.toml on this machine, simulate every published experiment, print the claims table
-# make simulate    the simulations alone: some two minutes on two cores
+# make simulate    simulate every published experiment, and print the claims table
 # make test        install with the test extra, run the test suite but for its slow tests and those of DeepSpeed and Megatron-core
 # make test-slow   whole commands and trainings: what the documentation shows, faults of real ranks, links as fast as asked
 # make engines     install DeepSpeed and Megatron-core, so that smoke runs them beside ours
@@ -38,7 +38,7 @@
 #   RESULTS      where records are stored                                              results
 #   TODAY        the system that smoke and simulate ask the claims again of            dgx-h100
 #   N, GPUS, RATE, DBD, LAB, ...   what slurm-lab starts: slurm/lab --help
-#   REPORT_ARGS  more arguments for the report of smoke and simulate, e.g. --notebooks after `make test`
+#   REPORT_ARGS  more arguments for the report of smoke, e.g. --notebooks after `make test`
 #   WORKERS      how many tests run at once in `make test` and `make test-slow`        2
 #   LABS         how many clusters `make test-slurm` starts, for as many tests at once; they mostly wait    3
 #   BASE, PACKAGE, SAMPLE, SEED  for make mutants: a commit; a whole package of tests/mutants/packages.toml; so many of
@@ -118,17 +118,13 @@ endif
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
 	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters a100_clusters yuan one_node today
 
-# Simulate all of them, and the claims asked again of a system of today; the table, how much of what is published the
-# intervals hold, and the report come even if an experiment failed.
+# Simulate all of them, and the claims asked again of a system of today. The commands that follow run even if an
+# experiment failed.
 define simulated
 $(BIN)/repro run $(PUBLISHED:%=suites/%.toml) --evidence simulated --only '?[!w]*' --results $(RESULTS) || status=$$?; \
 case $$status in 2|130|143) exit $$status;; esac; \
 $(BIN)/repro run suites/again.toml --evidence simulated --system $(TODAY) --results $(RESULTS) || status=$$?; \
-case $$status in 2|130|143) exit $$status;; esac; \
-$(BIN)/repro validate --covered 80 97 --results $(RESULTS) || status=$$?; \
-$(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
-$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
-exit $$status
+case $$status in 2|130|143) exit $$status;; esac
 endef
 
 # What the README shows, and where it is drawn.
@@ -210,10 +206,16 @@ smoke: $(INSTALLED)
 	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
 	$(BIN)/repro run suites/smoke.toml suites/engines.toml suites/windtunnel_smoke.toml --results $(RESULTS) || status=$$?; \
 	case $$status in 2|130|143) exit $$status;; esac; \
-	$(simulated)
+	$(simulated); \
+	$(BIN)/repro validate --covered 80 97 --results $(RESULTS) || status=$$?; \
+	$(BIN)/repro report --results $(RESULTS) $(REPORT_ARGS) || status=$$?; \
+	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
+	exit $$status
 
 simulate: $(INSTALLED)
-	@status=0; $(simulated)
+	@status=0; $(simulated); \
+	$(BIN)/repro claims --results $(RESULTS) || status=$$?; \
+	exit $$status
 
 test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable
 
 from repro.config.enums import OperatorSet
@@ -41,11 +43,11 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
         parts.append(f"ZeRO {spread.zero}{how}")
     parts.append(spread.precision)
     if batches:
-        parts.append(f"micro-batch {spread.micro_batch} of {spread.global_batch}")
+        parts += [f"micro-batch {spread.micro_batch}", f"global batch {spread.global_batch}"]
     if spread.pp > 1 and degrees:
         parts.append(spread.schedule + (f" with {spread.chunks} chunks" if spread.chunks > 1 else ""))
         if batches:
-            parts.append(f"{spread.accumulation} micro-batches")
+            parts.append(f"{spread.accumulation} micro-batches per step")
     parts += [words for key, words in _SWITCHES.items() if getattr(spread, key)]
     if not spread.cb:
         parts.append("without C_B")
@@ -60,6 +62,22 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
     elif not spread.gather_overlap:
         parts.append("parameters gathered before the step")
     return ", ".join(parts)
+
+
+def layout_options(spread: Layout, precision: str) -> str:
+    """Return the command-line options that give this layout on a system with this default precision."""
+    found = []
+    for key, default in ({field.name: field.default for field in dataclasses.fields(Layout)}).items():
+        name, value = key.replace("_", "-"), getattr(spread, key)
+        if value != (precision if key == "precision" else default) and key not in ("dp", "stage_layers"):
+            switch = f"--{name}" if value else f"--no-{name}"
+            found.append(switch if isinstance(value, bool) else f"--{name} {value}")
+    return " ".join(found)
+
+
+def describe_input(key: str) -> str:
+    """Return the key of an uncertain input as words: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
+    return re.sub("[._]", " ", re.sub(r"^(links|device)\.(time\.)?|_s$", "", key))
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:

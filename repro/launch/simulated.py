@@ -18,6 +18,7 @@ from repro.config.errors import ConfigError
 from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
 from repro.launch.job import Interrupt
+from repro.launch.local_launch import DEVICES
 from repro.launch.plan import ExperimentLocks, retry_until_done
 from repro.launch.progress import Progress
 from repro.launch.rank.program import describe_error
@@ -27,6 +28,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.simulate.record import failed_record, simulated_record, simulation_facts
+from repro.util.processes import pause_garbage_collection
 from repro.util.workers import WorkerDied, Workers
 
 
@@ -108,6 +110,7 @@ def simulated_system(experiment: Experiment) -> System:
     return emulated_system(system, experiment.network)
 
 
+@pause_garbage_collection()  # a collection would visit the events of the traces, which are freed at the end
 def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
     """Simulate one experiment and return its record; an exception becomes a failed record."""
     from repro.simulate.step import simulate
@@ -115,7 +118,7 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        gloo = experiment.network is not None  # gloo allocates buffers for its messages
+        gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates buffers for its messages
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
     except Exception as error:  # an outcome, not the end of the suite
         return failed_record(

@@ -145,10 +145,10 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
             memory=live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
         )
     cost = DeviceCost(system, experiment.layout.precision, prediction.kernels, experiment.layout.world)
-    found = prediction.as_dict()
+    slowest = prediction.slowest
     return StepSeries(
         memory=live_bytes_over_step(traced, cost.seconds),
-        seconds={"busy": found["compute_by_kind"], "exposed": found["exposed_by_kind"]},
+        seconds={"busy": dict(slowest.busy), "exposed": dict(slowest.exposed)},
     )
 
 

@@ -1,11 +1,11 @@
-"""Terminal output: consoles, tables without frames that can be copied and searched, bars, and JSON documents."""
+"""Terminal output: consoles, tables without frames that can be copied and searched, and JSON documents."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Container, Iterator, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 MIN_COLUMNS = 20
 """Minimum width of the output in columns, whatever `COLUMNS` is."""
 PAGE_COLUMNS = 100
-"""Width in columns of a page that is written to a pipe or a file while `COLUMNS` is not set."""
-WIDE_PAGE_COLUMNS = 120
-"""Width in columns of a wide page that is written to a pipe or a file while `COLUMNS` is not set."""
-BAR_COLUMNS = 24
-"""Columns of a full bar."""
+"""Width in columns of one screen, for output to a pipe or a file while `COLUMNS` is not set."""
 MIN_TABLE_COLUMNS = 80
 """Width of a terminal below which a table that needs more columns than it has is printed as blocks."""
-UNIT = re.compile(r"%|nats|\S+/s|[numµ]?s|[kMGTP]?B")
-"""Second line of a heading that is only the unit of the first."""
 
 
 def stdout(least: int = 0) -> Console:
@@ -69,10 +63,38 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def print_page(console: Console, *parts: str | Table, command: str = "") -> None:
+    """Print paragraphs, wrapped between words, and tables after an empty line; empty parts are left out.
+
+    `command`: the command to enter next; a backslash at the end of a line continues it on the next line.
+    """
+    after_table = False
+    for part in parts:
+        is_text = isinstance(part, str)
+        if part if isinstance(part, str) else part.row_count:
+            if after_table or not is_text:
+                console.print()
+            lines = (
+                textwrap.wrap(part, console.width, break_on_hyphens=False) if isinstance(part, str) else []
+            )
+            console.print("\n".join(lines) if is_text else part, markup=False)
+            after_table = not is_text
+    if command:
+        console.print(end="\n" * after_table)
+        columns = console.width - 4
+        lines = textwrap.wrap(f"Next: {command}", columns, break_on_hyphens=False, break_long_words=False)
+        console.print(" \\\n  ".join(lines), markup=False, soft_wrap=True)
+
+
 def new_table(
-    *headings: str, left: int | Container[str] = 1, wrap: Container[str] = (), gap: int = 2, below: int = 0
+    *headings: str,
+    rows: Iterable[Sequence[str]] = (),
+    left: int | Container[str] = 1,
+    wrap: Container[str] = (),
+    gap: int = 2,
+    below: int = 0,
 ) -> Table:
-    """Return an empty table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
+    """Return a table of text (`left`: the first so many columns, or those headings) and right-aligned numbers.
 
     Only the columns of `wrap` are broken into lines, between words.  Where the terminal is too narrow for that, each
     row becomes a block of lines `heading: value`.  `gap`: columns between columns; `below`: empty lines between rows.
@@ -81,6 +103,8 @@ def new_table(
     for i, heading in enumerate(headings):
         text = i < left if isinstance(left, int) else heading in left
         made.add_column(heading, justify="left" if text else "right", no_wrap=heading not in wrap)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -131,7 +155,7 @@ def _whole_words(**settings: Any) -> Table:
             rows: list[tuple[Any, ...]] = list(zip(*(column.cells for column in self.columns), strict=True))
             has_names = any(row[0] for row in rows)
             for number, row in enumerate(rows):
-                names, cells = [_phrase(str(column.header)) for column in self.columns], row
+                names, cells = [" ".join(str(column.header).split()) for column in self.columns], row
                 if not is_headed:
                     names, cells = [str(row[0])], row[1:]
                 elif number and row[0]:
@@ -147,20 +171,6 @@ def _whole_words(**settings: Any) -> Table:
                 yield Text("")
 
     return WholeWords(**settings)
-
-
-def _phrase(heading: str) -> str:
-    """Return a heading of several lines as one phrase: `step (s)`, `samples/s`, `TFLOP/s a GPU`."""
-    name, _, unit = heading.partition("\n")
-    text = f"{name} ({unit})" if UNIT.fullmatch(unit) else heading.replace("\n/", "/")
-    return " ".join(text.split())
-
-
-def bar(console: Console, size: float, whole: float, *, with_rest: bool = True) -> str:
-    """Return `size` / `whole` as a bar of `BAR_COLUMNS` columns.  `with_rest`: draw the remainder too."""
-    full, empty = ("█", "░") if console.encoding.startswith("utf") else ("#", ".")
-    filled = min(BAR_COLUMNS, round(BAR_COLUMNS * size / whole)) if whole else 0
-    return full * filled + (empty * (BAR_COLUMNS - filled) if with_rest else "")
 
 
 def sparkline(console: Console, values: Sequence[float | None], columns: int = 10) -> str:

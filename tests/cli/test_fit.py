@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from repro import cli
+from repro.util import units
 from tests.cli.predictions import FIT, run
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -22,11 +24,27 @@ def test_fit_json_and_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["first_failing"]["layers"] == found["largest"]["layers"] + 1
     assert found["binding"]
     assert found["traces"] == len(found["trials"])
+    code, out = run(capsys, *asked, "--details")
+    assert code == 0
+    size = units.parameter_count(found["largest"]["params"])
+    for words in (f"{size} parameters.", found["binding"], "Failure: ", "traces"):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_fit_compares_the_zero_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --zero, one row for each stage has the answer that --zero with this stage has."""
+    asked = [*FIT, "--memory-limit", "1.4GB"]
     code, out = run(capsys, *asked)
     assert code == 0
-    for words in ("fits", "does not", "What is too much", found["binding"], "traces"):
-        assert words in out
-    assert max(map(len, out.splitlines())) <= 80
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r" +\d ", line)}
+    assert list(rows) == ["0", "1", "2", "3"]
+    largest = {}
+    for stage, row in rows.items():
+        found = json.loads(run(capsys, *asked, "--zero", stage, "--json")[1])["largest"]
+        assert row[1:3] == [units.parameter_count(found["params"]), str(found["layers"])]
+        largest[stage] = found["params"]
+    assert f"parameters with ZeRO {max(largest, key=largest.__getitem__)}." in out
 
 
 def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from repro.config import ConfigError
-from repro.config.models import load_model, model_names
+from repro.config.files import read_toml
+from repro.config.models import FILES, REPORT_FILES, load_model, model_aliases, model_names
 from repro.model.counts import total_parameters
 from repro.report.text.models_and_systems import print_models
 
@@ -16,7 +17,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert print_models(None, False) == 0
+    assert print_models(None, False, details=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line for line in lines if line.strip()}
@@ -25,7 +26,7 @@ def test_the_list_names_every_model_uncut_in_80_columns(
 
 
 def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_models("zero-1.38b", False) == 0
+    assert print_models("zero-1.38b", False, details=True) == 0
     out = " ".join(capsys.readouterr().out.split())
     for said in (
         "1,212,103,680",
@@ -36,6 +37,25 @@ def test_one_model_shows_parts_states_flops_source_and_note(capsys: pytest.Captu
         "GFLOP per token",
     ):
         assert said in out
+
+
+def test_groups_begin_with_the_models_of_the_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_models(None, False) == 0
+    out = capsys.readouterr().out
+    first = [line.split()[0] for line in out.split("\n\n")[1].splitlines()[1:]]
+    assert first[: len(REPORT_FILES)] == list(REPORT_FILES)
+    assert sum(int(line.split()[1]) for line in out.split("\n\n")[1].splitlines()[1:]) == len(model_names())
+    assert "gpt2-1.5b (gpt2-xl)" in out
+
+
+def test_an_alias_is_no_other_name() -> None:
+    aliases = model_aliases()
+    assert {"turing-nlg", "llama-3-8b"} <= set(aliases)
+    assert not set(aliases) & set(model_names())
+    tables = [table for path in FILES.glob("*.toml") for table in read_toml(path).get("model", [])]
+    given = [alias for table in tables for alias in table.get("aliases", [])]
+    assert sorted(given) == sorted(set(given)) == sorted(aliases)
+    assert all(load_model(alias) == load_model(name) for alias, name in aliases.items())
 
 
 def test_a_counted_model_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:

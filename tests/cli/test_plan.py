@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from repro.util import units
 from tests.cli.predictions import GPT2, run
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -39,33 +42,51 @@ def test_plan_json_and_page(
     assert {row["layout"]["zero"] for row in found} == {1}
     two = json.loads(run(capsys, *asked, "--dp", "2", "--top", "1", "--json")[1])
     assert [row["layout"]["dp"] for row in two] == [2]
-    said = run(capsys, *asked, "--top", "1")[1].split("\n\n")[1].splitlines()
-    assert sum(" x " in line for line in said) == 2  # the heading and one layout
+    said = run(capsys, *asked, "--top", "1")[1]
+    assert [line.split()[0] for line in said.splitlines() if re.match(r" +\d+ ", line)] == ["1"]
     assert {"step_s", "samples_per_s", "flops_per_device", "exposed_s", "bubble_s"} <= set(found[0]["time"])
-    code, out = run(capsys, *asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5")
+    priced = [*asked, "--tp", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2.5"]
+    code, out = run(capsys, *priced)
     assert code == 0
-    shown = (
-        "2 layouts for 424 MB a GPU: 2 fit; 2 were simulated",
-        "TFLOP/s",
-        "MFU",
-        "predicted",
-        "tp x pp x dp",
-    )
-    for words in (*shown, "trained", "in days", "millions"):
+    trained = json.loads(run(capsys, *priced, "--json")[1])[0]["training"]
+    days, cost = (units.number(trained[key]) for key in ("days", "cost"))
+    assert f"Training on 1e+09 tokens takes {days} days and costs {cost}." in " ".join(out.split())
+    for words in ("Best layout: tp 2 x dp 2", "Predicted step time: ", "90 % interval", "MFU", "peak memory"):
         assert words in out
-    assert max(map(len, out.splitlines())) <= 80
-    code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
+    assert "samples/s" not in out
+    for width in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out = run(capsys, *asked, "--tp", "2", "--details")
+        assert code == 0
+        for words in ("(samples/s)", "bubble (%)", "2 layouts were simulated"):
+            assert words in out
+        assert max(map(len, out.splitlines())) <= width
+
+
+def test_the_next_command_simulates_the_best_layout(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has every option that the plan was given, so both commands show one memory."""
+    asked = [
+        "plan",
+        "--model",
+        tiny_model,
+        "--system",
+        "dgx2",
+        "--gpus",
+        "4",
+        "--global-batch",
+        "8",
+        "--tp",
+        "2",
+    ]
+    _, out = run(capsys, *asked, "--sp", "--no-overlap", "--precision", "fp32", "--top", "1", "--seq", "32")
+    command = out.partition("Next: repro ")[2].replace("\\\n", " ")
+    layout = " ".join(out.partition("Best layout: ")[2].partition(".\n")[0].split())
+    code, step = run(capsys, *shlex.split(command))
     assert code == 0
-    assert "samples" in out
-    assert "90 %" in out
-    assert "bubble" not in out, "there is no room for both"
-    assert max(map(len, out.splitlines())) <= 80
-    monkeypatch.setenv("COLUMNS", "100")
-    code, out = run(capsys, *asked, "--tp", "2", "--pp", "1")
-    assert code == 0
-    assert "90 %" in out
-    assert "bubble" in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert f"Layout: {layout}. Model: " in " ".join(step.split())
+    assert "32 tokens" in step
 
 
 def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +94,8 @@ def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> Non
     code, out = run(capsys, *asked)
     assert code == 1
     assert "No layout fits" in out
-    assert "optimizer states" in out
+    assert "optimizer states (" in out
+    assert "closed form" in run(capsys, *asked, "--details")[1]
     code, out = run(capsys, *asked, "--json")
     assert code == 1
     assert all(row["outcome"] == "oom" and row["ruled_out_by"] for row in json.loads(out))

@@ -57,17 +57,17 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     assert cli.main([*ask(tiny_model, *LIMITS), "--pp", "1"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "micro-batch 1 of 8",
+        "micro-batch 1, global batch 8",
         "recomputation",
         "pp 1 ",
         "tp 2 ",
         "fits 2.34 GB",
         ": all fit",
-        "too little",
+        "does not fit tp x pp",
     ):
         assert words in out
-    assert re.search(r"\n  (parameters|gradients|optimizer states): \d x \d", out)
-    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r", (parameters|gradients|optimizer states): \d x \d", out)
+    assert max(map(len, out.splitlines())) <= 100
     assert cli.main(ask(tiny_model, CONTEXT + 1e5)) == 1, "nothing fits"
     assert "does not fit" in capsys.readouterr().out
 

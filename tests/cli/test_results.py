@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 def test_kinds_of_evidence_have_tables_of_their_own(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = shown(capsys, "smoke", "--results", str(store))
+    code, out, _ = shown(capsys, "smoke", "--results", str(store), "--details")
     assert code == 0
     measured, rest = out.split("smoke, 1 experiment, emulated:")
     emulated, simulated = rest.split("smoke, 2 experiments, simulated:")
@@ -64,10 +65,23 @@ def test_kinds_of_evidence_have_tables_of_their_own(store: Path, capsys: pytest.
     assert "tight: oom: out of memory, 8.60 GB requested" in simulated
 
 
+def test_one_screen_has_the_fastest_and_every_failure(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = shown(capsys, "smoke", "--results", str(store))
+    assert "tight: oom: out of memory, 8.60 GB requested" in out
+    assert "1 failure." in out
+    assert "curve" not in out
+    found = json.loads(shown(capsys, "smoke", "--results", str(store), "--json")[1])["experiments"]
+    rows = [line for line in out.splitlines() if " x 1 x " in line]
+    hidden = sum(int(words) for words in re.findall(r"--details lists (\d+) more", out))
+    assert len(rows) + hidden == len(found) > len(rows)
+
+
 def test_what_is_compared_stands_side_by_side_with_units(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = shown(capsys, "parity-z?-dp2", "--results", str(store))
+    _, out, _ = shown(capsys, "parity-z?-dp2", "--results", str(store), "--details")
     names = ["parity-z0-dp2", "parity-z1-dp2", "parity-z2-dp2", "parity-z3-dp2"]
     found = json.loads(shown(capsys, "parity-z?-dp2", "--results", str(store), "--json")[1])["experiments"]
     assert sorted(each["name"] for each in found) == names
@@ -75,7 +89,7 @@ def test_what_is_compared_stands_side_by_side_with_units(
     assert rates == sorted(rates, reverse=True)
     lines = [line.split() for line in out.splitlines() if line.startswith("parity-")]
     assert [line[0] for line in lines[:4]] == [each["name"] for each in found]
-    for words in ("nats", "tokens", "FLOP/s", "param", "optim", "activ", "sent", "█", "tp x pp x dp"):
+    for words in ("(nats)", "(tokens/s)", "FLOP/s", "gradients", "activations", "sent", "█", "tp x pp x dp"):
         assert words in out
     assert all(f"{each['loss.last']:.4f}" in out for each in found)
 
@@ -101,10 +115,10 @@ def test_any_terminal_has_every_column(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(view, "stdout", lambda least: Console(width=width, highlight=False))
-    _, out, _ = shown(capsys, "smoke", "--results", str(store))
+    _, out, _ = shown(capsys, "smoke", "--results", str(store), "--details")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= width
     assert "…" not in out
-    for heading in ("curve", "tokens", "activ", "sent", "global"):
+    for heading in ("curve", "tokens", "activations", "sent", "global"):
         assert heading in out
     tables = sum(line.startswith("experiment ") for line in out.splitlines())
     assert tables == 3 if width == 200 else tables > 3

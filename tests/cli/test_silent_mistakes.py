@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,32 @@ def test_an_empty_table_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     pytest.importorskip("pandas", reason="pandas makes the table; it is in the extra report")
     assert cli.main(["export", "--results", str(tmp_path), "--table", "records", "--format", "csv"]) == 0
     assert capsys.readouterr().err == f"note: no records in {tmp_path}: the table is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "SUITE = '': must be one suite or more, or --claim ID"),
+        (["smoke", "--claim", "5"], "SUITE = 'smoke': must be one suite or more, or --claim ID"),
+        (["--claim", "5", "--only", "x"], "--only = 'x': cannot be combined with --claim"),
+        (
+            ["--claim", "ds-same-loss", "--evidence", "simulated"],
+            "has no simulated evidence; `repro claims ds",
+        ),
+    ],
+)
+def test_a_run_names_suites_or_a_claim_with_such_evidence(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_claim_selects_its_experiments_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Suites of other claims have experiments of the same names."""
+    assert (
+        cli.main(["run", "--claim", "ds-3p75x-lowbw", "--dry-run", "--json", "--results", str(tmp_path)]) == 0
+    )
+    found = {(each["suite"], each["name"]) for each in json.loads(capsys.readouterr().out)}
+    assert {suite for suite, _ in found} >= {"windtunnel_3p75x", "windtunnel_smoke"}
+    assert all(name.startswith("lowbw-") for _, name in found)

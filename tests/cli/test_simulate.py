@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from repro import cli
 from repro.config import systems
 from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
+from repro.util import units
 from tests.cli.predictions import FIT, GPT2, run
 from tests.config.system_texts import NODES, PROVENANCE
 
@@ -75,17 +77,25 @@ def test_simulate_says_what_a_person_wants_to_know(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
     asked = ["simulate", "--model", tiny_model, "--system", "dgx2", "--gpus", "4", "--tp", "2", "--zero", "1"]
+    found = json.loads(run(capsys, *asked, "--json")[1])
     code, out = run(capsys, *asked)
     assert code == 0
-    for words in (": fits", "parameters", "optimizer states", "The peak is in", "By link: nvlink", "FLOP"):
-        assert words in out
-    assert max(map(len, out.splitlines())) <= 80
+    size, sent = (found["memory"]["by_category"]["optimizer"], found["comm"]["bytes_by_group"]["dp"])
+    assert out.startswith("Fits: tiny")
+    assert re.search(rf"\noptimizer states +{units.gb(size)}", out)
+    assert re.search(rf"\ndp +nvlink +2 +{units.gb(sent)}\n", out)
+    assert "Peak: " not in out
+    assert max(map(len, out.splitlines())) <= 100
+    for words in ("Peak: ", "FLOP per step", "uncertain input", "hidden communication"):
+        assert words in run(capsys, *asked, "--details")[1]
     code, out = run(
         capsys, *asked, "--memory-limit", str(systems.load_system_file("dgx2").context() + 2_000_000)
     )
     assert code == 1
-    assert "does not fit" in out
-    assert "out of memory" in out
+    assert out.startswith("Does not fit: tiny")
+    assert re.search(
+        r"\nCause: \S+ .B are allocated at the peak in \w+, more than 2 MB of device memory\.", out
+    )
 
 
 def test_a_step_says_how_sure_it_is(
@@ -101,7 +111,7 @@ def test_a_step_says_how_sure_it_is(
     code, out = run(capsys, *asked, "--system", str(measured))
     assert code == 0
     assert "90 % interval" not in out
-    assert "No interval: what was measured is taken as exact" in out
+    assert "No interval: measured inputs count as exact" in out
 
 
 def test_what_does_not_fit_takes_no_time_and_ends_alike(
@@ -111,8 +121,8 @@ def test_what_does_not_fit_takes_no_time_and_ends_alike(
     asked = ["--model", tiny_model, "--system", "dgx2", "--gpus", "1", "--memory-limit", least]
     timeline = tmp_path / "step.json"
     code, out = run(capsys, "simulate", *asked, "--timeline", str(timeline))
-    assert "A step takes" not in out
-    assert "No time is predicted: the step does not fit" in out
+    assert "Predicted step time" not in out
+    assert "No step time is predicted: the step does not fit" in out
     assert not timeline.exists()
     found = [run(capsys, command, *asked, "--json") for command in ("simulate", "plan")]
     step, rows = (json.loads(said) for _, said in found)
@@ -155,13 +165,13 @@ def test_a_prediction_says_what_it_rests_on(
     page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
     for said in (page, table):
         assert "MFU" in said
-        assert f"on: {basis}; " in said
-    line = next(line for line in table.splitlines() if line.startswith("2 x 1 x 2"))
+        assert re.search(f"Basis of the times?: {basis}; ", said)
+    line = next(line for line in table.splitlines() if re.match(r" +1 +2 +1 +2 ", line))
     bound = basis == UPPER_BOUND
-    assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
+    assert ("or more" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
     assert step["interval"]["low_s"] < step["step_s"]
-    assert ("by the best values of what is not known" in " ".join(page.split())) == bound
-    assert max(map(len, table.splitlines())) <= 80
+    assert ("with the best input values" in " ".join(page.split())) == bound
+    assert max(map(len, table.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(

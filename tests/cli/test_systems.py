@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from repro import cli
-from repro.config.systems import load_system_file, system_names
+from repro.config.files import read_toml
+from repro.config.systems import FILES, REPORT_SYSTEMS, load_system_file, system_aliases, system_names
 from repro.report.text.models_and_systems import print_systems
 from tests.config.system_texts import PRODUCTS, PROVENANCE
 
@@ -28,14 +30,28 @@ def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureF
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert set(system_names()) <= set(rows)
-    assert rows["dgx2"][-6:] == ["16", "34.06", "125", "150", "15.75", "6.25"]
-    assert rows["lowbw-v100"][-6:] == ["4", "16.94", "112", "-", "15.75", "1.25"]
-    assert rows["yuan"][-6:] == ["8", "?", "312", "300", "-", "6.094"]
+    assert rows["dgx2"][-5:] == ["16", "34.06", "125", "150", "6.25"]
+    assert rows["lowbw-v100"][-5:] == ["4", "16.94", "112", "-", "1.25"]
+    assert rows["yuan"][-5:] == ["8", "?", "312", "300", "6.094"]
+    names = [line.split()[0] for line in lines if line.split() and line.split()[0] in system_names()]
+    assert set(names[: len(REPORT_SYSTEMS)]) == set(REPORT_SYSTEMS)
+
+
+def test_an_alias_is_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:
+    aliases = system_aliases()
+    assert aliases["dgx-a100"] == aliases["dgx-a100-80gb"] == "selene"
+    assert {"dgx-1", "h100"} <= set(aliases)
+    assert not set(aliases) & {*system_names(), "local-gpu"}
+    given = [alias for path in FILES.glob("*.toml") for alias in read_toml(path).get("aliases", [])]
+    assert sorted(given) == sorted(set(given)) == sorted(aliases)
+    assert all(load_system_file(alias) == load_system_file(name) for alias, name in aliases.items())
+    assert cli.main(["systems"]) == 0
+    assert set(aliases) <= set(re.split(r"[\s,]+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("name", [name for name in system_names() if name != "local"])
 def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_systems(name, False) == 0
+    assert print_systems(name, False, details=True) == 0
     out = capsys.readouterr().out
     said, system = " ".join(out.split()), load_system_file(name)
     device = system.device
@@ -48,7 +64,7 @@ def test_one_system_shows_every_number_with_its_source(name: str, capsys: pytest
     ):
         assert quantity.source in said
     assert system.note in said
-    assert ("The allocator of one device can reserve" in said) == (device.memory_bytes.value is not None)
+    assert ("Memory for tensors: " in said) == (device.memory_bytes.value is not None)
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,11 +107,11 @@ def test_a_calibrated_file_shows_what_was_measured(
 ) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(MINE.read_text() + CALIBRATED)
-    assert cli.main(["systems", str(path)]) == 0
+    assert cli.main(["systems", str(path), "--details"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4, processor X" in said
-    assert "aten.mm 2 us + 0 s a byte + 0.01 ps a FLOP" in said
-    assert "nvlink all_reduce, 4 ranks 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in said
+    assert "measured on 2026-01-01 with torch 2.6.0, 4 ranks, 5 repeats; cores 4; processor X" in said
+    assert "aten.mm: 2 us + 0 s per byte + 0.01 ps per FLOP" in said
+    assert "nvlink all_reduce, 4 ranks: 2 sizes, 1.024 kB in 100 us to 1.049 MB in 1 ms" in said
     assert cli.main(["systems", str(path), "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["provenance"]["facts"]["cores"] == 4
@@ -105,5 +121,5 @@ def test_a_calibrated_file_shows_what_was_measured(
 
 
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["systems", "dgx-2"]) == 2
-    assert "did you mean dgx2?" in capsys.readouterr().err
+    assert cli.main(["systems", "dgx-3"]) == 2
+    assert "did you mean dgx-2?" in capsys.readouterr().err

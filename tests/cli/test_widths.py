@@ -14,7 +14,7 @@ import typer
 
 from repro import cli
 from repro.launch.slurm.case_states import CaseState
-from repro.report.text.cluster import _print_cases
+from repro.report.text.cluster import print_cases
 from repro.util.console import stdout
 from tests.cli.samples import EXEMPT, SAMPLES, cases
 
@@ -90,7 +90,7 @@ def test_no_word_of_a_status_is_cut(
     pages = {}
     for width in (*WIDTHS, WIDEST):
         monkeypatch.setenv("COLUMNS", str(width))
-        _print_cases(cases, [], stdout())
+        print_cases(cases, [], stdout(), None)
         pages[width] = capsys.readouterr().out
     assert [width for width in WIDTHS if lost(pages[WIDEST], pages[width], width)] == []
 

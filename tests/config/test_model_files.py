@@ -209,7 +209,8 @@ def test_a_choice_that_does_not_go_with_another_is_refused() -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_the_quick_way_in_reads_what_pydantic_reads(name: str) -> None:
     table, path = _packaged()[name]
-    assert load_model(name) == build_dataclass(Model, table, file=str(path))
+    keys = {key: value for key, value in table.items() if key != "aliases"}
+    assert load_model(name) == build_dataclass(Model, keys, file=str(path))
     assert load_model(name).name == name == name.lower()
 
 

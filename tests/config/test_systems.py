@@ -197,7 +197,7 @@ def test_mistakes_are_one_line_with_file_key_and_remedy(
 
 
 def test_unknown_and_missing_systems() -> None:
-    with pytest.raises(ConfigError, match=r"system = 'dgx-2': did you mean dgx2\?"):
-        load_system_file("dgx-2")
+    with pytest.raises(ConfigError, match=r"system = 'dgx_2': did you mean dgx2\?"):
+        load_system_file("dgx_2")
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load_system_file("nowhere.toml")

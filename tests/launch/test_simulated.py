@@ -133,10 +133,23 @@ def test_it_says_what_a_real_run_measures(tmp_path: Path, capsys: pytest.Capture
     kinds = ("memory.", "comm.", "parameters", "padding")
     times = {"memory.rss_peak_bytes"}
     assert {name for name in real if name.startswith(kinds)} - times <= shared
-    # What is live at a moment differs by what gloo receives in (tests/simulate compares with it) and by scalars.
+    # The live bytes of a moment differ by tokens and scalars, and the real peak is that of the initialisation.
     moments = {"memory.peak_bytes", "memory.init_peak_bytes", "memory.activations_bytes"}
     assert {n: traced[n] for n in shared - moments} == {n: real[n] for n in shared - moments}
     assert traced["memory.peak_bytes"] <= real["memory.peak_bytes"]
+
+
+@pytest.mark.slow
+def test_the_peak_has_what_gloo_receives_while_the_next_micro_batch_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = "layout = { dp = 2, zero = 2, global_batch = 8 }"
+    suite = write_suite(tmp_path, f'[[experiment]]\nname = "a"\n{layout}', limits="hang_s = 60")
+    code, _, err = run_process(suite, tmp_path / "results", fake=False)
+    assert code == 0, err
+    run(suite, tmp_path / "results", capsys)
+    real, traced = (record["metrics"] for record in lines(tmp_path / "results"))
+    assert traced["memory.peak_bytes"] == pytest.approx(real["memory.peak_bytes"], rel=0.01)
 
 
 def test_another_system_gets_names_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -175,14 +176,19 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = tmp_path / "x.svg"
     assert main(["validate", "--results", str(store), "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert "1 of 1 ratios on the right side of 1" in text
+    assert "1 of 1 ratios are on the right side of 1" in " ".join(text.split())
+    assert "Calibration: left out" not in text
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["validate", "--results", str(store), "--details"]) == 0
+    text = capsys.readouterr().out
     assert "Calibration: left out" in text
-    speed_up = next(line for line in text.splitlines() if "8B: speed-up" in line)
-    assert speed_up.split()[-1] == "published"
+    assert re.search(r"8B: speed-up .* published *\n", text)
     assert BASES[PUBLISHED_POINT] in " ".join(text.split())
     assert BASES[UPPER_BOUND] not in " ".join(text.split()), "nothing here rests on it"
     assert picture.read_text().startswith("<svg")
@@ -202,10 +208,10 @@ def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
         for name, flops in (("80b-megatron", 2e12), ("100b-megatron", 2e12), ("8b-zero", 36.9e12)):
             opened.append(record("zero_throughput", f"fig2-{name}", flops))
         opened.append(record("megatron_2019", "dec2020-v100-1b", 71.9e12))
-    assert main(["validate", "--results", str(tmp_path)]) == 0
+    assert main(["validate", "--results", str(tmp_path), "--details"]) == 0
     text = capsys.readouterr().out
     assert "other side of 1" not in text
-    section = text.partition("Farther off than 25 %")[2].partition("Error of predicted rates")[0]
+    section = text.partition("rows with an error above 25 %")[2].partition("in wider interval")[0]
     words = " ".join(section.split())
     assert words.count("One collective over all nodes") == 1
     assert "8B: ZeRO" not in words

@@ -75,7 +75,17 @@ def test_what_sbatch_alone_can_refuse(lab: Lab, tmp_path: Path) -> None:
 def test_doctor_looks_at_the_cluster_and_from_a_node(lab: Lab, tmp_path: Path) -> None:
     bench = Bench(lab, tmp_path)
     done = lab.run(
-        ["repro", "doctor", "--profile", bench.profile, "--nodes", "1", "--results", bench.results],
+        [
+            "repro",
+            "doctor",
+            "--profile",
+            bench.profile,
+            "--nodes",
+            "1",
+            "--results",
+            bench.results,
+            "--details",
+        ],
         check=False,
     )
     said = done.stdout + done.stderr

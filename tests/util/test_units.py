@@ -87,7 +87,8 @@ def test_a_layout_in_words_is_the_same_of_a_record() -> None:
 def test_batches_and_schedule() -> None:
     layout = Layout(pp=2, dp=2, micro_batch=2, global_batch=16, schedule="interleaved", chunks=2)
     assert words.describe_layout(layout, batches=True) == (
-        "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2 of 16, interleaved with 2 chunks, 4 micro-batches"
+        "pp 2 x dp 2, ZeRO 0, fp32, micro-batch 2, global batch 16, interleaved with 2 chunks, "
+        "4 micro-batches per step"
     )
     assert words.describe_layout(layout, degrees=False) == "ZeRO 0, fp32"
 

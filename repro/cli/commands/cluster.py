@@ -7,7 +7,16 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Only, ProfileFile, Rerun, Results, SuiteFile, check_folder
+from repro.cli.commands.options import (
+    Details,
+    Json,
+    Only,
+    ProfileFile,
+    Rerun,
+    Results,
+    SuiteFile,
+    check_folder,
+)
 
 app = typer.Typer()
 
@@ -45,12 +54,13 @@ def status(
     every: Annotated[
         bool, typer.Option("--all", help="Every submission of a case, not the last alone.")
     ] = False,
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show where every submitted case stands.  Exit code 3: something is open; 1: something failed."""
+    """Show the state of every submitted case.  Exit code 3: something is open; 1: something failed."""
     from repro.report.text.cluster import print_status
 
-    return print_status(results, watch, every, json)
+    return print_status(results, watch, every, json, details)
 
 
 @app.command(epilog="Example:  repro logs fig8-c4-60b --rank 17")

@@ -47,6 +47,7 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Details = Annotated[bool, typer.Option("--details", help="Print all results, not one screen of them.")]
 SuiteFiles = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Argument(help="Suites: files, or names of packaged ones.", metavar="SUITE..."),

@@ -11,6 +11,7 @@ import typer
 
 from repro.cli.commands.layout_options import PANEL, question_options
 from repro.cli.commands.options import (
+    Details,
     Json,
     Ledger,
     ModelName,
@@ -20,7 +21,7 @@ from repro.cli.commands.options import (
     check_writable_file,
 )
 from repro.config.errors import require
-from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, LayoutQuery
+from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, DEFAULT_RANK, RANK_QUANTILES, LayoutQuery
 
 app = typer.Typer()
 
@@ -40,18 +41,19 @@ def simulate(
             metavar="FILE.json",
         ),
     ] = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Trace one step in shape only: does it fit, what fills the memory, what is sent where, how long it takes.
+    """Predict one training step from a trace of tensor shapes: whether it fits, its time, memory and traffic.
 
-    Exit code 1: it does not fit.
+    Exit code 1: the step does not fit.
     """
     from repro.report.text.predictions import print_simulation
 
-    return print_simulation(model, asked, timeline, json)
+    return print_simulation(model, asked, timeline, json, details)
 
 
-@app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --zero 1 --micro-batch 8 --recompute")
+@app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --micro-batch 8 --recompute")
 @question_options
 def fit(
     asked: LayoutQuery,
@@ -86,11 +88,12 @@ def fit(
         typer.Option(callback=check_count, help="The ranks of which --as-rank is one.", show_default=False),
     ] = 0,
     results: Results = Path("results"),
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Find the largest model that fits, the first that does not, and the term that is too much.
+    """Find the largest model that fits in device memory, for each ZeRO stage, and the term that limits it.
 
-    Exit code 1: nothing fits, or a trial of --measure failed.
+    With --zero or --json, one stage is searched.  Exit code 1: nothing fits, or a trial of --measure failed.
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
     for option, value in (("--as-rank", as_rank), ("--of", of or None)):
@@ -100,10 +103,10 @@ def fit(
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
-        return print_measured_fit(asked, model, sizes, search, as_rank, of, results, json)
+        return print_measured_fit(asked, model, sizes, search, as_rank, of, results, json, details)
     from repro.report.text.predictions import print_fit
 
-    return print_fit(asked, model, sizes, search, json)
+    return print_fit(asked, model, sizes, search, json, details)
 
 
 @app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
@@ -126,6 +129,10 @@ def plan(
             help=f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", metavar="N"
         ),
     ] = None,
+    rank_by: Annotated[
+        str,
+        typer.Option(help=f"Order layouts by this step time: {', '.join(RANK_QUANTILES)}.", metavar="NAME"),
+    ] = DEFAULT_RANK,
     as_map: Annotated[
         bool,
         typer.Option(
@@ -133,21 +140,27 @@ def plan(
         ),
     ] = False,
     tokens: Annotated[
-        float, typer.Option(help="Of a whole training: how long it takes.", metavar="N", show_default=False)
+        float, typer.Option(help="Tokens of a training, for its duration.", metavar="N", show_default=False)
     ] = 0.0,
     price_per_gpu_hour: Annotated[
-        float, typer.Option(help="What training on --tokens costs.", metavar="PRICE", show_default=False)
+        float,
+        typer.Option(
+            help="Price of a GPU hour, for the cost of --tokens.", metavar="PRICE", show_default=False
+        ),
     ] = 0.0,
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """List every sensible layout: does it fit, and how long is a step; best first.  Options fix what is varied.
+    """Find the fastest layouts of a model on a system: best first, with step time and memory.
 
-    Exit code 1: nothing fits.
+    Each option of a layout fixes a key of the search.  Exit code 1: no layout fits.
     """
     from repro.report.text.predictions import print_plan
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
-    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top)
+    return print_plan(
+        model, fixed, json, as_map, tokens, price_per_gpu_hour, top, details=details, rank_by=rank_by
+    )
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
@@ -191,12 +204,15 @@ def twin(
         Optional[Path],  # noqa: UP045
         typer.Option(callback=check_writable_file, help="Write it as a suite.", metavar="SUITE.toml"),
     ] = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
     from repro.report.text.twin import print_twin
 
-    return print_twin(originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json)
+    return print_twin(
+        originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json, details
+    )
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
@@ -294,6 +310,7 @@ def validate(
         ),
     ] = None,
     ledger: Ledger = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Compare published throughput with what is predicted, by family; and predicted steps with measured ones."""
@@ -309,7 +326,7 @@ def validate(
         from repro.report.text.validate import print_unknowns
 
         require(svg is None and not system, "--unknowns", True, says="goes without --svg and --system")
-        return print_unknowns(results, json, tuple(ledger or ()))
+        return print_unknowns(results, json, details, tuple(ledger or ()))
     from repro.report.text.validate import print_validation
 
-    return print_validation(results, json, svg, system, tuple(ledger or ()))
+    return print_validation(results, json, details, svg, system, tuple(ledger or ()))

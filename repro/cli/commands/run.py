@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from repro.cli.commands.options import (
+    Details,
     Json,
     Only,
     Rerun,
@@ -154,12 +155,13 @@ def results(
             metavar="FILE",
         ),
     ] = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Show results side by side: loss, speed, memory by category, bytes sent, and ratios of what took turns."""
     from repro.report.text.results import print_results
 
-    return print_results(what, results, json, plot)
+    return print_results(what, results, json, plot, details)
 
 
 @app.command(epilog="Example:  repro init mine.toml")
@@ -196,6 +198,7 @@ def doctor(
             metavar="ARCH",
         ),
     ] = "",
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Show what works on this machine, or on a cluster, and what it enables."""
@@ -204,7 +207,7 @@ def doctor(
     if profile is not None:
         from repro.report.text.machine import print_cluster_checks
 
-        return print_cluster_checks(profile, results, nodes, json)
+        return print_cluster_checks(profile, results, nodes, json, details)
     from repro.report.text.machine import print_machine_checks
 
-    return print_machine_checks(results, kernels, json)
+    return print_machine_checks(results, kernels, json, details)

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Json, Ledger, StoredResults, check_writable_file
+from repro.cli.commands.options import Details, Json, Ledger, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -49,12 +49,13 @@ def models(
     name: Annotated[
         str, typer.Argument(help="Show this model, or the one in this file, in full.", metavar="NAME")
     ] = "",
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show model files with exact parameter counts and the memory of their states."""
+    """Show models: exact number of parameters, and memory of the model states by ZeRO stage."""
     from repro.report.text.models_and_systems import print_models
 
-    return print_models(name, json)
+    return print_models(name, json, details)
 
 
 @app.command(epilog="Example:  repro systems dgx2")
@@ -62,12 +63,13 @@ def systems(
     name: Annotated[
         str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
     ] = "",
+    details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show system files: devices, memory and links, each number with its source."""
+    """Show systems: devices, memory and links; --details shows the source of each number."""
     from repro.report.text.models_and_systems import print_systems
 
-    return print_systems(name, json)
+    return print_systems(name, json, details)
 
 
 @app.command(epilog="Example:  repro report --results results --out reports/out")
@@ -96,8 +98,8 @@ def export(
     table: Annotated[
         str,
         typer.Option(
-            help="headlines, summary (for a pull request), claims, values (every published one), experiments, comparisons,"
-            " records (provenance of each), unknowns or reference (results to send)."
+            help="headlines, summary (for a pull request), claims, values (every published one), experiments,"
+            " comparisons, records (provenance of each), unknowns or reference (results to send)."
         ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
@@ -133,12 +135,13 @@ def compare(
     results: StoredResults = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
     ledger: Ledger = None,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
     from repro.report.exports.compare import print_comparison
 
-    return print_comparison(first, second, results, tolerance, json, tuple(ledger or ()))
+    return print_comparison(first, second, results, tolerance, json, details, tuple(ledger or ()))
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")

@@ -17,10 +17,11 @@ from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
 from repro.config.model import Model
 
-__all__ = ["FILES", "is_file", "load_model", "model_names"]
-
 FILES = Path(__file__).parent
 """Folder of the packaged model files."""
+REPORT_FILES: tuple[str, ...] = ("zero", "zero-tables", "deepspeed", "turing-nlg", "megatron-2019")
+REPORT_FILES += ("megatron-2020", "megatron-2021", "yuan")
+"""Files with the models of the reports, in the order of publication."""
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
@@ -28,6 +29,19 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 def model_names() -> list[str]:
     """Return the names of all packaged models, in the order of the files."""
     return list(_packaged())
+
+
+def model_aliases() -> dict[str, str]:
+    """Return the other names under which packaged models can be loaded, each with its model."""
+    return {alias: name for name, (table, _) in _packaged().items() for alias in table.get("aliases", ())}
+
+
+def model_groups() -> dict[str, list[str]]:
+    """Return the names of all packaged models by file, the files of the reports first."""
+    groups: dict[str, list[str]] = {stem: [] for stem in REPORT_FILES}
+    for name, (_, path) in _packaged().items():
+        groups.setdefault(path.stem, []).append(name)
+    return groups
 
 
 def load_model(name: str | Path) -> Model:
@@ -39,9 +53,9 @@ def load_model(name: str | Path) -> Model:
     text = str(name)
     if is_file(text):
         return _of_file(text)
-    table, path = _packaged().get(text, (None, FILES))
+    table, path = _packaged().get(model_aliases().get(text, text), (None, FILES))
     if table is None:
-        near = difflib.get_close_matches(text, model_names(), n=3)
+        near = difflib.get_close_matches(text, [*model_names(), *model_aliases()], n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`repro models` lists them"
         raise ConfigError("model", text, says=f"no such model; {hint}")
     return _model(table, path)
@@ -103,6 +117,7 @@ def _tables(path: Path) -> list[dict[str, Any]]:
 
 def _model(table: dict[str, Any], path: Path) -> Model:
     """Return the checked model.  Valid tables skip pydantic, whose import takes 0.1 s."""
+    table = {key: value for key, value in table.items() if key != "aliases"}
     fields = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(Model)}
     required = {f.name for f in dataclasses.fields(Model) if f.default is dataclasses.MISSING}
     plain = all(

@@ -18,25 +18,24 @@ from repro.config.links import Collective, check_classes
 from repro.config.system import Device, Link, Quantity, System
 from repro.config.timing import DeviceTime, OperatorRate, Provenance
 
-__all__ = [
-    "FILES",
-    "LOCAL_SYSTEMS",
-    "LOCAL",
-    "load_system_file",
-    "system_names",
-    "parse_system",
-    "read_quantity",
-]
-
 FILES = Path(__file__).parent
 LOCAL = "local"
 LOCAL_SYSTEMS = (LOCAL, "local-gpu")
 """Names of the local machine in an experiment: its processor cores, or its GPUs."""
+REPORT_SYSTEMS = ("dgx2", "dgx2h", "lowbw-v100", "selene", "yuan")
+"""Systems on which the reports trained."""
 
 
 def system_names() -> list[str]:
     """Return the names of all systems; `local` is last and has no file."""
     return [*sorted(path.stem for path in FILES.glob("*.toml")), LOCAL]
+
+
+@cache
+def system_aliases() -> dict[str, str]:
+    """Return the other names under which systems can be loaded, each with its system."""
+    files = sorted(FILES.glob("*.toml"))
+    return {alias: path.stem for path in files for alias in read_toml(path).get("aliases", ())}
 
 
 def load_system_file(name: str | Path) -> System:
@@ -47,13 +46,15 @@ def load_system_file(name: str | Path) -> System:
     assert str(name) != LOCAL, "the local machine has no file"
     path = Path(name).expanduser()
     if path.suffix != ".toml":
-        if str(name) not in system_names():
-            near = difflib.get_close_matches(str(name), system_names(), n=1)
+        known = system_names()
+        name = str(name) if str(name) in known else system_aliases().get(str(name), str(name))
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *system_aliases()], n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
                 "system",
-                str(name),
-                says=f"{hint}known are {', '.join(system_names())}, or the path of a .toml file",
+                name,
+                says=f"{hint}known are {', '.join(known)}, or the path of a .toml file",
             )
         return _load_packaged(FILES / f"{name}.toml")
     return _read(path)
@@ -96,6 +97,7 @@ def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
     if "name" in data:
         raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
     tables = _quantities(System, dict(_complete(data, file), name=name), file, "")
+    tables.pop("aliases", None)
     if "device" in tables:
         tables["device"] = _device(tables["device"], file)
     if "links" in tables:

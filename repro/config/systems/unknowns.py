@@ -119,15 +119,15 @@ def make_unknown(key: str, number: Quantity) -> Unknown:
 def quantiles_in_cases(found: tuple[Unknown, ...]) -> dict[str, Lanes]:
     """Return the quantile of each unknown in every case, by key, [cases].
 
-    First, each unknown in order is moved alone to each of its `Unknown.moves`. Then follow `DRAWS` joint draws, a
-    Latin hypercube whose columns depend on the key alone.
+    The first case has the best values. Then each unknown in order is moved alone to each of its `Unknown.moves`. Then
+    follow `DRAWS` joint draws, a Latin hypercube whose columns depend on the key alone.
     """
     import numpy as np
 
     moves = [(one.key, quantile) for one in found for quantile in one.moves]
     return {
         one.key: np.array(
-            [quantile if key == one.key else BEST for key, quantile in moves] + _column(one.key)
+            [BEST, *(quantile if key == one.key else BEST for key, quantile in moves), *_column(one.key)]
         )
         for one in found
     }

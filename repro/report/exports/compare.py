@@ -17,9 +17,11 @@ from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key
 from repro.results.store import read_records
 from repro.util import units
-from repro.util.console import print_json
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 WORSE, SAME, BETTER = "worse", "same", "better"
+MAX_CHANGES = 16
+"""Maximum number of printed changes without `--details`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,13 @@ def _commit(record: Record) -> str:
 
 
 def print_comparison(
-    first: str, second: str, results: Path, tolerance: float, json: bool, own: Sequence[Path] = ()
+    first: str,
+    second: str,
+    results: Path,
+    tolerance: float,
+    json: bool,
+    details: bool,
+    own: Sequence[Path] = (),
 ) -> int:
     """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side."""
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
@@ -181,17 +189,19 @@ def print_comparison(
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})
     else:
-        _print_changes(changes)
+        _print_changes(changes, None if details else MAX_CHANGES)
     return 1 if worse else 0
 
 
-def _print_changes(changes: Sequence[Change]) -> None:
-    """Print the changes, worse ones first, and the totals."""
-    order = (WORSE, BETTER, SAME)
-    for change in sorted(changes, key=lambda change: order.index(change.judged)):
-        if change.judged != SAME or change.kind == "speed":
-            times = f"{units.ratio(change.ratio, change.low, change.high)}  " if change.ratio else ""
-            what = f"{change.judged:<6} {change.kind:<8} {change.name}"
-            print(f"{what}: {times}{change.before} -> {change.after}")
-    counts = {judged: sum(change.judged == judged for change in changes) for judged in (WORSE, SAME, BETTER)}
-    print(", ".join(f"{count} {judged}" for judged, count in counts.items()))
+def _print_changes(changes: Sequence[Change], most: int | None) -> None:
+    """Print the totals, then up to `most` changes, worse ones first; None: all, with equal speeds."""
+    order = (WORSE, SAME, BETTER)
+    counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
+    wrap = ("before", "after")
+    made = new_table("change", "of", "name", "ratio (interval)", *wrap, left=6, wrap=wrap)
+    shown = [c for c in changes if c.judged != SAME or (most is None and c.kind == "speed")]
+    for c in sorted(shown, key=lambda c: (WORSE, BETTER, SAME).index(c.judged))[:most]:
+        ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
+        made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
+    more = "--details lists all changes, and equal speeds."
+    print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, more if most is not None else "")

@@ -34,7 +34,7 @@ from repro.results.store import read_records
 from repro.simulate.time.calibration import BASIS_LABELS, count_bases
 from repro.util import console as render
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, WIDE_PAGE_COLUMNS, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, print_json, stdout
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def print_claims(
     elif claim_id and not details:
         print_claim(chosen[0], stdout(PAGE_COLUMNS))
     elif claim_id:
-        print_claim_details(chosen[0], ledger, stdout(WIDE_PAGE_COLUMNS))
+        print_claim_details(chosen[0], ledger, stdout(PAGE_COLUMNS))
     elif all_claims or details or own:
         files = {path.name for path in own} or {result.claim.file for result in judged}
         listed = [result for result in judged if all_claims or details or result.claim.file in files]
-        print_all_claims(listed, ledger, stdout(WIDE_PAGE_COLUMNS))
+        print_all_claims(listed, ledger, stdout(PAGE_COLUMNS))
     else:
         print_headlines(judged, ledger, stdout(PAGE_COLUMNS))
     return 0
@@ -369,7 +369,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
         answers = [answer.as_dict() for answer in found]
         print_json({"system": name, "is": other_system.PREDICTIONS, "answers": answers})
         return int(nothing)
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
     command = other_system.simulation_command(system)
     if nothing:
         text = f"Nothing is predicted of {name} in {results}; `{command}` does it."

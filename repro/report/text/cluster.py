@@ -36,7 +36,7 @@ from repro.launch.slurm.case_states import (
 from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
-from repro.util.console import new_table, print_json, stdout
+from repro.util.console import new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 
 REFRESH_S = 5.0
+MAX_CASES = 16
+"""Maximum number of printed cases without `--details`."""
 _STATE_COLOURS = {
     RUNNING: "green",
     FAILED: "red",
@@ -54,7 +56,7 @@ _STATE_COLOURS = {
 }
 
 
-def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
+def print_status(results: Path, watch: bool, every: bool, json: bool, details: bool) -> int:
     """Print the state of every case of each suite's newest submission, or of all submissions (`every`).
 
     Returns 0 when nothing is open and nothing failed, 3 while cases wait or run, 1 if some failed.
@@ -64,32 +66,39 @@ def print_status(results: Path, watch: bool, every: bool, json: bool) -> int:
         raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
     try:
         if watch and not json:
-            return _watch(registry, store, every)
+            return _watch(registry, store, every, details)
         cases, warnings = read_case_states(registry, store, every)
     except SchedulerError as error:
         raise ConfigError("SLURM", says=f"does not answer: {error}") from None
     if json:
         print(jsonlib.dumps({"cases": [case.as_dict() for case in cases], "warnings": warnings}))
     else:
-        _print_cases(cases, warnings, stdout())
+        print_cases(cases, warnings, stdout(), None if details else MAX_CASES)
     return status_exit_code(cases)
 
 
-def _print_cases(cases: list[CaseState], warnings: list[str], console: Console) -> None:
-    """Print the table of cases, and the totals; a long list without a terminal omits finished cases."""
-    has_room = console.is_terminal or len(cases) <= 60
-    console.print(_cases_table([case for case in cases if has_room or case.state != DONE]))
-    console.print(_totals_text(cases), markup=False)
+def print_cases(cases: list[CaseState], warnings: list[str], console: Console, most: int | None) -> None:
+    """Print the totals, then up to `most` cases, finished ones last; None: all."""
+    unrecorded = any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases)
+    shown = sorted(cases, key=lambda case: case.state == DONE)[:most]
+    hidden = len(cases) - len(shown)
+    print_page(
+        console,
+        f"{_totals_text(cases)}.",
+        _cases_table(shown),
+        f"--details lists {hidden} more cases." if hidden else "",
+        "repro collect records cases that are lost or cancelled. repro submit runs them again."
+        if unrecorded
+        else "",
+    )
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if any(case.state in (LOST, CANCELLED) and not case.recorded for case in cases):
-        console.print("`repro collect` records what was lost or cancelled; `repro submit` runs it again")
 
 
 def _cases_table(cases: list[CaseState]) -> Table:
     from rich.text import Text
 
-    made = new_table("case", "job", "state", "nodes", "", left=5, wrap=("",))
+    made = new_table("case", "job", "state", "nodes", "detail", left=5, wrap=("detail",))
     for case in cases:
         state = (
             f"{case.state} ({case.outcome})" if case.state == DONE and case.outcome != "ok" else case.state
@@ -110,7 +119,7 @@ def _totals_text(cases: list[CaseState]) -> str:
     return f"{suites}: {len(cases)} cases: {text}"
 
 
-def _watch(registry: Registry, store: Store, every: bool) -> int:
+def _watch(registry: Registry, store: Store, every: bool, details: bool) -> int:
     """Refresh the table every few seconds while cases wait or run.
 
     Raises `SchedulerError` without a first answer of the cluster. Later failures to answer do not end the loop.
@@ -136,7 +145,7 @@ def _watch(registry: Registry, store: Store, every: bool) -> int:
                 note = (
                     note or f"; as of {time.strftime('%H:%M:%S')}, since when SLURM does not answer: {error}"
                 )
-    _print_cases(cases, warnings, console)
+    print_cases(cases, warnings, console, None if details else MAX_CASES)
     return status_exit_code(cases)
 
 

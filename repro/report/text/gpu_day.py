@@ -16,7 +16,7 @@ from repro.launch.gpu_day.steps import GpuDayStep
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.store import read_records
-from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, stdout
 from repro.util.units import NO_VALUE
 
 
@@ -48,7 +48,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool) -> int:
     for step, plan in rows:
         times = f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}"
         shown.add_row(step.name, *times, plan, step.question, step.basis)
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
     console.print(shown)
     needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
     planned_s = sum(step.estimate_s for step, plan in rows if plan == "starts")
@@ -61,7 +61,7 @@ def print_planned_steps(request: GpuDayRequest, json: bool) -> int:
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
     """Run a visit and print a line for each step; return 1 if a step failed, 130 if it was interrupted."""
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
         if json:
@@ -148,7 +148,7 @@ def _print_import(
     verdicts: list[dict[str, str]],
     results: Path,
 ) -> None:
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
     gpus = visit.facts.get("provenance", {}).get("gpus") or []
     machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
     console.print(

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.calibrate.calibration import Calibrated
-from repro.launch.doctor import Check
+from repro.launch.doctor import YES, Check
 from repro.util import units
-from repro.util.console import MIN_TABLE_COLUMNS, new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
     from repro.launch.doctor.kernels import KernelRow
 
 
-def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
+def print_machine_checks(results: Path, compile_for: str, json: bool, details: bool) -> int:
     """Examine this machine; return 1 if the suite cannot run anything here, else 0.
 
     `compile_for`: architectures for which all CUDA kernels are compiled and listed. Raises `ConfigError`.
@@ -31,7 +30,7 @@ def print_machine_checks(results: Path, compile_for: str, json: bool) -> int:
     checks = examine_machine(results, compile_for)
     rows = kernels.compile_kernel_rows(compile_for) if compile_for else []
     more = {"gpus": gpus(), **({"kernels": [asdict(row) for row in rows]} if rows else {})} if json else {}
-    code = _print_checks(checks, json=json, undone="run here", more=more)
+    code = _print_checks(checks, json=json, undone="run here", details=details, more=more)
     if rows and not json:
         _print_kernels(rows)
     return code
@@ -76,7 +75,7 @@ def _specialised(program: str) -> str:
     return " ".join([*kinds, *width, *(name for key, name in flags.items() if words.get(key) == "1")])
 
 
-def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -> int:
+def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool, details: bool) -> int:
     """Check a profile's cluster; return 1 if a check prevents suites from running, else 0.
 
     `nodes`: size of an additional job that checks from its nodes; 0: none. Raises `ConfigError` for a bad profile.
@@ -84,41 +83,42 @@ def print_cluster_checks(profile: Path, results: Path, nodes: int, json: bool) -
     from repro.launch.slurm.profile import load_profile
     from repro.launch.slurm.submission.profile_check import examine_profile
 
-    hint = "" if nodes else "--nodes 1 also looks from a node: GPUs, interfaces, NCCL, the shared folder."
+    hint = "" if nodes else "--nodes 1 also checks a node: GPUs, interfaces, NCCL and the shared folder."
     checks = list(examine_profile(load_profile(profile), results.absolute(), nodes))
-    return _print_checks(checks, json=json, undone="submitted", hint=hint)
+    return _print_checks(checks, json=json, undone="submitted", details=details, hint=hint)
 
 
 def _print_checks(
-    checks: Sequence[Check], *, json: bool, undone: str, hint: str = "", more: dict[str, Any] | None = None
+    checks: Sequence[Check],
+    *,
+    json: bool,
+    undone: str,
+    details: bool,
+    hint: str = "",
+    more: dict[str, Any] | None = None,
 ) -> int:
     """Print the checks; return 1 if a fatal check failed, else 0.
 
     `undone`: participle of the action that a fatal check prevents. `hint`: text without fatal failures. `more`: further
-    keys of the JSON document.
+    keys of the JSON document. Without `details`, only the checks that failed have a row.
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
         found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
         print_json(found)
-    else:
-        print("\n".join(check_lines(checks, stdout(least=100).width)))
-        if broken:
-            print(f"\nNothing can be {undone} until this is mended: {', '.join(broken)}.")
-        elif hint:
-            print(f"\n{hint}")
+        return 1 if broken else 0
+    passed = [check for check in checks if check.state == YES]
+    rows = ((c.state, c.name, c.found, c.enables) for c in checks if details or c.state != YES)
+    wrap = ("found", "use")
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"Nothing can be {undone} until this works: {', '.join(broken)}." if broken else f"Suites can be {undone}.",
+        f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
+        new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
+        "" if broken else hint,
+        "" if details else "--details lists every check with its use.",
+    )  # fmt: skip
     return 1 if broken else 0
-
-
-def check_lines(checks: Sequence[Check], width: int) -> list[str]:
-    """Return the checks as lines of at most `width` characters, aligned if the width permits."""
-    longest = max(len(check.name) for check in checks)
-    found = []
-    for check in checks:
-        head = f"{check.state:<8}{check.name:<{longest}}  "
-        indent = " " * (len(head) if width >= MIN_TABLE_COLUMNS else 2)
-        found += textwrap.wrap(f"{head}{check.found} - {check.enables}", width, subsequent_indent=indent)
-    return found
 
 
 def print_calibration(

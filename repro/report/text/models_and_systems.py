@@ -6,33 +6,36 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from repro.config.links import KEYS
 from repro.config.model import Model
-from repro.config.models import load_model, model_names
+from repro.config.models import REPORT_FILES, load_model, model_aliases, model_groups, model_names
 from repro.config.system import Quantity, System
-from repro.config.systems import system_names
+from repro.config.systems import REPORT_SYSTEMS, system_aliases, system_names
 from repro.measure.local_system import load_system
 from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
-from repro.util.console import new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
 ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 
-def print_models(name: str | None, json: bool) -> int:
+def print_models(name: str | None, json: bool, details: bool = False) -> int:
     """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
     models = [load_model(name)] if name else [load_model(each) for each in model_names()]
     if json:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)
     elif name:
-        _print_model(models[0])
+        _print_model(name, models[0], details)
+    elif details:
+        _print_every_model(models)
     else:
-        _print_all_models(models)
+        _print_model_groups({model.name: model for model in models})
     return 0
 
 
@@ -60,25 +63,46 @@ def describe_model(model: Model) -> dict[str, Any]:
     }
 
 
-def _print_all_models(models: list[Model]) -> None:
-    headings = ("model", "layers", "hidden", "heads", "vocab", "parameters", "printed", "states\nGB")
+def _print_model_groups(models: dict[str, Model]) -> None:
+    """Print one row for each group of models, those of the reports first, with names to begin with."""
+    aliases, groups, examples = model_aliases(), model_groups(), "examples (other names)"
+    made = new_table("group", "models", "parameters", examples, left={"group", examples}, wrap=(examples,))
+    for group, names in groups.items():
+        sizes = [total_parameters(models[name]) for name in names]
+        size = " to ".join(dict.fromkeys(units.parameter_count(end(sizes)) for end in (min, max)))
+        others = {name: ", ".join(alias for alias, of in aliases.items() if of == name) for name in names}
+        text = ", ".join(f"{name} ({other})" for name, other in others.items() if other) or ", ".join(names)
+        text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
+        made.add_row(group, str(len(names)), size, text)
+    text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports."
+    text += " --details lists every model."
+    print_page(stdout(PAGE_COLUMNS), text, made, command="repro models gpt2-1.5b")
+
+
+def _print_every_model(models: list[Model]) -> None:
+    headings = (
+        "model",
+        "layers",
+        "hidden\nsize",
+        "heads",
+        "vocab\nsize",
+        "parameters",
+        "printed",
+        "states\n(GB)",
+    )
     rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total_parameters(model)
-        rows.add_row(
-            model.name,
-            _layer_count(model),
-            *(str(size) for size in (model.hidden, model.heads, model.vocab)),
-            f"{psi:,}",
-            model.published_name or "-",
-            units.number(states_bytes(psi, 1, 0) / units.GB),
-        )
-    console = stdout()
-    console.print(rows)
-    console.print(
-        "\nparameters: exact, from the sizes; printed: as the source has them.\n"
-        "states: 16 bytes a parameter (mixed-precision Adam, one device); GB = 1e9 bytes.\n"
-        "`repro models NAME` shows one model by part and by ZeRO stage."
+        sizes = (str(size) for size in (model.hidden, model.heads, model.vocab))
+        states = units.number(states_bytes(psi, 1, 0) / units.GB)
+        rows.add_row(model.name, _layer_count(model), *sizes, f"{psi:,}", model.published_name or "-", states)
+    other = ", ".join(f"{alias} = {name}" for alias, name in model_aliases().items())
+    print_page(
+        stdout(),
+        rows,
+        "parameters: exact count; printed: size in the source; states: model states of mixed-precision Adam on one "
+        "device, 16 bytes per parameter.",
+        f"Other names: {other}.",
     )
 
 
@@ -86,41 +110,46 @@ def _layer_count(model: Model) -> str:
     return f"{model.layers}+{model.decoder_layers}" if model.decoder_layers else str(model.layers)
 
 
-def _print_model(model: Model) -> None:
+def _print_model(name: str, model: Model, details: bool) -> None:
     from repro.model import counts
 
-    console = stdout()
-    psi = total_parameters(model)
+    psi, is_gpt = total_parameters(model), model.architecture == "gpt"
     published = f", published as {model.published_name}" if model.published_name else ""
-    console.print(
-        f"[bold]{model.name}[/]: {model.architecture}, {psi:,} parameters ({units.parameter_count(psi)}{published})"
-    )
-    console.print(
-        f"{_layer_count(model)} layers, hidden {model.hidden}, {model.heads} heads of width {model.head_width}, "
-        f"MLP {model.ffn_width},\nvocabulary {model.vocab}, sequence {model.seq}\n"
-    )
-    if other := model.departures():
-        keys = ", ".join(f"{key} {value}" for key, value in other.items())
-        console.print(f"Not as in GPT-2: {keys}\n", markup=False)
-    parts = new_table("part", "parameters", "share")
-    for part, size in parameters_by_part(model).items():
-        parts.add_row(part.replace("_", " "), f"{size:,}", units.percent(size / psi))
-    console.print(parts)
-
-    console.print("\nModel states per device in GB (mixed-precision Adam, K = 12) by degree Nd")
-    states = new_table("stage", *map(str, ZERO_DEGREES))
-    for stage, label in enumerate(ZERO_STAGES):
-        states.add_row(label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in ZERO_DEGREES))
-    console.print(states)
-
-    if model.architecture == "gpt":
+    others = ", ".join(alias for alias, name in model_aliases().items() if name == model.name)
+    keys = ", ".join(f"{key} {value}" for key, value in model.departures().items())
+    flop = ""
+    if is_gpt:
         plain = counts.model_flops(model, model.seq, 1) / model.seq
         repeated = counts.hardware_flops(model, model.seq, 1, True) / model.seq
-        console.print(f"\n{units.flop(plain)} per token, {units.flop(repeated)} with recomputation")
-        console.print(counts.flops_formula(model).replace("; ", ";\n"))
-    for label, text in (("source", model.source), ("note", model.note)):
-        if text:
-            console.print(f"{label}: {text}", markup=False)
+        flop = f"Training: {units.flop(plain)} per token, {units.flop(repeated)} with recomputation."
+    parts = (
+        (part.replace("_", " "), f"{size:,}", f"{100 * size / psi:.1f}")
+        for part, size in parameters_by_part(model).items()
+    )
+    states = (
+        (label, *(units.number(states_bytes(psi, nd, stage) / units.GB) for nd in ZERO_DEGREES))
+        for stage, label in enumerate(ZERO_STAGES)
+    )
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{model.name}: {psi:,} parameters ({units.parameter_count(psi)}{published}).",
+        f"Other names: {others}." if others else "",
+        f"Architecture: {model.architecture}, {_layer_count(model)} layers, hidden size {model.hidden}, "
+        f"{model.heads} heads of size {model.head_width}, MLP {model.ffn_width}, vocabulary {model.vocab}, "
+        f"sequence {model.seq}.",
+        f"Differences from GPT-2: {keys}." if keys else "",
+        flop,
+        new_table("part", "parameters", "share (%)", rows=parts),
+        new_table("ZeRO stage: memory per GPU (GB)", *(f"{nd} GPUs" for nd in ZERO_DEGREES), rows=states),
+        *([f"FLOP formula: {counts.flops_formula(model)}."] if details and is_gpt else []),
+        *(
+            [f"Source: {model.source}" if model.source else "", f"Note: {model.note}" if model.note else ""]
+            if details
+            else []
+        ),
+        "" if details else "--details shows sources and formulas.",
+        command=f"repro plan --model {name} --system dgx-a100 --gpus 8" if is_gpt else "",
+    )
 
 
 BETWEEN_NODES = "inter-node"
@@ -129,16 +158,16 @@ SIGNIFICANT_DIGITS = 4
 """Significant digits of printed system numbers."""
 
 
-def print_systems(name: str, json: bool) -> int:
+def print_systems(name: str, json: bool, details: bool = False) -> int:
     """Print all systems or one in full (name or path). Raises `ConfigError` for an unknown name or an invalid file."""
     systems = [load_system(name)] if name else [load_system(each) for each in system_names()]
     if json:
         described = [describe_system(system) for system in systems]
         print_json(described[0] if name else described)
     elif name:
-        _print_system(systems[0])
+        _print_system(name, systems[0], details)
     else:
-        _print_all_systems(systems)
+        _print_all_systems(sorted(systems, key=lambda system: system.name not in REPORT_SYSTEMS))
     return 0
 
 
@@ -175,54 +204,62 @@ def _bandwidth(system: System, link: str) -> str:
 
 
 def _print_all_systems(systems: list[System]) -> None:
-    headings = ("per\nnode", "GB", "fp16\nTFLOP/s", "nvlink\nGB/s", "pcie\nGB/s", "between\nnodes GB/s")
     # Narrow enough for 80 columns, so that no name or number is cut.
-    rows = new_table("system", "device", *headings, left=2, wrap=("device",), gap=1)
+    headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
+    rows = new_table(
+        "system", "other names", "device", *headings, left=3, wrap=("device", "other names"), gap=1
+    )
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")
         rows.add_row(
             system.name,
-            re.sub(r"^NVIDIA | \(.*", "", device.name),
+            ", ".join(alias for alias, name in system_aliases().items() if name == system.name),
+            re.sub(r"^NVIDIA | \(.*|AMD Instinct ", "", device.name),
             _number(system.devices_per_node.value),
             _number(device.memory_bytes.value, units.GB),
             _number(peak.value if peak else None, units.TERA),
-            *(_bandwidth(system, link) for link in ("nvlink", "pcie", "inter-node")),
+            *(_bandwidth(system, link) for link in ("nvlink", BETWEEN_NODES)),
         )
-    console = stdout()
-    console.print(rows)
-    console.print(
-        "\nGB = 1e9 bytes; bandwidth in one direction and for each device; ?: not known, -: no such link.\n"
-        "`repro systems NAME` shows where each number comes from; NAME may be your own .toml file."
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{len(systems)} systems; the reports trained on the first {len(REPORT_SYSTEMS)}.",
+        rows,
+        f"Bandwidth per device and direction; {UNKNOWN_NUMBER}: unknown. Next: repro systems NAME, or your .toml file.",
     )
 
 
-def _print_system(system: System) -> None:
-    device, context = system.device, system.context_used
+def _print_system(name: str, system: System, details: bool) -> None:
+    """Print the numbers of a system in a table; `details` adds the numbers of the time model, and all sources."""
+    device = system.device
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
-    print(f"{system.name}: {device.name}{capability}")
+    known = device.memory_bytes.value is not None
     rows = [
         _row("devices per node", system.devices_per_node, _number),
         _row("nodes", system.nodes, _number),
         _row("device memory", device.memory_bytes, _size),
-        _row("unseen by the allocator", context, _size),
+        _row("memory outside the allocator", system.context_used, _size),
         _row("memory bandwidth", device.memory_bandwidth, _bytes_per_s),
         *(_row(f"{precision} peak", peak, _flop_rate) for precision, peak in device.peak_flops.items()),
         *(
-            _row(name, link.bandwidth, _bytes_per_s, f" per {link.per}")
+            _row(f"{name} bandwidth", link.bandwidth, _bytes_per_s, f" per {link.per}")
             for name, link in system.links.items()
         ),
         _row("host memory of a node", system.host_memory_bytes, _size),
-        *_time_rows(system),
+        *(_time_rows(system) if details else ()),
     ]
-    for label, value, source in rows:
-        print("\n" + _wrapped(f"{label:<25}{value}", ""))
-        print(_wrapped(source, "    "))
-    _print_measured(system)
-    if device.memory_bytes.value is not None:
-        print(f"\nThe allocator of one device can reserve {_size(system.allocatable_bytes())}.")
-    if system.note:
-        print(_wrapped(f"note: {system.note}", ""))
+    headings = ("property", "value (range)")
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{system.name}: {device.name}{capability}.",
+        f"Memory for tensors: {_size(system.allocatable_bytes())} per device." if known else "",
+        new_table(*headings, left=2, wrap=headings, rows=(row[:2] for row in rows)),
+        *(f"{label}: {source}" for label, _, source in rows if details),
+        *(_describe_measured(system) if details else ()),
+        f"Note: {system.note}" if system.note and details else "",
+        "" if details else "--details lists the source of each number, and the numbers of the time model.",
+        command=f"repro plan --model gpt2-1.5b --system {name} --gpus 8",
+    )
 
 
 def _row(
@@ -236,43 +273,36 @@ def _row(
     return label, value_text + after, quantity.source
 
 
-def _size(value: float) -> str:
-    return units.size(value, SIGNIFICANT_DIGITS)
+_size = partial(units.size, digits=SIGNIFICANT_DIGITS)
+_flop_rate = partial(units.flop_rate, digits=SIGNIFICANT_DIGITS)
+_seconds = partial(units.seconds, digits=SIGNIFICANT_DIGITS)
 
 
 def _bytes_per_s(value: float) -> str:
     return f"{_size(value)}/s"
 
 
-def _flop_rate(value: float) -> str:
-    return units.flop_rate(value, SIGNIFICANT_DIGITS)
-
-
-def _seconds(value: float) -> str:
-    return units.seconds(value, SIGNIFICANT_DIGITS)
-
-
 def _of_peak(value: float) -> str:
     return f"{units.percent(value)} of peak"
 
 
+TIME_KEYS = (
+    "kernel_s",
+    "fill_s",
+    "launch_s",
+    "backward_launch_s",
+    "latency_s",
+    "start_s",
+    "chunk_s",
+    "jitter_s",
+)
+PEAK_KEYS = ("matmul_efficiency", "unthrottled_efficiency", "memory_efficiency", "efficiency")
 FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
-    "kernel_s": _seconds,
-    "fill_s": _seconds,
-    "launch_s": _seconds,
-    "backward_launch_s": _seconds,
-    "latency_s": _seconds,
-    "start_s": _seconds,
-    "chunk_s": _seconds,
+    **dict.fromkeys(TIME_KEYS, _seconds),
+    **dict.fromkeys(PEAK_KEYS, _of_peak),
+    **dict.fromkeys(("overlap_cost", "spread"), units.percent),
     "half_bytes": _size,
     "unaligned_flops": _flop_rate,
-    "matmul_efficiency": _of_peak,
-    "unthrottled_efficiency": _of_peak,
-    "memory_efficiency": _of_peak,
-    "efficiency": _of_peak,
-    "overlap_cost": units.percent,
-    "spread": units.percent,
-    "jitter_s": _seconds,
 }
 """Formats of the numbers of the time model; other numbers are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
@@ -294,34 +324,19 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
         yield _row(label.replace("_", " ").removesuffix(" s"), quantity, words)
 
 
-def _print_measured(system: System) -> None:
-    """Print the measured operators and collectives of a calibrated file."""
+def _describe_measured(system: System) -> Iterator[str]:
+    """Yield the measured operators and collectives of a calibrated file."""
     made = system.provenance
     if made is None:
         return
-    facts = ", ".join(f"{key} {value}" for key, value in made.facts.items())
-    line = f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats"
-    print("\n" + _wrapped(f"{line}; {facts}" if facts else line, ""))
+    facts = "".join(f"; {key} {value}" for key, value in made.facts.items())
+    yield f"measured on {made.date} with torch {made.torch}, {made.ranks} ranks, {made.repeats} repeats{facts}"
     for name, rate in system.device.operators.items():
         fixed, per_byte, per_flop = map(_seconds, (rate.fixed_s, rate.per_byte_s, rate.per_flop_s))
-        print(_wrapped(f"{name:<40} {fixed} + {per_byte} a byte + {per_flop} a FLOP", ""))
-    for link in system.links:
-        for operation, collective in system.links[link].collectives.items():
+        yield f"{name}: {fixed} + {per_byte} per byte + {per_flop} per FLOP"
+    for link, measured in system.links.items():
+        for operation, collective in measured.collectives.items():
             for found in (collective, *collective.groups):
-                ends = (found.points[0], found.points[-1])
-                few, many = (f"{_size(size)} in {_seconds(spent)}" for size, spent in ends)
-                label = f"{link} {operation}, {found.ranks or made.ranks} ranks"
-                label += f" {found.stride} apart" if found.stride > 1 else ""
-                print(_wrapped(f"{label:<40} {len(found.points)} sizes, {few} to {many}", ""))
-
-
-def _wrapped(text: str, indent: str) -> str:
-    """Wrap text to the terminal's width, without breaks in addresses, which remain copyable."""
-    return textwrap.fill(
-        text,
-        stdout().width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+                ends = (f"{_size(size)} in {_seconds(s)}" for size, s in (found.points[0], found.points[-1]))
+                ranks = f"{found.ranks or made.ranks} ranks" + f" {found.stride} apart" * (found.stride > 1)
+                yield f"{link} {operation}, {ranks}: {len(found.points)} sizes, {' to '.join(ends)}"

@@ -5,8 +5,10 @@ Invalid input is reported before the import of torch.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from repro.config.system import System
 from repro.measure.local_system import load_system
 from repro.simulate.plan.candidates import (
     DEFAULT_PLAN_ROWS,
+    DEFAULT_RANK,
+    RANK_QUANTILES,
     LayoutQuery,
     complete_layout,
     device_memory_limit,
@@ -25,7 +29,7 @@ from repro.simulate.plan.candidates import (
 from repro.util.console import print_json, show_progress
 
 
-def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool) -> int:
+def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool, details: bool) -> int:
     """Trace one step of a model and print its requirements; return 1 if it does not fit."""
     on = _system(query)
     experiment = _experiment(model, on, query)
@@ -60,8 +64,21 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
     if json:
         print_json(found.as_dict())
     else:
-        print_simulated_step(found, on)
+        print_simulated_step(found, on, _question(model, query), details=details)
     return 0 if found.fits else 1
+
+
+def _question(model: str, query: LayoutQuery) -> str:
+    """Return the model, the system and the devices of a query as options of the command line."""
+    options = {
+        "--model": model,
+        "--system": query.system,
+        "--gpus": str(query.gpus),
+        "--memory-limit": query.memory_limit,
+    }
+    options["--seq"] = str(query.seq or "")
+    text = " ".join(f"{option} {shlex.quote(value)}" for option, value in options.items() if value)
+    return text + " --expandable" * query.expandable
 
 
 def _system(query: LayoutQuery) -> System:
@@ -93,21 +110,37 @@ def _training(seq: int) -> Training:
     return Training(seq=seq)
 
 
-def print_fit(query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool) -> int:
-    """Find the largest model that fits and the first that does not; return 1 if nothing fits."""
-    from repro.report.text.fit_and_plan import print_fit_table
-    from repro.simulate.plan import fit as fits
+def print_fit(
+    query: LayoutQuery, model: str, sizes: dict[str, int], search: str, json: bool, details: bool
+) -> int:
+    """Find the largest model that fits and the first that does not; return 1 if nothing fits.
+
+    If the query has no ZeRO stage, all stages are tried; the JSON document has stage 0 only.
+    """
+    from repro.report.text.fit_and_plan import print_fits
+    from repro.simulate.plan import fit
 
     known = models.load_model(model) if model else None
-    question = fits.question_of(_system(query), query, known, sizes, search)
-    with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
-        answer = fits.fit_by_simulation(question)
-    document = fits.fit_document(question, answer)
+    system, fits, remarks = _system(query), [], []
+    for stage in [None] if json or "zero" in query.layout else range(4):
+        asked = query if not stage else replace(query, layout={**query.layout, "zero": stage})
+        try:
+            question = fit.question_of(system, asked, known, sizes, search)
+            with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
+                answer = fit.fit_by_simulation(question)
+        except ConfigError as error:
+            if not stage:
+                raise
+            remarks.append(f"ZeRO {stage} has no answer: {error}.")
+            continue
+        fits.append((question, fit.fit_document(question, answer)))
+        if question.layout.copies == 1:
+            break
     if json:
-        print_json(document)
+        print_json(fits[0][1])
     else:
-        print_fit_table(question, document)
-    return 0 if answer.largest is not None else 1
+        print_fits(fits, _question(model or "MODEL", query), remarks, details=details)
+    return 0 if any(document["largest"] is not None for _, document in fits) else 1
 
 
 def print_measured_fit(
@@ -119,6 +152,7 @@ def print_measured_fit(
     of: int,
     results: Path,
     json: bool,
+    details: bool,
 ) -> int:
     """Try sizes on real devices and record the answer; return 1 if nothing fits or a trial fails, 130 if interrupted.
 
@@ -126,7 +160,7 @@ def print_measured_fit(
     """
     from repro.launch.fit import plan_trials
     from repro.launch.job import Interrupt
-    from repro.report.text.fit_and_plan import print_fit_table
+    from repro.report.text.fit_and_plan import print_fits
     from repro.results.store import Store
 
     trials = plan_trials(query, models.load_model(model) if model else None, sizes, search, as_rank, of)
@@ -141,7 +175,7 @@ def print_measured_fit(
     if json:
         print_json(document)
     else:
-        print_fit_table(trials.question, document)
+        print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
             print(
                 f"Recorded in {results}; `repro claims --results {results}` compares it with published limits."
@@ -160,6 +194,8 @@ def print_plan(
     tokens: float = 0.0,
     price_per_gpu_hour: float = 0.0,
     top: int | None = None,
+    rank_by: str = DEFAULT_RANK,
+    details: bool = False,
 ) -> int:
     """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
     from repro.simulate.plan import candidates
@@ -181,11 +217,12 @@ def print_plan(
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
+    require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
     limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
     request = candidates.PlanRequest(
-        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price
+        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
     )
     if as_map:
         return _print_map(request, limits, json)
@@ -202,7 +239,7 @@ def print_plan(
     if json:
         print_json([plan_entry(request, row) for row in found.rows[:top]])
     else:
-        print_layouts(request, found, top or DEFAULT_PLAN_ROWS)
+        print_layouts(request, found, top or DEFAULT_PLAN_ROWS, _question(model, query), details=details)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
+from repro.report.text.simulated_step import bound_marks
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
@@ -24,9 +24,17 @@ from repro.results.tables import (
     experiment_row,
     results_of_run,
 )
-from repro.simulate.time.calibration import BASIS_LABELS, UPPER_BOUND, basis_of_record
+from repro.simulate.time.calibration import BASIS_LABELS, basis_of_record
 from repro.util import files, units
-from repro.util.console import MIN_TABLE_COLUMNS, WIDE_PAGE_COLUMNS, new_table, print_json, sparkline, stdout
+from repro.util.console import (
+    MIN_TABLE_COLUMNS,
+    PAGE_COLUMNS,
+    new_table,
+    print_json,
+    print_page,
+    sparkline,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,23 +44,13 @@ if TYPE_CHECKING:
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
-    EMULATED: "emulated: small twins behind links held to a rate; ratios count, rates are no machine's",
-    SIMULATED: "simulated: predicted, nothing ran",
+    EMULATED: "emulated: small twins on a throttled network, of which only ratios count",
+    SIMULATED: "simulated: predictions",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions with a column where experiments differ."""
-COLUMN_NOTES = {
-    "loss": "loss: of the last step",
-    "curve": "curve: loss over the steps",
-    "step": "step: median, of the slowest rank",
-    "a rank": "FLOP/s: recomputation counted",
-    "MFU": "MFU: of the device's peak, recomputation not counted",
-    "rests on": "rests on: `calibrated`, a `published` point, or nothing: a `bound`",
-    "param": "param, grad, optim: held between steps by the fullest rank",
-    "activ": "activ: at its peak",
-    "sent": "sent: by rank 0 in a step",
-}
-"""Description of a column, by a word of its heading."""
+MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS = 12, 3, 18
+"""Maximum numbers of rows, of groups with a table each, and of groups with a row each, without `--details`."""
 
 
 class Column(NamedTuple):
@@ -61,6 +59,10 @@ class Column(NamedTuple):
     heading: str
     cells: list[str]
     left: bool = False
+    is_main: bool = False
+    """Whether the column is shown without `--details`."""
+    note: str = ""
+    """Description of the value."""
 
     @property
     def width(self) -> int:
@@ -73,7 +75,7 @@ class Column(NamedTuple):
         return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 
-def print_results(what: str, results: Path, json: bool, plot: Path | None) -> int:
+def print_results(what: str, results: Path, json: bool, plot: Path | None, details: bool) -> int:
     """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
     found = comparable_results(selection, _suite_pattern(what))
@@ -89,8 +91,10 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None) -> in
         _write_curves(found, plot)
     if json:
         print_json(_document(found))
+    elif len(found) > MAX_SHORT_GROUPS and not details:
+        _print_groups(found)
     else:
-        print_result_tables(found)
+        print_result_tables(found, details=details)
     return 0
 
 
@@ -103,29 +107,46 @@ def _suite_pattern(what: str) -> str:
     return suites.load_suite(Path(what)).name
 
 
-def print_result_tables(found: Iterable[ComparableResults]) -> None:
-    """Print every group: its table, its failures, and its comparisons."""
-    console = stdout(least=WIDE_PAGE_COLUMNS)
+def _print_groups(found: Sequence[ComparableResults]) -> None:
+    """Print one row for each suite and kind of evidence."""
+    made = new_table("suite", "evidence", "experiments", "failures", "comparisons", left=2)
+    for group in found[:MAX_GROUP_ROWS]:
+        failures = sum(record.outcome != "ok" for record in group.records)
+        counts = len(group.records), failures, len(group.comparisons)
+        made.add_row(group.suite, group.evidence, *map(str, counts))
+    more = f" --details lists {len(found) - MAX_GROUP_ROWS} more groups." if found[MAX_GROUP_ROWS:] else ""
+    text = f"{sum(len(group.records) for group in found):,} experiments in {len(found)} groups.{more}"
+    print_page(stdout(PAGE_COLUMNS), text, made, command=f"repro results {found[0].suite}")
+
+
+def print_result_tables(found: Sequence[ComparableResults], *, details: bool = False) -> None:
+    """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen."""
+    console = stdout(PAGE_COLUMNS)
     for group in found:
+        most = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
         count = words.count_noun(len(group.records), "experiment")
-        console.print(f"[bold]{group.suite}[/], {count}, {EVIDENCE_TITLES[group.evidence]}")
-        _print_experiments(console, group)
-        for record in group.records:
-            if record.outcome != "ok":
-                console.print(
-                    f"{record.name}: {record.outcome}: {units.readable(record.reason)}", markup=False
-                )
-        _print_comparisons(console, group.comparisons)
+        failures = [record for record in group.records if record.outcome != "ok"]
+        failed = f" {words.count_noun(len(failures), 'failure')}." if failures else ""
+        print_page(console, f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
+        _print_experiments(console, group, most)
+        hidden = len(group.records) - (most or len(group.records))
+        reasons = (f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures)
+        more = f"Fastest first; --details lists {hidden} more." if hidden > 0 else ""
+        print_page(console, more, *list(reasons)[: None if details else MAX_SHORT_GROUPS])
+        _print_comparisons(console, group.comparisons[: None if details else MAX_SHORT_GROUPS])
         console.print()
 
 
-def _print_experiments(console: Console, group: ComparableResults) -> None:
-    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide."""
+def _print_experiments(console: Console, group: ComparableResults, most: int | None) -> None:
+    """Print the columns with values, in several tables if one is too wide, or as blocks if every table is too wide.
+
+    `most`: the number of rows with the main columns; None: all rows with all columns.
+    """
     name, blocks = _columns(console, group)
-    gap = 2 if console.width >= WIDE_PAGE_COLUMNS else 1
+    gap = 2 if console.width >= PAGE_COLUMNS else 1
     tables: list[list[Column]] = [[]]
     for block in blocks:
-        columns = [column for column in block if not column.empty]
+        columns = [column for column in block if not column.empty and (most is None or column.is_main)]
         needed = sum(column.width + gap for column in [name, *tables[-1], *columns]) - gap
         if needed > console.width >= MIN_TABLE_COLUMNS:
             tables.append([])
@@ -133,78 +154,72 @@ def _print_experiments(console: Console, group: ComparableResults) -> None:
     for columns in [columns for columns in tables if columns]:
         every = [name, *columns]
         left = {column.heading for column in every if column.left}
-        grid = new_table(*(column.heading for column in every), left=left, wrap=(name.heading,), gap=gap)
-        for cells in zip(*(column.cells for column in every), strict=True):
-            grid.add_row(*cells)
-        console.print(grid)
-        console.print()
-    headings = "\n".join(column.heading for columns in tables for column in columns).split("\n")
-    notes = [note for word, note in COLUMN_NOTES.items() if word in headings]
-    console.print(textwrap.fill("; ".join(notes), console.width), style="dim", markup=False)
+        cells = list(zip(*(column.cells for column in every), strict=True))[:most]
+        headings = (column.heading for column in every)
+        print_page(console, new_table(*headings, left=left, wrap=(name.heading,), gap=gap, rows=cells))
+    notes = [column.note for columns in tables for column in columns if column.note]
+    print_page(console, "; ".join(dict.fromkeys(notes)))
 
 
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
     """Return the column of names, and blocks of columns that share a table."""
     rows = [experiment_row(record) for record in group.records]
     bases = [basis_of_record(record) for record in group.records]
-    least, most = (
-        [mark if basis == UPPER_BOUND else "" for basis in bases]
-        for mark in (("≥", "≤") if console.encoding.startswith("utf") else (">=", "<="))
-    )
-    many = {
-        key: words
-        for key, words in {**dict.fromkeys(WORD_COLUMNS, True), **dict.fromkeys(COUNT_COLUMNS, False)}.items()
-        if len({row[key] for row in rows}) > 1
-    }
+    least, most = zip(*(bound_marks(console, basis) for basis in bases), strict=True)
+    varied = [key for key in (*WORD_COLUMNS, *COUNT_COLUMNS) if len({row[key] for row in rows}) > 1]
     losses = [record.series.loss or [] for record in group.records]
-    parts = {
-        "param": "parameters",
-        "grad": "gradients",
-        "optim": "optimizer",
-        "activ": "activations",
-        "peak": "peak",
-    }
+    parts = ("parameters", "gradients", "optimizer", "activations", "peak")
     axes = words.axes(record.experiment.layout for record in group.records)
-    held = {word: [row.get(f"memory.{part}_bytes") for row in rows] for word, part in parts.items()}
+    held = {part: [row.get(f"memory.{part}_bytes") for row in rows] for part in parts}
     sent, steps = [row.get("comm.sent_bytes") for row in rows], [row.get(STEP_SECONDS) for row in rows]
     rates = [row.get(DEVICE_FLOPS_PER_S) for row in rows]
     (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (chain(*held.values()), sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
+    degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
+    nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
+    curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
+    tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)
+    memory = "memory: of the fullest rank, between steps for model states"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
-            Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=words)
-            for key, words in many.items()
+            Column(key.replace("_", "\n"), [str(row[key]) for row in rows], left=key in WORD_COLUMNS)
+            for key in varied
         ],
         [
-            Column(" x ".join(axes), [" x ".join(str(row[axis]) for axis in axes) for row in rows]),
-            Column("ZeRO", [str(row["zero"]) for row in rows]),
+            Column(" x ".join(axes), degrees, is_main=True),
+            Column("ZeRO", [str(row["zero"]) for row in rows], is_main=True),
         ],
         [
-            Column("loss\nnats", [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]),
-            Column(
-                "curve", [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses], left=True
+            Column("loss\n(nats)", nats, is_main=True, note="loss: of the last step"),
+            Column("loss\ncurve", curves, left=True),
+        ],
+        [
+            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second, least)), is_main=True,
+                   note="step: median time of the slowest rank"),
+            Column("throughput\n(tokens/s)", tokens, is_main=True),
+            Column(f"rate per\nrank ({flops})", _numbers(rates, flop, most), note="rate: with recomputation"),
+            Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01, most), is_main=True,
+                   note="MFU: model FLOP utilization"),
+            Column("basis of\nspeed", [BASIS_LABELS[basis] for basis in bases], left=True, is_main=True),
+        ],
+        [
+            *(
+                Column(f"{part}\n({gb})", _numbers(values, byte), is_main=part == "peak", note=memory)
+                for part, values in held.items()
             ),
+            Column(f"sent\n({sent_in})", _numbers(sent, sent_byte), note="sent: by rank 0 in a step"),
         ],
-        [
-            Column(f"step\n{s}", _time_or_outcome(rows, _numbers(steps, second, least))),
-            Column("tokens\n/s", _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)),
-            Column(f"{flops}\na rank", _numbers(rates, flop, most)),
-            Column("MFU\n%", _numbers([row.get("mfu") for row in rows], 0.01, most)),
-            Column("speed\nrests on", [BASIS_LABELS[basis] for basis in bases], left=True),
-        ],
-        [
-            *(Column(f"{word}\n{gb}", _numbers(values, byte)) for word, values in held.items()),
-            Column(f"sent\n{sent_in}", _numbers(sent, sent_byte)),
-        ],
-    ]
+    ]  # fmt: skip
 
 
 def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
-    marks = marks or [""] * len(values)
-    return [
-        units.NO_VALUE if value is None else mark + _number(value / unit)
-        for value, mark in zip(values, marks, strict=True)
-    ]
+    """Return three significant digits, but no more than three decimal places."""
+    found = []
+    for value, mark in zip(values, marks or [""] * len(values), strict=True):
+        size = 0.0 if value is None else value / unit
+        text = units.number(size) if size >= 0.01 or not size else f"{size:.3f}"
+        found.append(units.NO_VALUE if value is None else mark + text)
+    return found
 
 
 def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
@@ -212,24 +227,15 @@ def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> li
     return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
 
-def _number(value: float) -> str:
-    """Return three significant digits, but no more than three decimal places."""
-    return units.number(value) if value >= 0.01 or not value else f"{value:.3f}"
-
-
 def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
     """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
-    if not compared:
-        return
-    grid = new_table("took turns", "against", "ratio of", "ratio", "95 % interval", "rounds", left=3)
+    grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
-        between = units.NO_VALUE
-        if record.low is not None and record.high is not None:
-            between = f"{record.low:.3f} to {record.high:.3f}"
+        is_known = record.low is not None and record.high is not None
+        between = f"{record.low:.3f} to {record.high:.3f}" if is_known else units.NO_VALUE
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
         grid.add_row(*sides, f"{record.ratio:.3f}", between, str(record.rounds))
-    console.print()
-    console.print(grid)
+    print_page(console, grid)
 
 
 def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
@@ -339,7 +345,7 @@ def print_dry_run(
     for each in found:
         held = (each.memory,) if memory else ()
         rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_duration_cells(each))
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
     console.print(rows)
     todo = [each for each in found if each.state == TO_RUN]
     known = sum(each.last_s for each in todo if each.last_s is not None)

@@ -22,7 +22,7 @@ from repro.report.text.schedule_plan import (
     schedule_facts,
 )
 from repro.util import files
-from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, stdout
+from repro.util.console import PAGE_COLUMNS, new_facts_table, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ def print_drawing(plan: TimedSchedule) -> None:
     """Print the drawing, its legend and the summary to the terminal, in its width."""
     from rich.text import Text
 
-    console = stdout(WIDE_PAGE_COLUMNS)
+    console = stdout(PAGE_COLUMNS)
     for line in draw_schedule(plan, console):
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
     console.print()

@@ -1,4 +1,4 @@
-"""Output of `repro simulate`: memory, communication, FLOP and time of a simulated step."""
+"""Output of `repro simulate`: time, memory, communication and FLOP of a simulated step."""
 
 from __future__ import annotations
 
@@ -8,197 +8,194 @@ from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
 from repro.simulate.plan.closed_form import TERMS
-from repro.simulate.time.calibration import UPPER_BOUND, describe_basis
+from repro.simulate.time.calibration import BASES, UPPER_BOUND, describe_basis
 from repro.util import units
-from repro.util.console import BAR_COLUMNS, bar, new_table, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from repro.simulate.step import Simulation
-    from repro.simulate.time.device import Kernels
+
+TIME_PARTS = {
+    "compute_s": "computation",
+    "optimizer_s": "optimizer",
+    "exposed_s": "communication",
+    "bubble_s": "pipeline bubble",
+}
+"""Names of the parts of a step, by key of its time."""
+MIN_SHOWN_SHARE = 0.005
+"""Minimum share of a total for which a part has a row in a table."""
+SHOWN_INPUTS = 5
+"""Maximum number of uncertain inputs with a row."""
 
 
-def print_simulated_step(simulation: Simulation, system: System) -> None:
-    """Print memory, communication, FLOP and time of the step."""
-    console = stdout()
-    document = simulation.as_dict()
-    verdict = {"ok": "[bold green]fits[/]", "oom": "[bold red]does not fit[/]"}[simulation.outcome]
-    if simulation.limit_bytes is None:
-        verdict = "[bold]no limit known[/]"
-    e = simulation.experiment
-    console.print(f"{e.model.name} on {words.describe_devices(e.layout.world, system)}: {verdict}")
-    if simulation.reason:
-        console.print(units.readable(simulation.reason), style="red", markup=False)
-    console.print(
-        f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens a sample; "
-        f"{words.describe_layout(e.layout, batches=True)}"
-    )
-    if not e.training.attention_dropout and (
-        note := unfused_attention_note(e.model, e.layout, system.device.compute_capability)
-    ):
-        console.print(note, style="yellow", markup=False)
-    _memory(console, simulation, document["memory"])
-    _traffic(console, document["comm"])
-    _work(console, document)
-    print_step_time(console, simulation, document["time"], document["no_time"])
+def bound_marks(console: Console, basis: str) -> tuple[str, str]:
+    """Return the marks of a time and of a rate that are bounds; empty marks for other bases."""
+    if basis != UPPER_BOUND:
+        return "", ""
+    return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
 
 
-def _memory(console: Console, simulation: Simulation, memory: dict[str, Any]) -> None:
-    limit = simulation.limit_bytes
-    peaks = [max(r.memory.peak_bytes, r.replay.peak_reserved) for r in simulation.roles]
-    whole = limit or max(peaks)
-    capacity = f"{units.size(limit)} for torch" if limit is not None else "nobody knows how much"
-    console.print(
-        f"\n[bold]Memory of a GPU[/]: {capacity}, {units.size(memory['context_bytes'])} of context beside it"
-    )
-    rank = "all ranks" if len(simulation.roles) == 1 else "stages"
-    ranks = new_table(rank, "", "live GB", "reserved GB", "states GB", left=2)
-    for role in simulation.roles:
-        name = "" if role.role.name == "all" else role.role.name.partition(" (")[0]
-        name += f" ({role.role.stages})" if role.role.stages > 1 else ""
-        reserved = f"> {gb(limit)}" if role.replay.out_of_memory else gb(role.replay.peak_reserved)
-        live, states = role.memory.peak_bytes, role.memory.states_bytes
-        ranks.add_row(name, bar(console, live, whole), gb(live), reserved, gb(states))
-    console.print(ranks)
-    if len(simulation.roles) > 1:
-        console.print(f"\nof the {simulation.fullest.role.name.partition(' (')[0]} stage, the fullest:")
-    else:
-        console.print()
-    parts = new_table("at the peak", "", "GB", "most ever GB", left=2)
-    for category, term in TERMS.items():
-        most = memory["most_by_category"][category]
-        if most:
-            size = memory["by_category"][category]
-            parts.add_row(
-                term, bar(console, size, whole, with_rest=False).ljust(BAR_COLUMNS), gb(size), gb(most)
-            )
-    console.print(parts)
-    if memory["host_bytes"]:
-        console.print(
-            f"In host memory, for each GPU: {units.size(memory['host_bytes'])}; page-locked "
-            f"{units.size(memory['host_reserved_bytes'])}, since torch rounds each piece up to a power of two"
-        )
-    where = f"{memory['peak_line']} ({memory['peak_operator']})"
-    console.print(f"The peak is in {memory['peak_phase']}, {where}.", markup=False)
-    if simulation.outcome == "ok":
-        console.print(
-            f"The allocator reserves {units.size(memory['reserved_bytes'])}, of which fragmentation wastes "
-            f"{units.percent(memory['fragmentation'])}; initialisation takes {units.size(memory['init_peak_bytes'])}."
-        )
+def describe_step_time(time: dict[str, Any]) -> str:
+    """Return the predicted step time, its interval and the MFU as sentences."""
+    more, less = (" or more", " or less") if time["rests_on"] == UPPER_BOUND else ("", "")
+    text, found = f"Predicted step time: {units.seconds(time['step_s'])}{more}", time["interval"]
+    if found is not None:
+        text += " with the best input values" if more and found["low_s"] < time["step_s"] else ""
+        text += f" (90 % interval: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
+    mfu = "" if time["mfu"] is None else f" MFU (model FLOP utilization): {units.percent(time['mfu'])}{less}."
+    return f"{text}.{mfu}"
 
 
-def _traffic(console: Console, comm: dict[str, Any]) -> None:
-    if not comm["sent_bytes"]:
-        console.print("\nNothing is sent.")
-        return
-    who = "each rank" if comm["role"] == "all" else f"a rank of the busiest stages ({comm['role']})"
-    console.print(f"\n[bold]Sent in a step[/] by {who}: {units.size(comm['sent_bytes'])}")
-    rows = new_table("group", "operation", "for", "link", "ranks", "calls", "GB", left=4)
-    for row in sorted(comm["rows"], key=lambda row: -row["sent_bytes"]):
-        if row["sent_bytes"] >= units.GB / 200:
-            rows.add_row(
-                row["group"],
-                row["op"].replace("_", "-"),
-                row["purpose"],
-                row["link"],
-                str(row["size"]),
-                f"{row['calls']:,}",
-                gb(row["sent_bytes"]),
-            )
-    console.print(rows)
-    for key, title in (("bytes_by_group", "By group"), ("bytes_by_link", "By link")):
-        sums = sorted(comm[key].items(), key=lambda entry: -entry[1])
-        console.print(f"{title}: " + ", ".join(f"{name} {units.size(size)}" for name, size in sums))
-
-
-def _work(console: Console, document: dict[str, Any]) -> None:
-    flops = document["flops"]
-    console.print(
-        f"\n[bold]Computed in a step[/]: {units.flop(flops['model'])} of the model, "
-        f"{units.flop(flops['hardware'])} with what is recomputed; "
-        f"{units.flop(flops['operators_of_busiest_rank'])} by the busiest rank's operators"
-    )
-    console.print(f"Traced in {units.seconds(document['trace_seconds'])}; no GPU took part.")
-
-
-MAX_SHOWN_UNKNOWNS = 3
-"""Maximum number of shown unknowns."""
-TIME_PARTS = (
-    ("compute_s", "computing"),
-    ("optimizer_s", "optimizer"),
-    ("exposed_s", "waiting for messages"),
-    ("bubble_s", "waiting for other stages"),
-)
-
-
-def print_step_time(
-    console: Console, simulation: Simulation, time: dict[str, Any] | None, no_time: str
+def print_simulated_step(
+    simulation: Simulation, system: System, question: str = "", *, details: bool = False
 ) -> None:
-    """Print the section; `time` and `no_time` are the document's keys of these names."""
-    if time is None or simulation.time is None:
-        console.print(f"\nNo time is predicted: {no_time}", markup=False)
-        return
-    step, basis = time["step_s"], time["rests_on"]
-    least, most = ("at least ", "at most ") if basis == UPPER_BOUND else ("", "")
-    mfu = "" if time["mfu"] is None else f"; MFU {most}{units.percent(time['mfu'])}"
-    less = basis == UPPER_BOUND and time["interval"] is not None and time["interval"]["low_s"] < step
-    by = " by the best values of what is not known for certain" if less else ""
-    console.print(
-        f"\n[bold]A step takes {least}{units.seconds(step)}[/]{by}: {most}{units.number(time['samples_per_s'])} "
-        f"samples/s, {units.flop_rate(time['flops_per_device'])} per GPU (recomputation counted){mfu}"
+    """Print whether the step fits, its time and its limit, then memory and traffic.
+
+    `question`: model, system and devices as options of the next command. `details` adds roles, messages and inputs.
+    """
+    document, e = simulation.as_dict(), simulation.experiment
+    capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
+    console = stdout(PAGE_COLUMNS)
+    batch = f" --global-batch {e.layout.global_batch}"
+    print_page(
+        console,
+        *_describe_fit(simulation, system, document["memory"]),
+        f"Layout: {words.describe_layout(e.layout, batches=True)}. Model: "
+        f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
+        *_describe_time(simulation, document),
+        "" if is_dropped else unfused_attention_note(e.model, e.layout, capability),
+        _memory_table(simulation, document["memory"]),
+        _traffic_table(document["comm"]),
+        *(
+            _step_details(simulation, document)
+            if details
+            else ["--details lists stages, messages and inputs."]
+        ),
+        command=f"repro plan {question}{batch}",
     )
-    if time["interval"] is not None:
-        _interval(console, time["interval"], step, time["flops_per_device"])
-    elif simulation.time.system.device.operators:
-        console.print(
-            "No interval: what was measured is taken as exact; repro validate --system shows how far off it is."
+
+
+def _describe_fit(simulation: Simulation, system: System, memory: dict[str, Any]) -> list[str]:
+    """Return whether the step fits, and the cause of the failure."""
+    e, limit, error = simulation.experiment, simulation.limit_bytes, simulation.fullest.replay.out_of_memory
+    name = f"{e.model.name} on {words.describe_devices(e.layout.world, system)}"
+    available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
+    if error is None:
+        return [f"Fits: {name}. Peak memory: {units.size(memory['reserved_bytes'])} of {available}."]
+    cause = (
+        f"{units.size(memory['peak_bytes'])} are allocated at the peak in {memory['peak_phase']}, more than"
+    )
+    if simulation.fullest.by_fragmentation:
+        sizes = units.size(error.requested), units.size(error.largest_free), units.size(error.allocated)
+        cause = (
+            "fragmentation. {} are requested and the largest free block is {}. {} are allocated of".format(
+                *sizes
+            )
         )
-    rows = new_table(
-        "of the slowest stage" if len(simulation.time.timeline.stages) > 1 else "", "", "s", "%", left=2
+    return [f"Does not fit: {name}.", f"Cause: {cause} {available}."]
+
+
+def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str]:
+    """Return the step time, the part that limits it and the basis of the prediction."""
+    time = document["time"]
+    if time is None or simulation.time is None:
+        return [f"No step time is predicted: {document['no_time']}."]
+    key = max(TIME_PARTS, key=lambda key: float(time[key]))
+    waits = sorted(time["exposed_by_kind"].items(), key=lambda wait: -wait[1])
+    cause = TIME_PARTS[key] + (f", mostly {waits[0][0]}" if key == "exposed_s" else "")
+    slowest = " of the slowest stage" if len(simulation.time.timeline.stages) > 1 else ""
+    is_exact = time["interval"] is None and simulation.time.system.device.operators
+    return [
+        f"{describe_step_time(time)} Throughput: {units.number(time['samples_per_s'])} samples/s.",
+        f"Limit: {cause}, {units.percent(time[key] / time['step_s'])} of the step{slowest}.",
+        f"Basis of the time: {time['rests_on']}; {BASES[time['rests_on']]}.",
+        "No interval: measured inputs count as exact. repro validate --system shows the error."
+        if is_exact
+        else "",
+    ]
+
+
+def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
+    """Return the live bytes of the fullest rank at the peak, by category."""
+    role = simulation.fullest.role.name.partition(" (")[0]
+    whole, peak = simulation.limit_bytes or memory["reserved_bytes"], memory["peak_bytes"]
+    sizes = {term: memory["by_category"][category] for category, term in TERMS.items()}
+    if simulation.fits:
+        sizes["fragmentation"] = memory["reserved_bytes"] - peak
+    title = "memory at the peak" if role == "all" else f"memory of the {role} stage at the peak"
+    share = f"share of {'device' if simulation.limit_bytes else 'reserved'} memory (%)"
+    rows = (
+        (term, gb(size), f"{100 * size / whole:.1f}")
+        for term, size in sizes.items()
+        if size >= MIN_SHOWN_SHARE * peak
     )
-    for key, part in TIME_PARTS:
-        if time[key] >= step / 2000:
-            filled = bar(console, time[key], step, with_rest=False).ljust(BAR_COLUMNS)
-            rows.add_row(part, filled, f"{time[key]:,.3f}", f"{100 * time[key] / step:.1f}")
-    console.print(rows)
-    exposed = sorted(time["exposed_by_kind"].items(), key=lambda entry: -entry[1])
-    named = [f"{name} {units.seconds(spent)}" for name, spent in exposed if spent >= step / 1000]
-    if named:
-        console.print("Waited for: " + ", ".join(named))
-    if time["hidden_s"] >= step / 1000:
-        console.print(f"Hidden under computation: {units.seconds(time['hidden_s'])} of communication")
-    rests = describe_basis(simulation.experiment.layout.kernels, simulation.time.system)
-    console.print(f"It rests on: {rests}.", markup=False)
-    if time["generation"]:
-        console.print(_slower(simulation.time.kernels))
+    return new_table(title, "size (GB)", share, rows=rows)
 
 
-def _slower(kernels: Kernels) -> str:
-    """Return the factors by which a generation's kernels are slower than the model of their device."""
-    products, others = units.number(kernels.products), units.number(kernels.others)
-    them = (
-        f"Kernels take {others}"
-        if products == others
-        else f"Products take {products}, other kernels {others}"
+def _traffic_table(comm: dict[str, Any]) -> Table | str:
+    """Return the bytes that a rank of the busiest stage sends, by group."""
+    groups = {row["group"]: row for row in comm["rows"]}
+    rows = (
+        (group, groups[group]["link"], str(groups[group]["size"]), gb(sent))
+        for group, sent in sorted(comm["bytes_by_group"].items(), key=lambda entry: -entry[1])
+        if sent and sent >= MIN_SHOWN_SHARE * comm["sent_bytes"]
     )
-    if kernels.passes != 1:
-        them += f", passes over parameters {units.number(kernels.passes)}"
-    but = "; fused attention was measured by itself" if kernels.attention else ""
-    return f"{them} times what shapes and bandwidth ask for{but}."
+    made = new_table("traffic of a rank by group", "link", "ranks", "sent per step (GB)", left=2, rows=rows)
+    return made if comm["sent_bytes"] else "No rank sends data."
 
 
-def _interval(console: Console, found: dict[str, Any], step: float, flops: float) -> None:
-    """Print the 90 % interval, and the unknown numbers with the largest effect on it."""
-    low, high = found["low_s"], found["high_s"]
-    rates = (units.flop_rate(flops * step / end) for end in (high, low))
-    console.print(
-        f"90 % interval: {units.seconds(low)} to {units.seconds(high)}, {' to '.join(rates)}, as far as numbers of the "
-        "system are not known for certain (of what the model leaves out nothing is in it: repro validate); each alone:"
+def _step_details(simulation: Simulation, document: dict[str, Any]) -> list[str | Table]:
+    """Return the memory of every stage, all messages, the parts of the step time and the uncertain inputs."""
+    memory, time, flops = document["memory"], document["time"], document["flops"]
+    roles = (
+        (role.role.name.partition(" (")[0], str(role.role.stages), gb(role.memory.peak_bytes),
+         gb(role.replay.peak_reserved), gb(role.memory.states_bytes))
+        for role in simulation.roles
+    )  # fmt: skip
+    messages = (
+        (row["group"], row["op"].replace("_", "-"), row["purpose"], row["link"], str(row["size"]),
+         f"{row['calls']:,}", gb(row["sent_bytes"]))
+        for row in sorted(document["comm"]["rows"], key=lambda row: -row["sent_bytes"])
+    )  # fmt: skip
+    host = units.size(memory["host_bytes"]), units.size(memory["host_reserved_bytes"])
+    parts: list[str | Table] = [
+        new_table("stage", "stages", "live (GB)", "reserved (GB)", "model states (GB)", rows=roles),
+        f"Peak: {memory['peak_phase']}, {memory['peak_line']} ({memory['peak_operator']}). Context outside the "
+        f"allocator: {units.size(memory['context_bytes'])}. Initialisation: {units.size(memory['init_peak_bytes'])}.",
+        "Host memory per GPU: {}, page-locked {}.".format(*host) if memory["host_bytes"] else "",
+        f"Failure: {units.readable(simulation.reason)}." if simulation.reason else "",
+        new_table(
+            "group", "operation", "purpose", "link", "ranks", "calls", "sent (GB)", left=4, rows=messages
+        ),
+        f"FLOP per step: {units.flop(flops['model'])} of the model, {units.flop(flops['hardware'])} with recomputation "
+        f"and {units.flop(flops['operators_of_busiest_rank'])} of the busiest rank. "
+        f"Traced in {units.seconds(document['trace_seconds'])}.",
+    ]
+    if time is None or simulation.time is None:
+        return parts
+    spent = {name: time[key] for key, name in TIME_PARTS.items()}
+    spent |= {f"exposed {name}": seconds for name, seconds in time["exposed_by_kind"].items()}
+    spent["hidden communication"] = time["hidden_s"]
+    shares = (
+        (name, f"{seconds:,.3f}", f"{100 * seconds / time['step_s']:.1f}")
+        for name, seconds in spent.items()
+        if seconds >= time["step_s"] / 1000
     )
-    made = new_table("unknown", "from", "to", "s, from", "s, to", left=1)
-    for move in found["moves"][:MAX_SHOWN_UNKNOWNS]:
-        ends = (units.number(move[key]) for key in ("low", "high"))
-        made.add_row(move["key"], *ends, *(units.number(move[key]) for key in ("low_s", "high_s")))
-    console.print(made)
+    inputs = (
+        (move["key"], *(units.number(move[key]) for key in ("low", "high", "low_s", "high_s")))
+        for move in (time["interval"] or {"moves": []})["moves"][:SHOWN_INPUTS]
+    )
+    basis = describe_basis(simulation.experiment.layout.kernels, simulation.time.system)
+    return [
+        *parts,
+        new_table("part of the step", "time (s)", "share (%)", rows=shares),
+        new_table("uncertain input", "low", "high", "step at low (s)", "step at high (s)", rows=inputs),
+        "The interval covers uncertain inputs only; repro validate shows the error of the model.",
+        f"Rate per GPU with recomputation: {units.flop_rate(time['flops_per_device'])}. Basis of the time: {basis}.",
+        f"Factor of kernel times: {units.number(simulation.time.kernels.products)} for matrix products, "
+        f"{units.number(simulation.time.kernels.others)} for others.",
+    ]

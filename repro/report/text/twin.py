@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.twins.derive import Twin, TwinOptions, compute_s, derive, useful_rate
-from repro.accuracy.twins.numbers import ScaledRatio, SimilarityNumber, ratio_of, similarity_numbers
+from repro.accuracy.twins.derive import Twin, TwinOptions, derive, useful_rate
+from repro.accuracy.twins.numbers import ScaledRatio, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import SuiteCatalogue
@@ -18,15 +18,17 @@ from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import WIDE_PAGE_COLUMNS, new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
-    from repro.accuracy.twins.derive import Member
     from repro.config import Experiment
 
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
+
+MAX_RATIOS = 8
+"""Maximum number of printed ratios of a sweep."""
 
 
 def print_twin(
@@ -42,6 +44,7 @@ def print_twin(
     between: str,
     write: Path | None,
     json: bool,
+    details: bool,
 ) -> int:
     """Derive the twin of a claim's comparisons, or of experiments; print it, and write a suite on request.
 
@@ -76,11 +79,18 @@ def print_twin(
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
-    console = stdout(WIDE_PAGE_COLUMNS)
-    for each in found:
-        _print_twin(console, each.twin)
-    if write is not None:
-        console.print(f"\n{write}: {sum(len(each.twin.members) for each in found)} experiments", markup=False)
+    count = sum(len(each.twin.members) for each in found)
+    parts: list[str | Table] = (
+        [part for each in found for part in _twin_details(each.twin)] if details else []
+    )
+    print_page(
+        stdout(PAGE_COLUMNS),
+        *_describe_ratios(found),
+        *parts,
+        "" if details else "--details lists similarity numbers and the effect of each difference.",
+        "" if write is None else f"{write}: {words.count_noun(count, 'experiment')}.",
+        command="" if write is None else f"repro run {write}",
+    )
     return 0
 
 
@@ -119,62 +129,60 @@ def _ratios(twin: Twin) -> list[ScaledRatio]:
     return [ratio_of(member, twin.members[0], twin.scales[0]) for member in twin.members[1:]]
 
 
-def _print_twin(console: Console, twin: Twin) -> None:
+def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
+    """Return how well the twins keep the compared ratios, and the sizes of every first variant."""
+    ratios = [(each.ending, each.twin, ratio) for each in found for ratio in _ratios(each.twin)]
+    apart = [ratio.twin / ratio.original - 1 for _, _, ratio in ratios]
+    compared = new_table("compared", "original\nratio", "twin\nratio", "difference\n(%)", "corrected\nratio")
+    for (ending, twin, ratio), difference in list(zip(ratios, apart, strict=True))[:MAX_RATIOS]:
+        name = f"{ratio.member} over {twin.members[0].original.name}{ending}"
+        values = (f"{value:.3f}" for value in (ratio.original, ratio.twin))
+        compared.add_row(name, *values, f"{100 * difference:+.1f}", f"{ratio.rest:.3f}")
+    headings = (
+        f"{side}\n{size}"
+        for size in ("degrees", "layers x width", "step (s)")
+        for side in ("original", "twin")
+    )
+    sizes = new_table("experiment", *headings)
+    for member in found[0].twin.members:
+        both = member.original, member.twin
+        degrees = (words.describe_layout(e.layout).partition(",")[0] for e in both)
+        shapes = (f"{e.model.layers} x {e.model.hidden}" for e in both)
+        steps = (units.number(p.step_s) for p in (member.before, member.after))
+        sizes.add_row(member.original.name, *degrees, *shapes, *steps)
+    note = "Ratio: FLOP/s of a device over those of the baseline. Corrected: without the differences of the twin."
+    answer = (
+        f"The twin changes the predicted ratio by {units.percent(max(map(abs, apart), default=0.0))} or less."
+    )
+    return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
+
+
+def _twin_details(twin: Twin) -> list[str | Table]:
+    """Return the similarity numbers of all members, and the effects of all differences on the ratios."""
+    parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
-        original = member.original
-        console.print(f"\n[bold]{original.name}[/] ({original.system}) and its twin")
-        console.print(_comparison_table(member))
-        console.print(
-            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}; "
-            f"network: {member.network}",
-            markup=False,
+        numbers = new_table(
+            "number", "original", "twin", "change", "reason", left={"number", "reason"}, wrap=("reason",)
         )
-        rows = new_table("number", "original", "twin", "", "", left={"number", ""}, wrap=("",))
-        for number in similarity_numbers(member, twin.members[0]):
-            change = "kept" if number.kept else _change(number)
-            rows.add_row(
-                number.name, units.number(number.original, 4), units.number(number.twin, 4), change, number.by
-            )
-        console.print(rows)
-    for reason in twin.unlimited:
-        console.print(f"Not limited: {reason}", markup=False)
+        for n in similarity_numbers(member, twin.members[0]):
+            values = units.number(n.original, 4), units.number(n.twin, 4)
+            change = "new" if not n.original else units.percent(n.change, sign=True)
+            numbers.add_row(n.name, *values, "equal" if n.kept else change, n.by)
+        parts += [
+            f"{member.original.name} ({member.original.system}) and its twin.",
+            f"Basis of times: {member.before.rests_on}, {member.after.rests_on}. Network: {member.network}.",
+            f"k = {scale.width:g}, s'/s = {scale.tokens:g}, e'/e = {scale.element:g}, F'/F = {scale.rate:.4g}.",
+            numbers,
+        ]
+    parts += [f"No limit: {reason}" for reason in twin.unlimited]
     for ratio in _ratios(twin):
-        apart = units.percent(ratio.twin / ratio.original - 1, sign=True)
-        console.print(
-            f"\n[bold]{ratio.member} over {twin.members[0].original.name}[/], FLOP/s of a device, predicted: "
-            f"original {ratio.original:.3f}, twin {ratio.twin:.3f} ({apart})"
+        effects = {effect.difference: effect.ratio for effect in ratio.effects} | {"all of these": ratio.rest}
+        rows = (
+            (name, f"{value:.3f}", f"{100 * (value / ratio.twin - 1):+.1f}")
+            for name, value in effects.items()
         )
-        rows = new_table("the twin's, if", "ratio", "")
-        for effect in ratio.effects:
-            rows.add_row(
-                effect.difference,
-                f"{effect.ratio:.3f}",
-                units.percent(effect.ratio / ratio.twin - 1, sign=True),
-            )
-        rows.add_row(
-            "all of these", f"{ratio.rest:.3f}", units.percent(ratio.rest / ratio.twin - 1, sign=True)
-        )
-        console.print(rows)
-
-
-def _change(number: SimilarityNumber) -> str:
-    return "new" if not number.original else units.percent(number.change, sign=True)
-
-
-def _comparison_table(member: Member) -> Any:
-    rows = new_table("", "original", "twin", left=1)
-    before, after = member.original, member.twin
-    for key in ("layers", "hidden", "heads", "vocab"):
-        rows.add_row(key, f"{getattr(before.model, key):,}", f"{getattr(after.model, key):,}")
-    rows.add_row("tokens of a sample", f"{before.seq:,}", f"{after.seq:,}")
-    rows.add_row("degrees", *(words.describe_layout(e.layout).partition(",")[0] for e in (before, after)))
-    rows.add_row("samples of a step", *(f"{e.layout.global_batch:,}" for e in (before, after)))
-    both = (member.before, member.after)
-    rows.add_row("F, FLOP/s of a device", *(units.flop_rate(useful_rate(p)) for p in both))
-    rows.add_row("compute of a step", *(units.seconds(compute_s(p)) for p in both))
-    rows.add_row("step, predicted", *(units.seconds(p.step_s) for p in both))
-    rows.add_row("which rests on", *(p.rests_on for p in both))
-    return rows
+        parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
+    return parts
 
 
 def _document(twin: Twin, ending: str) -> dict[str, Any]:

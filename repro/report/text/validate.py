@@ -22,33 +22,34 @@ from repro.accuracy.validate.published import (
 )
 from repro.accuracy.validate.unknowns import (
     LISTED_INPUTS,
-    RankedInputs,
     UncertainInput,
     count_by_claim,
     format_range,
 )
+from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
-from repro.util.console import WIDE_PAGE_COLUMNS, new_facts_table, new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_facts_table, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.machine import MachineErrors
 
 
-FROM_INPUTS, WITH_MODEL_ERROR = "90 % from inputs", "with the model's error elsewhere"
-MODEL_ERROR_NOTE = (
-    f"{WITH_MODEL_ERROR}: the same, as much wider as nine of ten rows of other reports need, none of the row's own; no "
-    "verdict rests on it."
+WIDER_INTERVAL_NOTE = (
+    "Wider interval: widened until it includes nine of ten rows of other reports. No verdict uses it."
 )
+MAX_INPUTS = 10
+"""Maximum number of printed inputs without `--details`."""
 SIMULATE_COMMAND = "repro run suites/NAME.toml --evidence simulated"
 
 
 def print_validation(
-    results: Path, json: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
+    results: Path, json: bool, details: bool, svg: Path | None, system: str, own: Sequence[Path] = ()
 ) -> int:
     """Compare predictions of the store `results`; return 0. `system`: also compare local measurements with it.
 
@@ -71,10 +72,10 @@ def print_validation(
     if json:
         print_json(validation_document(found, machine))
         return 0
-    console = stdout(WIDE_PAGE_COLUMNS)
-    print_points(found, console)
+    console = stdout(PAGE_COLUMNS)
+    print_points(found, console, details)
     if machine is not None:
-        print_machine_errors(machine, console)
+        print_machine_errors(machine, console, details)
     return 0
 
 
@@ -90,19 +91,13 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
-        console.print(
-            f"Too little is predicted in this store; `{SIMULATE_COMMAND}` for the suites that claims name does it."
-        )
+        print_page(console, "Too little is predicted in this store.", command=SIMULATE_COMMAND)
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
-    counts = " and ".join(
-        f"{family.held_wider} of {family.wider} {family.name.removeprefix('all ')}" for family, _ in parts
-    )
+    counts = (f"{one.held_wider} of {one.wider} {one.name.removeprefix('all ')}" for one, _ in parts)
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
-    console.print(
-        f"{counts} lie in their 90 % intervals {WITH_MODEL_ERROR}: {shares}, "
-        f"{'' if as_promised else 'not both '}between {least:g} and {most:g} %."
-    )
+    text = f"{' and '.join(counts)} lie in their wider 90 % intervals: {shares}, "
+    print_page(console, f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.")
     return 0 if as_promised else 1
 
 
@@ -151,133 +146,92 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
     }
 
 
-def print_points(found: Sequence[Point], console: Console) -> None:
-    """Print all points by family, then the points that do not count, then the statistics."""
+def print_points(found: Sequence[Point], console: Console, details: bool) -> None:
+    """Print the errors by family; `details` adds all points with the reasons of large errors."""
     if not found:
-        console.print(
-            f"Nothing is predicted in this store; `{SIMULATE_COMMAND}` for a suite that a claim names does it."
-        )
+        print_page(console, "This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
-    counted = [point for point in found if not point.left_out]
-    for name in FAMILIES:
-        _print_group(
-            name, [point for point in counted if (point.kind, point.family) == (RATE, name)], console
-        )
-    _print_group("Ratios", [point for point in counted if point.kind == RATIO], console)
-    _print_group("Calibration: left out", [p for p in found if p.left_out == CALIBRATION], console)
-    rest = [point for point in found if point.left_out not in ("", CALIBRATION)]
-    _print_group("Not counted: bounds, means, and other rows about a run above", rest, console)
-    _print_reasons([point for point in counted if abs(point.error) > CLOSE_ERROR], console)
-    _print_statistics(found, console)
-
-
-def _print_reasons(missed: Sequence[Point], console: Console) -> None:
-    """Print the ledger's reasons for points with large errors, each reason once."""
-    from rich.text import Text
-
-    reasons: dict[str, list[str]] = {}
-    for point in missed:
-        reasons.setdefault(point.note or "nothing known", []).append(f"{point.claim} {point.label}")
-    if not reasons:
-        return
-    headings = ("points", "why, as far as it is known")
-    grid = new_table(*headings, left=2, wrap=headings, below=1)
-    for note, names in reasons.items():
-        grid.add_row(", ".join(names), note)
-    console.print()
-    console.print(Text(f"Farther off than {units.number(100 * CLOSE_ERROR)} %", style="bold cyan"))
-    console.print(grid)
-
-
-def _print_group(title: str, group: Sequence[Point], console: Console) -> None:
-    from rich.text import Text
-
-    if not group:
-        return
+    families, ratios = family_statistics(found), [p for p in found if p.kind == RATIO and not p.left_out]
+    text = ""
+    for rates in (family for family in families if family.name == ALL_RATES):
+        text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
+        text += "in the 90 % interval of uncertain inputs. "
+    if ratios:
+        text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
     headings = (
-        "claim",
-        "row",
-        "published",
-        "predicted",
-        FROM_INPUTS,
-        WITH_MODEL_ERROR,
-        "unit",
-        "rate",
-        "rests on",
+        *(
+            "family",
+            "rows",
+            "median\nerror (%)",
+            "error below\n25 %",
+            "in 90 %\ninterval",
+            "in wider\ninterval",
+        ),
+        *("largest\nerror (%)", "row of the largest error"),
     )
-    grid = new_table(*headings, left={"claim", "row", "unit", "rests on"}, wrap=headings)
-    for point in group:
-        side = point.kind == RATIO and not point.left_out and not point.right_side
-        style = (
-            "red" if abs(point.error) > CLOSE_ERROR or side else "green" if abs(point.error) <= 0.10 else ""
-        )
-        grid.add_row(
-            point.claim,
-            point.label,
-            units.number(point.published),
-            units.number(point.predicted),
+    left = (headings[0], headings[-1])
+    rows = (_statistics_cells(family) for family in families)
+    statistics = new_table(*headings, left=left, wrap=left, rows=rows)
+    parts = (
+        _point_tables(found) if details else ["--details lists all rows, and the reasons of large errors."]
+    )
+    print_page(console, text.strip(), statistics, WIDER_INTERVAL_NOTE, *parts)
+
+
+def _point_tables(found: Sequence[Point]) -> list[str | Table]:
+    """Return the points by family, those that do not count, the reasons of large errors, and the counts by claim."""
+    counted = [point for point in found if not point.left_out]
+    groups = {name: [p for p in counted if (p.kind, p.family) == (RATE, name)] for name in FAMILIES}
+    groups |= {
+        "Ratios": [point for point in counted if point.kind == RATIO],
+        "Calibration: left out": [point for point in found if point.left_out == CALIBRATION],
+        "Not counted: bounds, means, and other rows about a run above": [
+            point for point in found if point.left_out not in ("", CALIBRATION)
+        ],
+    }
+    reasons: dict[str, list[str]] = {}
+    for point in counted:
+        if abs(point.error) > CLOSE_ERROR:
+            reasons.setdefault(point.note or "unknown", []).append(f"{point.claim} {point.label}")
+    left = f"rows with an error above {units.number(100 * CLOSE_ERROR)} %", "known reason"
+    by_claim = ((c.name, str(c.points), *_interval_counts(c)) for c in claim_statistics(found))
+    used = {point.rests_on for point in found}
+    return [
+        *(part for title, group in groups.items() if group for part in (title, _point_table(group))),
+        new_table(
+            *left, left=2, wrap=left, below=1, rows=((", ".join(n), why) for why, n in reasons.items())
+        ),
+        new_table("claim", "rows", "in 90 % interval", "in wider interval", rows=by_claim),
+        *(f"{BASIS_LABELS[basis]}: {meaning}." for basis, meaning in BASES.items() if basis in used),
+    ]
+
+
+def _point_table(group: Sequence[Point]) -> Table:
+    left = ("claim", "row", "unit", "basis")
+    wrong = [point for point in group if point.kind == RATIO and not point.left_out and not point.right_side]
+    headings = ("published", "predicted", "90 % interval", "wider interval", "unit", "error (%)", "basis")
+    rows = (
+        (
+            *(point.claim, point.label, units.number(point.published), units.number(point.predicted)),
             _interval_text((point.low, point.high) if point.low < point.high else None),
-            _interval_text(point.wider),
-            point.unit,
-            Text(units.percent(point.error, sign=True) + "  other side of 1" * side, style=style),
+            *(_interval_text(point.wider), point.unit),
+            f"{100 * point.error:+.1f}" + " other side of 1" * (point in wrong),
             BASIS_LABELS[point.rests_on],
         )
-    console.print()
-    console.print(Text(title, style="bold cyan"))
-    console.print(grid)
+        for point in group
+    )
+    return new_table("claim", "row", *headings, left=left, wrap=("claim", "row", *headings), rows=rows)
 
 
 def _interval_text(interval: tuple[float, float] | None) -> str:
     return " to ".join(map(units.number, interval)) if interval else units.NO_VALUE
 
 
-def _print_statistics(found: Sequence[Point], console: Console) -> None:
-    from rich.text import Text
-
-    headings = (
-        "family",
-        "points",
-        "median |error|",
-        "within 25 %",
-        FROM_INPUTS,
-        WITH_MODEL_ERROR,
-        "worst",
-        "",
-    )
-    grid = new_table(*headings, left={"family", ""}, wrap=headings)
-    for family in family_statistics(found):
-        grid.add_row(*_statistics_cells(family))
-    by_claim = new_table("claim", "points", FROM_INPUTS, WITH_MODEL_ERROR)
-    for claim in claim_statistics(found):
-        by_claim.add_row(claim.name, str(claim.points), *_interval_counts(claim))
-    console.print()
-    console.print(Text("Published values in their 90 % interval, by claim", style="bold cyan"))
-    console.print(by_claim)
-    console.print(f"{FROM_INPUTS}: the interval that unknown inputs leave.", style="dim", markup=False)
-    console.print(MODEL_ERROR_NOTE, style="dim", markup=False)
-    console.print()
-    used = {point.rests_on for point in found}
-    for basis, meaning in BASES.items():
-        if basis in used:
-            console.print(f"rests on {BASIS_LABELS[basis]}: {meaning}.", style="dim", markup=False)
-    console.print()
-    console.print(Text("Error of predicted rates", style="bold cyan"))
-    console.print(grid)
-    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
-    if ratios:
-        right = sum(point.right_side for point in ratios)
-        console.print(f"{right} of {len(ratios)} ratios on the right side of 1.")
-
-
 def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
     return (
-        family.name,
-        str(family.points),
-        units.percent(family.median),
-        f"{family.close}/{family.points}",
+        *(family.name, str(family.points), f"{100 * family.median:.1f}", f"{family.close}/{family.points}"),
         *_interval_counts(family),
-        units.percent(family.worst.error, sign=True),
-        f"{family.worst.claim} {family.worst.label}",
+        *(f"{100 * family.worst.error:+.1f}", f"{family.worst.claim} {family.worst.label}"),
     )
 
 
@@ -286,23 +240,17 @@ def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
     return f"{family.held}/{family.points}", wider
 
 
-def print_machine_errors(machine: MachineErrors, console: Console) -> None:
-    """Print predicted and measured step times of this machine."""
-    from rich.text import Text
-
-    console.print()
-    console.print(Text(f"Measured here, predicted on {machine.system}", style="bold cyan"))
-    headings = ("experiment", "layout", "measured", "predicted", "error", "rests on")
-    grid = new_table(*headings, left={"experiment", "layout", "rests on"}, wrap=headings)
+def print_machine_errors(machine: MachineErrors, console: Console, details: bool) -> None:
+    """Print the error of predictions for this machine; `details` adds predicted and measured step times."""
+    headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
+    made = new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings)
     for pair in machine.pairs:
         times = units.seconds(pair.measured), units.seconds(pair.predicted)
-        error = units.percent(pair.error, sign=True)
-        grid.add_row(pair.name, pair.layout, *times, error, BASIS_LABELS[pair.rests_on])
-    console.print(grid)
-    if machine.pairs:
-        console.print(f"{len(machine.pairs)} runs, median |error| {units.percent(machine.median)}.")
-    for name, reason in machine.missing.items():
-        console.print(f"{name}: not predicted: {reason}")
+        made.add_row(pair.name, pair.layout, *times, f"{100 * pair.error:+.1f}", BASIS_LABELS[pair.rests_on])
+    text = f"{len(machine.pairs)} runs of this machine are predicted on {machine.system}"
+    text += f": median error {units.percent(machine.median)}." if machine.pairs else "."
+    missing = (f"{name}: not predicted: {reason}" for name, reason in machine.missing.items())
+    print_page(console, text, *([made, *missing] if details else ()))
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
@@ -318,7 +266,7 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
     files.write_file(path, style.to_svg(drawing))
 
 
-def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
+def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
     from repro.report import evidence
     from repro.results.store import print_remarks
@@ -327,77 +275,52 @@ def print_unknowns(results: Path, json: bool, own: Sequence[Path] = ()) -> int:
     print_remarks(seen.torn)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
-    else:
-        console = stdout(WIDE_PAGE_COLUMNS)
-        print_measurements(seen.shopping_list, console)
-        print_implied(seen.implied, console)
+        return 0
+    found = seen.shopping_list.inputs
+    answer = "No input is uncertain."
+    for first in found[:1]:
+        answer = f"Largest uncertainty: {words.describe_input(first.key)} of {first.system}, "
+        answer += (
+            f"{units.percent(first.share)} of the width of all intervals. {len(found)} inputs are uncertain."
+        )
+    headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
+    rows = (
+        (
+            *(one.key, one.system, format_range(one), str(len(one.rows))),
+            str(len(one.settles)),
+            f"{100 * one.share:.1f}",
+        )
+        for one in found[: None if details else MAX_INPUTS]
+    )
+    print_page(
+        stdout(PAGE_COLUMNS),
+        answer,
+        new_table(*headings, left=3, wrap=headings[:3], rows=rows),
+        "Decided rows: predictions for which the input has more than half of the uncertainty.",
+        *(_input_details(found, seen.implied) if details else ["--details lists sources and measurements."]),
+    )  # fmt: skip
     return 0
 
 
-MIN_LISTED_WIDTH_SHARE = 0.001
-"""Minimum share of the width of all intervals for which an unknown is listed."""
-
-
-def print_measurements(found: RankedInputs, console: Console) -> None:
-    """Print the first unknowns in detail, and one line for each other unknown."""
-    from rich.text import Text
-
-    if not found.inputs:
-        console.print("No row of this store has a predicted time that unknown numbers leave in doubt.")
-        return
-    console.print(Text(found.words))
-    for number, one in enumerate(found.inputs[:LISTED_INPUTS], 1):
-        console.print()
-        console.print(Text(f"{number}. {one.key} of {one.system}", style="bold cyan"))
-        console.print(_unknown_facts(one, found))
-    rest = [one for one in found.inputs[LISTED_INPUTS:] if one.share >= MIN_LISTED_WIDTH_SHARE]
-    headings = ("also", "of", "value [range]", "rows", "settles", "width")
-    grid = new_table(*headings, left=2, wrap=headings[:2])
-    for one in rest:
-        counts = str(len(one.rows)), str(len(one.settles)), units.percent(one.share)
-        grid.add_row(one.key, one.system, format_range(one), *counts)
-    console.print()
-    console.print(grid)
-    few = len(found.inputs) - LISTED_INPUTS - len(rest)
-    if few > 0:
-        console.print(
-            f"{few} more carry less than {units.percent(MIN_LISTED_WIDTH_SHARE)} of the width each: --json has them."
+def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInput]) -> list[str | Table]:
+    """Return how the first inputs are measured, their sources, and the values that published rows imply."""
+    parts: list[str | Table] = []
+    for one in found[:LISTED_INPUTS]:
+        how, facts = one.measured_by, new_facts_table()
+        facts.add_row("input", f"{one.key} of {one.system}")
+        facts.add_row(
+            "verdicts",
+            f"{len(one.possible)} possible{': ' * bool(one.possible)}{count_by_claim(one.possible)}",
         )
-
-
-def print_implied(found: Sequence[ImpliedInput], console: Console) -> None:
-    """Print the value of each unknown that the rows imply, contradictions first."""
-    from rich.text import Text
-
-    if not found:
-        return
-    console.print()
-    console.print(Text("What the sources imply, all other unknowns at their best values", style="bold cyan"))
-    grid = new_table("unknown", "of", "what its rows need", left=3, wrap=("what its rows need",), below=1)
-    for one in sorted(found, key=lambda one: one.contradiction is None):
-        grid.add_row(one.key, one.system, one.words)
-    console.print(grid)
-    console.print(CONTRADICTION_NOTE, style="dim", markup=False)
-
-
-CONTRADICTION_NOTE = (
-    "Where no single value serves all rows, their sources contradict each other or the model is wrong for some of "
-    "them: which of the two cannot be told from them."
-)
-
-
-def _unknown_facts(one: UncertainInput, found: RankedInputs) -> object:
-    how, grid = one.measured_by, new_facts_table()
-    grid.add_row("value [range]", format_range(one))
-    grid.add_row(
-        "rows",
-        f"settles {len(one.settles)} of {found.rows}, moves {len(one.rows)}; {units.percent(one.share)} of the width",
-    )
-    grid.add_row(
-        "possible",
-        f"{len(one.possible)} of {found.possible} verdicts{': ' * bool(one.possible)}{count_by_claim(one.possible)}",
-    )
-    grid.add_row("measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate")
-    grid.add_row("", how.how)
-    grid.add_row("source", one.source)
-    return grid
+        facts.add_row(
+            "measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
+        )
+        facts.add_row("", how.how)
+        facts.add_row("source", one.source)
+        parts += [facts]
+    order = sorted(implied, key=lambda one: one.contradiction is None)
+    headings = ("input", "system", "value that its published rows imply")
+    rows = ((one.key, one.system, one.words) for one in order)
+    table = new_table(*headings, left=3, wrap=headings[2:], below=1, rows=rows)
+    note = "If no single value suits all rows, their sources contradict each other, or the model is wrong."
+    return [*parts, table, note if implied else ""]

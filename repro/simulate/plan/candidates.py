@@ -13,8 +13,13 @@ from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
-DEFAULT_PLAN_ROWS = 12
+DEFAULT_PLAN_ROWS = 8
 """Default number of printed layouts of a plan; `--json` has all."""
+RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95}
+"""Quantiles of the step time by which a plan can order its first layouts."""
+DEFAULT_RANK = "p75"
+MIN_HEADROOM = 0.03
+"""Share of a device's memory. Layouts that leave less come after layouts that leave more."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class PlanRequest:
     """Tokens of the training whose duration and cost a plan reports; 0 disables the report."""
     price_per_gpu_hour: float = 0.0
     """Price in any currency; 0 disables the cost."""
+    rank_by: str = DEFAULT_RANK
+    """Key of `RANK_QUANTILES`."""
 
     @property
     def allocatable(self) -> int:
@@ -181,14 +188,13 @@ def tensor_degrees(request: PlanRequest) -> list[int]:
     per_node = request.system.devices_per_node.value
     if per_node is None or "memory" in request.system.links:
         per_node = request.gpus
-    model, found, tp = request.model, [], 1
-    while tp <= min(request.gpus, per_node):
-        keys = model.key_heads
-        shared = keys % tp == 0 or tp % keys == 0
-        if shared and all(size % tp == 0 for size in (model.heads, model.ffn_width, model.vocab)):
-            found.append(tp)
-        tp *= 2
-    return found
+    model, largest = request.model, int(min(request.gpus, per_node))
+    return [
+        tp
+        for tp in (2**power for power in range(largest.bit_length()))
+        if model.key_heads % tp == 0 or tp % model.key_heads == 0
+        if all(size % tp == 0 for size in (model.heads, model.ffn_width, model.vocab))
+    ]
 
 
 def context_degrees(request: PlanRequest, tp: int) -> list[int]:
@@ -239,8 +245,5 @@ def _layout_keys(
 
 def _micro_batches(replica: int, pp: int) -> list[int]:
     """Return the powers of two that divide a replica's batch into enough micro-batches to fill the pipeline."""
-    found, size = [], 1
-    while replica % size == 0 and replica // size >= pp:
-        found.append(size)
-        size *= 2
-    return found
+    sizes = [2**power for power in range(replica.bit_length())]
+    return [size for size in sizes if replica % size == 0 and replica // size >= pp]

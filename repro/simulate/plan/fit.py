@@ -60,12 +60,9 @@ class FitQuestion:
             return range(step, max(MAX_LAYERS, step) + 1, step)
         if self.free_batch:
             return range(1, MAX_SAMPLES + 1)
-        return [size for size in range(1, min(layout.replica_batch, MAX_SAMPLES) + 1) if self._divides(size)]
-
-    def _divides(self, size: int) -> bool:
-        layout = self.layout
-        whole = layout.replica_batch % size == 0
-        return whole and (layout.schedule != "interleaved" or layout.replica_batch // size % layout.pp == 0)
+        stages = layout.pp if layout.schedule == "interleaved" else 1
+        sizes = range(1, min(layout.replica_batch, MAX_SAMPLES) + 1)
+        return [size for size in sizes if layout.replica_batch % (size * stages) == 0]
 
     def experiment(self, value: int) -> Experiment:
         """Return the experiment with `value` layers, or with `value` samples per micro-batch."""
@@ -243,10 +240,8 @@ def question_of(
 
 def _heads(hidden: int, tp: int) -> int:
     """Return the number of heads, with a width of 128, else 64; else tp."""
-    for width in (128, 64):
-        if hidden % width == 0 and hidden // width % tp == 0:
-            return hidden // width
-    return tp
+    sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
+    return next((heads for heads in sizes if heads % tp == 0), tp)
 
 
 def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
@@ -269,9 +264,6 @@ def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
     }
 
 
-_TRIAL_DETAILS = ("largest_term", "memory", "memory_of_process")
-
-
 def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, Any] | None:
     if trial is None:
         return None
@@ -285,4 +277,5 @@ def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, 
         # With a limit, the allocator may reserve less than without one.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
-    return found | {key: trial.detail[key] for key in _TRIAL_DETAILS if key in trial.detail}
+    details = ("largest_term", "memory", "memory_of_process")
+    return found | {key: trial.detail[key] for key in details if key in trial.detail}

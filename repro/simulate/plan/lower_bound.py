@@ -1,16 +1,13 @@
 """Lower bounds of peak memory and step time without a trace, from the operators and collectives of one layer.
 
-A step of m micro-batches on p stages of v chunks takes at least
+With f and b the seconds of a forward and a backward pass of one chunk, a step of m micro-batches on p stages of v
+chunks takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
 
-    T  >=  m (f + b) of the last stage  +  (p - 1) (f + b) of one micro-batch of a stage's layers / v
+    T  >=  (p - 1) f  +  m v (f + b) of the last stage  +  (p - 1) b
 
-with f and b the seconds of a forward and a backward pass (2104.04473 sec. 2.2 has this sum for equal stages). The
-collectives of data parallelism run beside compute, which loses the share c of the time of these collectives:
-
-    T  >=  bytes that a rank sends over dp / its rings' rate      and      T  >=  m (f + b)  +  c times these seconds
-
-Stage 2 reduces the gradients of every micro-batch, and a backward pass awaits all but its last buckets. Other
-operators, latencies, the host and the update only add to these.
+Collectives of r seconds beside compute of s seconds take a share c of their time from it: max(s + c r, r) is a lower
+bound of both. It holds for each pass beside which a stage gathers parameters, reduces gradients or sums over tp, and
+for the step as a whole. Other operators, latencies, the host and the update only add to these.
 """
 
 from __future__ import annotations
@@ -48,21 +45,28 @@ class LayerWork:
         units = self.model.mlp_matrices
         passes = [self._pass(self.stream, 2)] * self.norms + [self._pass(self.stream, 3)] * self.sums
         products = [self._product(self.tokens, width, depth) for depth, width in self._matrices()]
-        return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2)]
+        copies = self._copies(self.norms, self.sums)
+        return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2), *copies]
 
     def backward(self) -> list[Operator]:
         """Return the operators of the backward pass, without recomputation."""
-        units = 2 * self.model.mlp_matrices - 1
+        model, (queries, keys) = self.model, self._widths()
+        units = 2 * model.mlp_matrices - 1
         additions = self.sums if self.sums > 1 else 0
+        joined = keys if model.key_heads < model.heads else queries + keys
         passes = [self._pass(self.stream, 3)] * (self.norms + additions)
+        passes += [self._pass(self.tokens * joined, 2), self._pass(self._ffn, units)]
+        passes += [self._pass(self.tokens * (queries + keys), 1)] * (model.biases != "none")
+        passes += [self._pass(self.stream, 1)] * (self.sums * (model.biases == "all"))
         products = [product for depth, width in self._matrices() for product in self._gradients(depth, width)]
-        return [*passes, self._pass(self._ffn, units), *products, *self._attention(2.5, 4)]
+        copies = self._copies(self.sums + self.norms, self.norms)
+        return [*passes, *products, *self._attention(2.5, 4), *copies]
 
-    def head(self) -> tuple[list[Operator], list[Operator]]:
+    def head(self) -> list[Operator]:
         """Return the operators of logits and loss, forward and backward."""
         vocab, hidden = self.model.vocab // self.layout.tp, self.model.hidden
-        loss = self._pass(self.tokens * vocab, 2)
-        return [loss, self._product(self.tokens, vocab, hidden)], [loss, *self._gradients(hidden, vocab)]
+        loss, product = self._pass(self.tokens * vocab, 2), self._product(self.tokens, vocab, hidden)
+        return [loss, product, loss, *self._gradients(hidden, vocab)]
 
     def retained(self) -> float:
         """Return the bytes of activations that the forward pass retains for the backward pass without recomputation.
@@ -71,12 +75,16 @@ class LayerWork:
         """
         model, layout = self.model, self.layout
         streams = self.norms + (self.norms if model.blocks == "sequential" else 1)
-        inner = 2 * model.heads // layout.tp + 2 * self._keys
-        heads = self.tokens * inner * model.head_width
+        queries, keys = self._widths()
         scores = (
             layout.micro_batch * model.heads // layout.tp * self.seq**2 if layout.kernels.writes_scores else 0
         )
-        return self.bytes * (streams * self.stream + heads + model.mlp_matrices * self._ffn + scores)
+        return self.bytes * (
+            streams * self.stream
+            + self.tokens * (2 * queries + keys)
+            + model.mlp_matrices * self._ffn
+            + scores
+        )
 
     def checkpoint(self) -> float:
         """Return the bytes of a layer's activation checkpoint in device memory."""
@@ -87,20 +95,21 @@ class LayerWork:
         """Return the bytes of the logits."""
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
-    def awaited(self, network: Network) -> tuple[float, float]:
-        """Return the seconds of awaited collectives of a forward pass, and of a backward pass."""
+    def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
+        """Return the seconds of awaited collectives of a forward and of a backward pass, and of its others over tp."""
         model, layout = self.model, self.layout
-        found = [0.0, 0.0]
+        forward = backward = others = 0.0
         if layout.tp > 1:
             payload = self.bytes * self.tokens * model.hidden
             reduced = network.seconds("reduce_scatter" if layout.sp else "all_reduce", "tp", payload)
             gathered = network.seconds("all_gather", "tp", payload) if layout.sp else 0.0
-            found = [self.sums * reduced + self.norms * gathered, self.sums * gathered]
+            forward, backward = self.sums * reduced + self.norms * gathered, self.sums * gathered
+            others = self.norms * (reduced + gathered)
         if layout.cp > 1:
-            width = 2 * self._keys * model.head_width
-            keys = network.seconds("all_gather", "cp", self.bytes * self.tokens * layout.cp * width)
-            found = [seconds + keys for seconds in found]
-        return found[0], found[1]
+            payload = self.bytes * self.tokens * layout.cp * self._widths()[1]
+            keys = network.seconds("all_gather", "cp", payload)
+            forward, backward = forward + keys, backward + keys
+        return forward, backward, others
 
     def buckets(self) -> tuple[int, float]:
         """Return the least number of gradient buckets of a layer, and the largest bytes of a bucket.
@@ -114,10 +123,6 @@ class LayerWork:
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
-    def stage_bytes(self) -> float:
-        """Return the bytes of the parameters of a rank of the last stage, which are also those of its gradients."""
-        return self.bytes * list(stage_parameters(self.model, self.layout).values())[-1]
-
     def matrix_bytes(self) -> list[int]:
         """Return the bytes of each matrix of a layer on a rank."""
         return [self.bytes * depth * width for depth, width in self._matrices()]
@@ -126,19 +131,27 @@ class LayerWork:
     def _ffn(self) -> int:
         return self.tokens * self.model.ffn_width // self.layout.tp
 
-    @property
-    def _keys(self) -> int:
-        """Heads of keys on a rank."""
-        return max(1, self.model.key_heads // self.layout.tp)
+    def _widths(self) -> tuple[int, int]:
+        """Return the columns of a rank's queries, and of its keys and values."""
+        model, tp = self.model, self.layout.tp
+        return model.heads * model.head_width // tp, 2 * max(1, model.key_heads // tp) * model.head_width
 
     def _matrices(self) -> list[tuple[int, int]]:
         """Return the sizes (input, output) of the matrices of a layer on a rank."""
-        model, tp = self.model, self.layout.tp
-        hidden, inner, ffn = model.hidden, model.heads * model.head_width // tp, model.ffn_width // tp
-        keys = 2 * self._keys * model.head_width
-        grouped = model.key_heads < model.heads
+        model, ffn, (inner, keys) = self.model, self.model.ffn_width // self.layout.tp, self._widths()
+        hidden, grouped = model.hidden, model.key_heads < model.heads
         queries = [(hidden, inner), (hidden, keys)] if grouped else [(hidden, inner + keys)]
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
+
+    def _copies(self, gathers: int, scatters: int) -> list[Operator]:
+        """Return the copies of several samples that sequence parallelism gathers and scatters."""
+        if not self.layout.sp or self.layout.micro_batch == 1:
+            return []
+        elements = self.tokens * self.model.hidden
+        return [
+            *[self._pass(elements, 2, "aten.copy_")] * gathers,
+            *[self._pass(elements, 2, "aten.clone")] * scatters,
+        ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
         """Return fused attention, with `flash` times the FLOP of its forward pass, or `batched` products."""
@@ -161,15 +174,16 @@ class LayerWork:
         name = "aten.bmm" if batch else "aten.mm"
         return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
 
-    def _pass(self, elements: int, times: int) -> Operator:
+    def _pass(self, elements: int, times: int, name: str = "repro.elementwise") -> Operator:
         """Return an operator that moves `times` bytes of each of so many elements."""
-        return Operator("repro.elementwise", 0, self.bytes * elements * times, 0, (), self.bytes)
+        return Operator(name, 0, self.bytes * elements * times, 0, (), self.bytes)
 
 
 def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict[str, float]]:
     """Return lower bounds of the peak memory of each role by category, in bytes: model states and retained activations.
 
     The peak is not below the moment before the first backward pass of a stage with all of its micro-batches in flight.
+    The loss then has its logits. Stage 3 has the parameters of two layers and the gradients of one soon after.
     """
     work = LayerWork(model, layout, seq)
     layers = model.layers // (layout.pp * layout.chunks)
@@ -178,8 +192,11 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
     for role, parameters in stage_parameters(model, layout).items():
         stage = layout.pp - 1 if role == LAST else 0
         passes = peak_in_flight(layout.schedule, stage, layout.pp, layout.accumulation, layout.chunks)
-        logits = 0 if role == FIRST else work.logits()
+        logits = 0.0 if role == FIRST else work.logits()
         found[role] = state_bytes(parameters, layout)
+        if layout.zero == 3 and layout.copies > 1 and layout.zero3_gather == "block":
+            found[role]["other"] = (1 + min(2, layers)) * sum(work.matrix_bytes())
+            logits = max(0.0, logits - found[role]["other"])
         if layout.recompute:
             found[role]["activations"] = max(again, logits)
             found[role]["checkpoints"] = passes * layers * work.checkpoint()
@@ -197,44 +214,59 @@ def step_time_lower_bound(
     """
     if cost.rates or cost.system.provenance is not None:
         return 0.0
-    work, layers, m = LayerWork(model, layout, seq), model.layers // layout.pp, layout.accumulation
-    head_forward, head_backward = (sum(map(cost.seconds, operators)) for operators in work.head())
-    awaited_forward, awaited_backward = work.awaited(network)
+    work, m, others = LayerWork(model, layout, seq), layout.accumulation, layout.pp - 1
+    layers = model.layers // (layout.pp * layout.chunks)
+    head = sum(map(cost.seconds, work.head()))
+    awaited_forward, awaited_backward, beside = work.tensor_seconds(network)
     once = sum(map(cost.seconds, work.forward())) + awaited_forward
     forward = layers * once
     backward = layers * (sum(map(cost.seconds, work.backward())) + awaited_backward + layout.recompute * once)
-    before, after = ((layout.pp - 1) * one / layout.chunks for one in (forward, backward))
-    forward, backward = forward + head_forward, backward + head_backward
+    beside *= layers
+    gathers, reductions, awaited = _data_parallel_seconds(work, network)
+    reduced, gathered = (
+        times * layout.chunks * seconds
+        for times, seconds in zip(_messages_in_step(layout), (reductions, gathers), strict=True)
+    )
 
-    lost = network.overlap_cost
-    reduced, gathered, awaited = _data_parallel_seconds(work, network)
+    def with_collectives(seconds: float, *collectives: float) -> float:
+        return max(seconds + network.overlap_cost * max(collectives), *collectives)
+
+    usual = with_collectives(backward, beside)
+    reducing = with_collectives(backward, beside, awaited)
+    last = with_collectives(backward, beside, 0.0 if layout.zero == 3 else reductions)
+    passes = layout.chunks * m
+    reducing_passes = others + (passes if layout.zero == 2 else layout.chunks)
+    before = others * forward
+    if layout.zero in (1, 2):
+        before += with_collectives(forward, gathers) - forward
+    busy = m * head + passes * (forward + backward)
+    path = m * head + passes * (forward + usual) + others * usual + last - usual
     return max(
-        before + m * (forward + max(backward + lost * awaited, awaited)) + after,
-        before + m * (forward + backward) + lost * reduced,
-        m * (forward + backward) + lost * (reduced + gathered),
+        before + path + (reducing_passes - 1) * (reducing - usual),
+        with_collectives(busy, passes * beside, reduced + gathered),
         before + reduced,
-        reduced + gathered,
     )
 
 
 def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
-    """Return the least seconds of the last stage's reductions and gathers over dp in a step, and of awaited reductions.
+    """Return the least seconds of gathers and reductions of the layers of a chunk, and of awaited reductions.
 
-    A backward pass of stage 2 awaits the reductions of all but its last two buckets.
+    A backward pass of stages 1 and 2 awaits the reductions of all but its last two buckets.
     """
-    layout, (reductions, gathers) = work.layout, _messages_in_step(work.layout)
-    op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
+    layout, (count, largest) = work.layout, work.buckets()
     layers = work.model.layers // (layout.pp * layout.chunks)
-    count, largest = work.buckets()
-    reduced, gathered = (
-        network.least_seconds(
-            one, "dp", times * work.stage_bytes(), times * max(1, count * layers * layout.chunks)
-        )
-        for one, times in ((op, reductions), ("all_gather", gathers))
+    whole = layers * sum(work.matrix_bytes())
+    op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
+
+    def least(op: str, size: float, messages: int) -> float:
+        return network.least_seconds(op, "dp", size, max(1, messages)) if size > 0 else 0.0
+
+    awaits = layout.zero == 2 or (layout.zero == 1 and layout.overlap)
+    return (
+        least("all_gather", whole, count * layers),
+        least(op, whole, count * layers),
+        least(op, whole - 2 * largest, count * layers - 2) if awaits else 0.0,
     )
-    left = max(0.0, layers * sum(work.matrix_bytes()) - 2 * largest) if layout.zero == 2 else 0.0
-    awaited = network.least_seconds(op, "dp", left, max(1, count * layers - 2)) if left else 0.0
-    return reduced, gathered, layout.chunks * awaited
 
 
 def _messages_in_step(layout: Layout) -> tuple[int, int]:
@@ -252,8 +284,11 @@ def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, 
     work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
     sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
-    passes = gathers + reductions * (1 if layout.zero else 2)
+    passes, parameters = (
+        gathers + reductions * (2 - (layout.zero > 0)),
+        list(stage_parameters(model, layout).values())[-1],
+    )
     return {
         "tp": sums * 2 * (layout.tp - 1) / layout.tp * payload,
-        "dp": passes * (layout.copies - 1) / layout.copies * work.stage_bytes(),
+        "dp": passes * (layout.copies - 1) / layout.copies * work.bytes * parameters,
     }

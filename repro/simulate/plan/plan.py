@@ -8,7 +8,7 @@ the seconds at peak rates decide the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,14 @@ from repro.simulate.plan.candidates import (
     tensor_degrees,
 )
 from repro.simulate.plan.planner import Planner
-from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, compare_rows, plan_entry, plan_order
+from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry, plan_order, rank_rows
 from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
 
 COMPARED_ROWS = 12
 """Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""
-ROWS_PER_WORKER = 4
-"""Number of layouts that a worker simulates before the next lower bounds are compared with the known step times."""
+BEGUN_PER_WORKER = 2
+"""Number of simulations that are begun for each worker, so that no worker waits for the next comparison with bounds."""
 
 
 @dataclass
@@ -49,6 +49,7 @@ def search_layouts(
 ) -> Plan:
     """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
 
+    The rows with the shortest steps at the best values are the first rows. `request.rank_by` decides their order.
     `exhaustive`: simulate all layouts that may fit; otherwise, rows that cannot be among the first stay open. With
     `shown` = 0, no row has an interval. Raises `ConfigError` if there are no layouts.
     """
@@ -61,53 +62,56 @@ def search_layouts(
         except ConfigError as error:
             raise error.for_key("precision") from None
     planner = Planner(request, workers)
-    rows = planner.bounded(layouts)
-    rows += planner.bounded(_with_partitioned_activations(request, rows))
-    at_once = ROWS_PER_WORKER * workers.count
-    while some := _rows_to_simulate(rows, len(rows) if exhaustive else compared)[:at_once]:
-        layouts = [row.layout for row in some]
-        made = {
-            row.layout: row
-            for row in planner.simulate(layouts, interval_below_s=_seconds_of_place(rows, compared))
-        }
-        more = planner.bounded(_with_partitioned_activations(request, made.values()))
-        rows = [*(made.get(row.layout, row) for row in rows), *more]
-        if planner.no_time:
-            planner.remove_times(rows)
-        rows.sort(key=plan_order)
-    first = [row for row in rows[:compared] if row.outcome == OK and row.time]
-    compare_rows(first)
-    for row in rows[len(first) :]:
+    rows: dict[Layout, PlanRow] = {}
+    waiting: list[PlanRow] = []
+    """Open rows whose simulation has not begun, the least lower bound last."""
+
+    def add_bounded(layouts: Sequence[Layout]) -> None:
+        found = planner.bounded(layouts)
+        rows.update((row.layout, row) for row in found)
+        waiting.extend(row for row in found if row.outcome == OPEN)
+        waiting.sort(key=plan_order, reverse=True)
+
+    add_bounded(layouts)
+    add_bounded(_with_partitioned_activations(request, rows.values()))
+    begun: dict[Layout, Callable[[], PlanRow]] = {}
+    most_begun = BEGUN_PER_WORKER * workers.count if workers.count > 1 else 1
+    while True:
+        limit = _seconds_of_place(rows.values(), compared)
+        while waiting and len(begun) < most_begun and (exhaustive or waiting[-1].least_s <= limit):
+            layout = waiting.pop().layout
+            begun[layout] = planner.begin(layout, interval_below_s=limit)
+        if not begun:
+            break
+        layout = next(iter(begun))  # results in the order of their begin, so that equal plans have equal rows
+        had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
+        add_bounded(_with_partitioned_activations(request, [rows[layout]]))
+        if had_times and planner.no_time:
+            planner.remove_times(rows.values())
+            waiting.sort(key=plan_order, reverse=True)
+    ordered = sorted(rows.values(), key=plan_order)
+    first = [row for row in ordered[:compared] if row.outcome == OK and row.time]
+    others = ordered[len(first) :]
+    for row in others:
         row.remove_interval()
-    return Plan(rows, planner.simulated, planner.no_time)
+    return Plan([*rank_rows(first, request.rank_by), *others], planner.simulated, planner.no_time)
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
-    """Return the seconds of the simulated row at `place` (from 1) of those that fit; infinity if there are fewer."""
-    known = sorted(row.seconds for row in rows if row.outcome == OK)
+    """Return the seconds of the row at `place` (from 1) of those that fit and are not tight; infinity for fewer."""
+    known = sorted(row.seconds for row in rows if row.outcome == OK and not row.is_tight)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
-
-
-def _rows_to_simulate(rows: Sequence[PlanRow], wanted: int) -> list[PlanRow]:
-    """Return the open rows that may be among the first `wanted` rows, the least lower bound first."""
-    limit = _seconds_of_place(rows, wanted)
-    found = [row for row in rows if row.outcome == OPEN and row.least_s <= limit]
-    return sorted(found, key=plan_order)
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
     """Return layouts with P_a for rows that do not fit without P_a for other reasons than model states."""
     if "pa" in request.given:
         return []
+    fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]
     return [
-        replace(row.layout, pa=True)
-        for row in rows
-        if row.outcome == OOM
-        and row.evidence != STATES
-        and row.layout.recompute
-        and row.layout.tp > 1
-        and not row.layout.sp
-        and not row.layout.pa
+        replace(layout, pa=True)
+        for layout in fuller
+        if layout.recompute and layout.tp > 1 and not layout.sp and not layout.pa
     ]
 
 
@@ -144,28 +148,22 @@ def search_map(
     Keys without a value are those of the first candidate: no ZeRO, one sample per micro-batch, no recomputation. Rows
     have no times. Raises `ConfigError` if no (tp, pp) has a layout.
     """
-    cells = []
-    layouts: dict[tuple[int, int], Layout] = {}
+    cells, layouts = [MapCell(tp, pp) for tp in tensor for pp in stages], []
     refused: list[ConfigError] = []
-    for tp in tensor:
-        for pp in stages:
-            cell = MapCell(tp, pp)
-            cells.append(cell)
-            fixed = replace(request, given={**request.given, "tp": tp, "pp": pp})
-            try:
-                layout = candidates(fixed)[0]
-            except ConfigError as error:
-                cell.reason = str(error)
-                refused.append(error)
-                continue
-            cell.dp = layout.dp
-            layouts[tp, pp] = layout
-    there = [cell for cell in cells if (cell.tp, cell.pp) in layouts]
-    if not there and refused:
+    for cell in cells:
+        fixed = replace(request, given={**request.given, "tp": cell.tp, "pp": cell.pp})
+        try:
+            layouts.append(candidates(fixed)[0])
+            cell.dp = layouts[-1].dp
+        except ConfigError as error:
+            cell.reason = str(error)
+            refused.append(error)
+    if not layouts and refused:
         raise refused[0]
+    possible = [cell for cell in cells if cell.dp]
     for limit in limits:
         planner = Planner(replace(request, limit=limit), workers)
-        for cell, row in zip(there, planner.rows([layouts[c.tp, c.pp] for c in there]), strict=True):
+        for cell, row in zip(possible, planner.rows(layouts), strict=True):
             cell.rows[limit] = row
     return cells
 

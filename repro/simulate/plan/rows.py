@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
+from operator import lt
 from typing import Any
 
 from repro.config import Layout
+from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import PlanRequest
+from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest
 
 TimedStep = tuple[float, StepInterval]
 """Seconds at the best values, and the interval of the step time."""
@@ -37,10 +39,6 @@ class Tie:
     """Unknowns that alone reverse the order at an end of their range, or else the unknown that moves the ratio most.
     The unknown that moves the ratio of the times most is first."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return an entry of `undecided` in `repro plan --json`."""
-        return {"than": self.than, "part": self.part, "by": list(self.by)}
-
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
     """Return, for each of `steps` (best first), the ties with earlier steps that may be slower."""
@@ -56,21 +54,17 @@ def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
 
 def _share_faster(mine: TimedStep, its: TimedStep) -> float:
     """Return the share of the draws in which `mine` is faster."""
-    pairs = list(zip(mine[1].draws, its[1].draws, strict=True))
-    return sum(one < other for one, other in pairs) / len(pairs)
+    return sum(map(lt, mine[1].draws, its[1].draws)) / len(mine[1].draws)
 
 
 def _deciding_unknowns(mine: TimedStep, its: TimedStep) -> tuple[str, ...]:
+    def ratio(case: tuple[str, bool]) -> float:
+        return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
+
     moves: list[Sensitivity] = [*mine[1].moves, *its[1].moves]
-    ends = {move.key: [_time_ratio(mine, its, (move.key, end)) for end in (False, True)] for move in moves}
+    ends = {move.key: [ratio((move.key, end)) for end in (False, True)] for move in moves}
     order = sorted(ends, key=lambda key: -abs(log(ends[key][1] / ends[key][0])))
-    turning = [key for key in order if min(ends[key]) < 1]
-    return tuple(turning or order[:1])
-
-
-def _time_ratio(mine: TimedStep, its: TimedStep, case: tuple[str, bool]) -> float:
-    """Return the seconds of `mine` over those of `its` in one case."""
-    return mine[1].seconds_in(case, mine[0]) / its[1].seconds_in(case, its[0])
+    return tuple([key for key in order if min(ends[key]) < 1] or order[:1])
 
 
 STATES, RETAINED, BOUND, FULL = "states", "retained", "bound", "full"
@@ -98,6 +92,10 @@ class PlanRow:
     times, or without a simulation."""
     interval: StepInterval | None = None
     """Interval of the step time; only the first rows have one."""
+    is_tight: bool = False
+    """Whether the layout fits and leaves less than `MIN_HEADROOM` of the device's memory."""
+    rank_s: float | None = None
+    """Quantile of the step time that decides the order of the first rows; `step_s` without unknown numbers."""
     undecided: list[Tie] | None = None
     """Earlier rows that may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
@@ -128,53 +126,40 @@ class PlanRow:
         return (self.layout.pp - 1) / (self.layout.chunks * self.layout.accumulation)
 
 
-def compare_rows(rows: Sequence[PlanRow]) -> None:
-    """Add the ties among `rows`, best first; rows without unknown numbers have none."""
+def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
+    """Return `rows` in the order of a quantile of their step times, tight rows last, with the ties of the others."""
     for row in rows:
-        row.undecided = []
-    some = [(row, (row.time["step_s"], row.interval)) for row in rows if row.interval is not None]
-    for (row, _), ties in zip(some, find_ties([step for _, step in some]), strict=True):
-        row.undecided = ties
+        draws = [row.seconds] if row.interval is None else row.interval.draws
+        row.rank_s, row.undecided = quantile(draws, RANK_QUANTILES[rank_by]), None if row.is_tight else []
+    ordered = sorted(rows, key=lambda row: (row.is_tight, row.rank_s))
+    some = [(row, row.interval) for row in ordered if row.interval is not None and not row.is_tight]
+    ties = find_ties([(row.seconds, interval) for row, interval in some])
+    for (row, _), its in zip(some, ties, strict=True):
+        row.undecided = its
+    return ordered
 
 
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
-    """Return the sort key of a row: rows that fit, open rows, others; the shortest step (or least `ideal_s`), the
-    simplest layout."""
+    """Return the sort key of a row: rows that fit, tight rows, open rows, others; the shortest step (or least
+    `ideal_s`), the simplest layout."""
     if row.outcome == OOM:
-        return (2, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
+        return (3, row.evidence != FULL, row.memory["peak_bytes"], *_complexity(row.layout))
     by_link = row.comm.get("bytes_by_link", {})
-    return (
-        row.outcome == OPEN,
-        row.seconds,
-        by_link.get("inter-node", 0),
-        sum(by_link.values()),
-        *_complexity(row.layout),
-    )
+    sent = by_link.get("inter-node", 0), sum(by_link.values())
+    return (2 if row.outcome == OPEN else row.is_tight, row.seconds, *sent, *_complexity(row.layout))
 
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
     """Return the sort key of a layout's complexity, simplest first."""
-    return (
-        layout.recompute,
-        layout.zero,
-        layout.pp,
-        layout.tp,
-        layout.cp,
-        layout.pa,
-        -layout.micro_batch,
-        layout.sp,
-    )
+    degrees = layout.pp, layout.tp, layout.cp
+    return (layout.recompute, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
-TIME_ORDER_RULE = (
-    "seconds of a step, predicted from the trace's operators and messages on this system; best first: "
-    "the least"
-)
+TIME_ORDER_RULE = "the predicted step time"
 """Rule of the order by predicted times, as printed text."""
 IDEAL_ORDER_RULE = (
-    "seconds of a step if arithmetic ran at the devices' peak (recomputation and the pipeline's bubble included) "
-    "and messages at the links' full bandwidth, nothing overlapped; best first means the least of what fits.  It "
-    "puts layouts in order and predicts no time"
+    "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
+    "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
 )
 """Rule of the order for a system without the numbers for times, as printed text."""
 
@@ -241,7 +226,9 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "bubble": row.bubble,
         "ideal_s": row.ideal_s,
         "time": row.time or None,
-        "undecided": None if row.undecided is None else [one.as_dict() for one in row.undecided],
+        "rank_s": row.rank_s,
+        "tight": row.is_tight,
+        "undecided": None if row.undecided is None else [asdict(one) for one in row.undecided],
         "training": training_cost(request, row),
         "trace_seconds": row.trace_seconds,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.simulate.time.device import in_any_lane, maximum, minimum
+from repro.simulate.time.device import first_lane
 from repro.simulate.time.program import KINDS, Issue, OperatorBlock
 
 STAGE_SEND = "send between stages (pp)"
@@ -18,7 +18,7 @@ STAGE_SEND = "send between stages (pp)"
 
 @dataclass
 class StageTime:
-    """Breakdown of one stage's step time, in seconds."""
+    """Breakdown of one stage's step time, in seconds of the first lane."""
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Busy time of the compute stream, by kind of operator."""
@@ -50,49 +50,42 @@ class StageTime:
 
     def phase(self, name: str, began: float, now: float) -> None:
         """Add the time of a finished forward pass, backward pass or update."""
-        self.by_phase[name] += now - began
+        self.by_phase[name] += first_lane(now) - first_lane(began)
 
     def computed(self, block: OperatorBlock, seconds: float, took: float) -> None:
         """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
-        part_of = 1.0 if took is seconds or not seconds else took / seconds
+        slowed = first_lane(seconds)
+        part_of = 1.0 if took is seconds or not slowed else first_lane(took) / slowed
         for kind, part in block.parts:
             if kind in KINDS:
                 self.busy[kind] += part * part_of
             else:
                 self.communication[kind] += part * part_of
                 self.exposed[kind] += part * part_of
-        if in_any_lane(seconds > block.seconds):
-            self.busy["overlap"] += (seconds - block.seconds) * part_of
+        if slowed > (alone := first_lane(block.seconds)):
+            self.busy["overlap"] += (slowed - alone) * part_of
 
     def begun(self, label: str, seconds: float) -> None:
         """Add a collective or a message that takes `seconds`."""
-        self.communication[label] += seconds
+        self.communication[label] += first_lane(seconds)
 
     def received(self, start: float, end: float) -> None:
         """Add a message from another stage."""
-        self.communication[STAGE_SEND] += end - start
+        self.communication[STAGE_SEND] += first_lane(end) - first_lane(start)
 
     def waited_for_message(self, now: float, start: float, end: float) -> None:
         """Add the wait from `now` until a message's `end`; the wait before its `start` is for the other stage."""
-        delay, waited = maximum(0.0, end - now), maximum(0.0, start - now)
+        now = first_lane(now)
+        delay, waited = max(0.0, first_lane(end) - now), max(0.0, first_lane(start) - now)
         self.bubble += waited
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
         """Add the wait from `now` until a collective's `end`; `across`: other members of its group may start later."""
-        delay = maximum(0.0, end - now)
-        exposed = minimum(delay, issue.seconds) if across else delay
+        delay = max(0.0, first_lane(end) - first_lane(now))
+        exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
         self.bubble += delay - exposed
-
-
-class NoBreakdown(StageTime):
-    """Discard the breakdown, for callers that need the end of a step alone; this saves a fifth of the time."""
-
-    def _discard(self, *args: object, **kwargs: object) -> None:
-        return
-
-    add = phase = computed = begun = received = waited_for_message = waited_for = _discard
 
 
 @dataclass(frozen=True)

@@ -218,12 +218,10 @@ KERNEL_TIMES = "kernel times"
 PUBLISHED_POINT = "published point"
 UPPER_BOUND = "upper bound"
 BASES = {
-    CALIBRATED: "operators and messages as `repro calibrate` measured them on such a machine",
-    KERNEL_TIMES: "kernels as much slower than shapes and bandwidth allow as in a profile of a step on such a device",
-    PUBLISHED_POINT: "kernels as much slower than shapes and bandwidth allow as in one published run of one GPU "
-    "or node",
-    UPPER_BOUND: "no run calibrates these kernels on this device; they take what shapes and bandwidth allow, and real "
-    "ones take longer: a rate at most, a time and a cost at least",
+    CALIBRATED: "`repro calibrate` measured operators and messages on such a machine",
+    KERNEL_TIMES: "a profile of a step on such a device calibrates the kernels",
+    PUBLISHED_POINT: "one published run of one GPU or node calibrates the kernels",
+    UPPER_BOUND: "kernels are not calibrated on this device; real times are longer",
 }
 """Meaning of each basis, the firmest first."""
 BASIS_LABELS = {

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from repro.config import Layout
-from repro.parallel.pipeline.schedule import Action, build_schedule
 from repro.simulate.time.breakdown import StageTime
-from repro.simulate.time.device import maximum, maximum_of
-from repro.simulate.time.program import Issue, Item, StageProgram
+from repro.simulate.time.device import in_any_lane, maximum, maximum_of
+from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Issue, Item, StageProgram
+from repro.simulate.time.step_order import step_order
 
-GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
-"""Groups whose members are on different stages."""
-
-
-MessageKey = tuple[int, int, int, int]
-"""Sender, receiver, channel, number of the message."""
+MIN_COMPUTE_SHARE = 1e-9
+"""Minimum share of the processors that remains for compute."""
 
 
 class CoreWork:
@@ -50,6 +46,8 @@ class UndelayedRun:
     seconds: float
     keys: frozenset[tuple[object, ...]]
     """Keys of the collectives of the run."""
+    groups: frozenset[str]
+    """Groups of the collectives of the run."""
     time: StageTime
 
 
@@ -113,18 +111,18 @@ class CrossStageState:
         network: Transfers,
         overlap_cost: float,
         ranks_per_core: float,
-        account: type[StageTime],
     ):
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
-        self.account = account
+        self.has_overlap_cost = in_any_lane(overlap_cost)
+        self.slowdown = overlap_cost / maximum(1 - overlap_cost, MIN_COMPUTE_SHARE)
+        """Seconds by which one second of computation beside a collective is longer."""
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
-        self.schedule = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)
-        self._arrivals: dict[MessageKey, tuple[float, float]] = {}
-        self._asked: set[MessageKey] = set()
-        """Messages whose arrival one of their two ends has read."""
-        self._posts: dict[MessageKey, float] = {}
-        self._sends: dict[MessageKey, tuple[float, float]] = {}
-        self._free: dict[tuple[int, int, int], float] = defaultdict(float)
+        self.order = step_order(layout)
+        self.payloads: dict[int, int] = {}
+        """Bytes of each message per rank."""
+        self.arrivals: dict[int, tuple[float, float]] = {}
+        """Start and end of each message's transfer."""
+        self._stamps: dict[int, float] = {}
         self._meetings: dict[tuple[object, ...], deque[CrossStageCollective]] = defaultdict(deque)
         used = {id(program): _groups(program) for program in programs}
         self._members = {
@@ -134,43 +132,25 @@ class CrossStageState:
         self.woken: list[object] = []
         self.prepared_items: dict[int, StageItems] = {}
 
-    def actions(self, stage: int) -> Sequence[Action]:
-        """Return the actions of a step of `stage`, in order."""
-        return self.schedule[stage]
+    def seconds(self, message: int) -> float:
+        """Return the seconds of a message, which are those of all messages of its exchange."""
+        sender = message // len(self.order.actions[0])
+        return sum(
+            self.network.send_seconds(
+                self.payloads[one], from_stage=sender, to_stage=int(self.order.receivers[one])
+            )
+            for one in self.order.together[message].tolist()
+            if one >= 0
+        )
 
-    def post(self, key: MessageKey, now: float) -> None:
-        """Post a receive."""
-        self._posts[key] = now
-        self._match(key)
-
-    def seconds(self, key: MessageKey, payload: int) -> float:
-        """Return the seconds of a message of `payload` bytes per rank."""
-        return self.network.send_seconds(payload, from_stage=key[0], to_stage=key[1])
-
-    def send(self, key: MessageKey, seconds: float, now: float) -> None:
-        """Send a message that takes `seconds`."""
-        self._sends[key] = (now, seconds)
-        self._match(key)
-
-    def _match(self, key: MessageKey) -> None:
-        if key in self._posts and key in self._sends:
-            now, seconds = self._sends.pop(key)
-            start = maximum(maximum(now, self._posts.pop(key)), self._free[key[:3]])
-            self._free[key[:3]] = start + seconds
-            self._arrivals[key] = (start, start + seconds)
-            self.woken.append(key)
-
-    def has_arrived(self, key: MessageKey) -> bool:
-        """Return whether the arrival time of a message is known."""
-        return key in self._arrivals
-
-    def arrival(self, key: MessageKey) -> tuple[float, float]:
-        """Return the start and the end of a message's transfer; each of its two ends calls this once."""
-        if key in self._asked:
-            self._asked.remove(key)
-            return self._arrivals.pop(key)
-        self._asked.add(key)
-        return self._arrivals[key]
+    def stamp(self, message: int, now: float) -> None:
+        """Post or send a message. The transfer begins at the later of the two."""
+        if message not in self._stamps:
+            self._stamps[message] = now
+            return
+        start = maximum(self._stamps.pop(message), now)
+        self.arrivals[message] = (start, start + self.seconds(message))
+        self.woken.append(message)
 
     def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
         """Register that `stage` has reached a collective of several stages, and return the collective."""

@@ -61,6 +61,11 @@ def in_any_lane(condition: Any) -> bool:
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
+def first_lane(number: float) -> float:
+    """Return the number in the first lane, which has the best value of every unknown."""
+    return float(number.flat[0]) if isinstance(number, np.ndarray) else number
+
+
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 """Limit of the integral in standard deviations, and its number of parts."""
 
@@ -217,25 +222,6 @@ class DeviceCost:
             found = self._moved(operator) + self.fill_s * operator.calls
             factor = self.kernels.passes if name in STREAMED else factor
         return (found + self.kernel_s * operator.calls) * factor * self.pace
-
-    def least(self, ring: float) -> tuple[float, ...] | None:
-        """Return lower bounds in seconds, or None if operators are measured.
-
-        The bounds are per FLOP of a product, per FLOP of fused attention, per byte moved, per byte in a ring of `ring`
-        bytes/s, and per byte moved that may be `STREAMED`.
-        """
-        if self.rates or self.system.provenance is not None:
-            return None
-        slower = self.pace * self.slowest
-        product = slower * self.kernels.products / self.peak
-        if self.unaligned:
-            product = min(product, self.slowest / self.unaligned)
-        attention = slower * self.kernels.others / (self.peak * ATTENTION_EFFICIENCY)
-        if self.kernels.attention:
-            attention = slower / self.kernels.attention
-        moved = slower * self.kernels.others / self.bandwidth
-        streamed = slower * min(self.kernels.passes, self.kernels.others) / self.bandwidth
-        return product, attention, moved, 1 / ring, streamed
 
     def _calibrated(self, operator: Operator) -> float:
         kind = "matmul" if operator.name in MATMULS else "elementwise"

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wait
 from repro.simulate.trace.roles import Trace
 
+PURPOSE_STOP = 1 + Message._fields.index("purpose")
+"""Number of fields of a message up to its purpose."""
 INNER_GROUP = "tp"
 """The group whose collectives begin and end within a layer."""
 
@@ -33,11 +35,12 @@ class EventOutlines:
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
         """Number of each operator in each distinct sequence."""
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
         """Index in `_known` by the identity of an operator, because hashing an operator takes longer."""
         self._known: dict[Operator, int] = {}
-        self._awaited: dict[Message, Message] = {}
+        self._awaited: dict[tuple[object, ...], Message] = {}
+        """Collectives without their numbers, by their fields up to the purpose."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
@@ -50,52 +53,58 @@ class EventOutlines:
         """Return `events` as stretches. `keys`: numbers of collectives; other waits follow from the schedule."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
-        operators: list[int] = []
-        numbers = self._operators
-
-        def end_sequence() -> None:
-            if operators:
-                entries.append(self._sequence(tuple(operators)))
-                operators.clear()
 
         def close(last: Message | Wait | None) -> None:
-            end_sequence()
             if entries or last is not None:
                 found.append(Stretch(tuple(entries), last))
                 entries.clear()
 
-        at = 0
-        while at < len(events):
+        begin = 0
+        others = [
+            at for at, event in enumerate(events) if type(event) is not Operator or event.name == HOST_WAIT
+        ]
+        for at in others:
+            if at < begin:
+                continue
             event = events[at]
-            at += 1
-            if isinstance(event, Operator):
-                if event.name == HOST_WAIT:
-                    close(None)
-                else:
-                    number = numbers.get(id(event))
-                    operators.append(self._number(event) if number is None else number)
-            elif isinstance(event, Message):
-                if at < len(events) and events[at] == Wait(event.work) and event.group == INNER_GROUP:
-                    at += 1
-                    end_sequence()
-                    awaited = event._replace(work=-1)
-                    entries.append(self._awaited.setdefault(awaited, awaited))
+            if begin < at:
+                entries.append(self._sequence(events[begin:at]))
+            begin = at + 1
+            if isinstance(event, Message):
+                following = events[begin] if begin < len(events) else None
+                is_awaited = isinstance(following, Wait) and following.work == event.work
+                if event.group == INNER_GROUP and is_awaited:
+                    begin += 1
+                    kind = event[:PURPOSE_STOP]
+                    if kind not in self._awaited:
+                        self._awaited[kind] = event._replace(work=-1)
+                    entries.append(self._awaited[kind])
                 else:
                     close(event)
+            elif isinstance(event, Operator):
+                close(None)
             elif event.work in keys:
                 close(event)
+        if begin < len(events):
+            entries.append(self._sequence(events[begin:]))
         close(None)
         return found
 
-    def _number(self, operator: Operator) -> int:
-        return self._operators.setdefault(id(operator), self._known.setdefault(operator, len(self._known)))
-
-    def _sequence(self, operators: tuple[int, ...]) -> int:
-        if operators not in self._numbers:
-            self._numbers[operators] = len(self.sequences)
-            known = list(self._known)
-            self.sequences.append({known[number]: n for number, n in Counter(operators).items()})
-        return self._numbers[operators]
+    def _sequence(self, operators: Sequence[Timed]) -> int:
+        """Return the number of a sequence of operators."""
+        numbers = tuple(map(self._operators.get, map(id, operators)))
+        if None in numbers:
+            for operator in operators:
+                if id(operator) not in self._operators and isinstance(operator, Operator):
+                    self._operators[id(operator)] = self._known.setdefault(operator, len(self._known))
+            return self._sequence(operators)
+        if numbers not in self._numbers:
+            self._numbers[numbers] = len(self.sequences)
+            of_number = list(self._known)
+            self.sequences.append(
+                {of_number[number]: n for number, n in Counter(numbers).items() if number is not None}
+            )
+        return self._numbers[numbers]
 
 
 _OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()

@@ -42,7 +42,7 @@ from repro.simulate.time.calibration import (
     uncertain_numbers,
     unknown_of,
 )
-from repro.simulate.time.device import MODELLED_KERNELS, Kernels
+from repro.simulate.time.device import MODELLED_KERNELS, Kernels, first_lane
 from repro.simulate.time.program import OPTIMIZER
 from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
 from repro.simulate.time.stage import UPDATE
@@ -61,7 +61,7 @@ def calibrated_kernels(generation: Generation) -> Kernels:
     Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
-    return Kernels(*(np.ravel(number)[0].item() for number in calibrated_kernels_at(generation, {})))
+    return Kernels(*map(first_lane, calibrated_kernels_at(generation, {})))
 
 
 def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]) -> Kernels:
@@ -130,13 +130,7 @@ MIN_CURVE_SPAN = 0.01
 
 def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
     """Return the interval of the step time; None without unknowns. `traces` contain all roles."""
-    generation = calibration_point_of(experiment.layout.kernels, system)
-    found = tuple(uncertain_numbers(system, generation))
-    if not found:
-        return None
-    in_cases = drawn(system, quantiles_in_cases(found))
-    kernels = kernels_in_cases(generation, found)
-    return interval_of_seconds(found, scheduled_step_seconds(experiment, in_cases, traces, kernels))
+    return predict(experiment, system, traces, interval=True).interval
 
 
 def round_seconds(seconds: float) -> float:
@@ -150,7 +144,7 @@ def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInter
     Unknowns that move the step by more than `MIN_CURVE_SPAN` have a curve.
     """
     cases = quantiles_in_cases(found)[found[0].key]
-    rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()])
+    rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()[1:]])
     moves = []
     for one in found:
         at = dict(zip(one.moves, rounded, strict=False))
@@ -263,10 +257,15 @@ def predict(
     every span, for a drawing. `interval`: compute the interval of the step time.
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
-    if kernels is None:
+    found = tuple(uncertain_numbers(system, generation)) if interval else ()
+    in_cases = drawn(system, quantiles_in_cases(found)) if found else system
+    if found and kernels is None:
+        kernels = kernels_in_cases(generation, found)
+    elif kernels is None:
         kernels = calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
     if traces is None:
         traces = trace_roles(experiment)
-    timeline = schedule_traces(experiment, system, traces, kernels, record=record)
-    found = prediction_interval(experiment, system, traces) if interval else None
-    return Prediction(experiment, system, timeline, traces, generation, kernels, found)
+    timeline = schedule_traces(experiment, in_cases, traces, kernels, record=record)
+    in_first = Kernels(*map(first_lane, kernels))
+    known = interval_of_seconds(found, timeline.seconds) if found else None
+    return Prediction(experiment, system, timeline, traces, generation, in_first, known)

@@ -17,11 +17,12 @@ from repro.simulate.time.device import (
     ATTENTION,
     MATMULS,
     DeviceCost,
+    first_lane,
     in_any_lane,
     last_arrival_delay,
     maximum,
 )
-from repro.simulate.time.outlines import INNER_GROUP, EventOutlines, Stretch, outlines_of
+from repro.simulate.time.outlines import EventOutlines, Stretch, outlines_of
 from repro.simulate.trace.events import Message, Operator, Wait
 from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
@@ -35,7 +36,7 @@ class OperatorBlock(NamedTuple):
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds by kind; those of collectives by label."""
+    """Seconds of the first lane by kind; those of collectives by label."""
 
 
 class Issue(NamedTuple):
@@ -63,6 +64,8 @@ class Send(NamedTuple):
     payload: int
 
 
+GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
+"""Groups whose members are on different stages."""
 Item = OperatorBlock | Issue | Await | Send
 CollectiveSeconds = Callable[[Message], float]
 """Seconds of a collective."""
@@ -131,7 +134,7 @@ class _SequenceTime(NamedTuple):
     device: float
     host: float
     parts: tuple[tuple[str, float], ...]
-    """Device seconds by kind."""
+    """Device seconds of the first lane by kind."""
 
 
 class ProgramCompiler:
@@ -203,14 +206,15 @@ class ProgramCompiler:
         host = device = 0.0
 
         def add(kind: str, seconds: float) -> None:
-            parts[kind] = parts.get(kind, 0.0) + seconds
+            parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
 
         for entry in (*entries, last) if self._own and last is not None else entries:
             if isinstance(entry, int):
                 sequence = self._sequence(entry, phase)
                 device += sequence.device
                 host += sequence.host
-                self._apart += sequence.device
+                if self._jitter:
+                    self._apart += sequence.device
                 for kind, seconds in sequence.parts:
                     add(kind, seconds)
                 continue
@@ -228,7 +232,7 @@ class ProgramCompiler:
         if not parts:
             return None
         late = maximum(0.0, host - device)
-        if in_any_lane(late > 0):
+        if first_lane(late) > 0:
             add(HOST, late)
         return OperatorBlock(device + late, tuple(parts.items()))
 
@@ -237,14 +241,16 @@ class ProgramCompiler:
         found = self._sequences.get((number, phase))
         if found is None:
             parts: dict[str, float] = {}
-            host = 0.0
+            host = device = 0.0
             for operator, times in self.outlines.sequences[number].items():
                 kind = OPTIMIZER if phase == OPTIMIZER else kind_of(operator)
-                parts[kind] = parts.get(kind, 0.0) + times * self.cost.seconds(operator)
+                seconds = times * self.cost.seconds(operator)
+                device += seconds
+                parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
                 # Repeated views and copies are no operators of a layer, and each takes the host as long as any.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
-            found = _SequenceTime(sum(parts.values()), host, tuple(parts.items()))
+            found = _SequenceTime(device, host, tuple(parts.items()))
             self._sequences[number, phase] = found
         return found
 
@@ -288,13 +294,15 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions of the inner group's collectives that `items` both issue and await, and of the awaits."""
+    """Return the positions of a stage's own collectives that `items` both issue and await, and of the awaits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    leaving = Counter(item.key for item in items if isinstance(item, Issue) and item.group == INNER_GROUP)
+    leaving = Counter(
+        item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES
+    )
     leaving.subtract(item.key for item in items if isinstance(item, Await))
     found: set[int] = set()
     for at, item in enumerate(items):
-        if isinstance(item, Issue) and item.group == INNER_GROUP and not leaving[item.key]:
+        if isinstance(item, Issue) and not leaving[item.key]:
             under_way[item.key].append(at)
         elif isinstance(item, Await) and under_way[item.key]:
             found |= {under_way[item.key].pop(0), at}

@@ -15,29 +15,35 @@ import numpy as np
 
 from repro.config import Layout
 from repro.config.systems.unknowns import Lanes
+from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
-from repro.simulate.time.breakdown import STAGE_SEND, NoBreakdown, StageTime
-from repro.simulate.time.cross_stage import GROUPS_ACROSS_STAGES, StageItems, UndelayedRun
-from repro.simulate.time.device import in_any_lane, maximum_of
-from repro.simulate.time.operations import END, RUN, SEND, WAIT, StepOperations, step_operations
-from repro.simulate.time.outlines import INNER_GROUP
-from repro.simulate.time.program import Await, Issue, Send
+from repro.simulate.time.breakdown import STAGE_SEND, StageTime
+from repro.simulate.time.cross_stage import StageItems, UndelayedRun
+from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Await, Issue, Send
 from repro.simulate.time.stage import StageStreams
-from repro.simulate.time.steady_state import StageSamples, period_actions
+from repro.simulate.time.steady_state import Cycle, PeriodSamples
+from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrder
 
-PHASES = (FORWARD, BACKWARD)
 
-
-def run_actions(
-    stages: Sequence[StageStreams], layout: Layout, compared: Sequence[range]
-) -> list[StageSamples] | None:
+def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool) -> ActionTimes | None:
     """Run the actions of `stages`, which have reached the step; None if only the events can time them.
 
-    Return samples of each stage after the actions at the positions `compared`.
+    `compare`: store the times of the last periods, in which `ActionTimes.samples` finds a cycle.
     """
-    operations = step_operations(layout)
-    found = _distinct_bodies(stages, operations)
-    return None if found is None else _Recurrence(stages, layout, operations, *found).run(compared)
+    order = stages[0].all.order
+    found = _distinct_bodies(stages, order)
+    if found is None:
+        return None
+    times = ActionTimes(stages, order, *found)
+    if compare:
+        times.samples = PeriodSamples(layout, order, times.now.shape[1])
+        uneven = ~times.is_plain | times.has_rest
+        for number, stop in enumerate(times.samples.stop.tolist()):
+            part = times.body_of[number, stop - times.samples.length : stop]
+            if uneven[part].any():
+                times.uneven.add(number)
+    times.run()
+    return times
 
 
 class _Body(NamedTuple):
@@ -56,52 +62,59 @@ class _Body(NamedTuple):
         return only if isinstance(only, UndelayedRun) else None
 
 
-def _distinct_bodies(
-    stages: Sequence[StageStreams], operations: StepOperations
-) -> tuple[list[_Body], Lanes] | None:
+def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
     """Return the distinct actions, and the index of each action, [stages, actions].
 
-    None if an action has several messages, or a collective across stages.
+    None if an action has a collective across stages.
     """
     found: list[_Body] = []
-    numbers: dict[int, int] = {}
-    places = np.zeros((len(stages), len(stages[0].actions)), dtype=int)
+    known: dict[int, Lanes] = {}
     across = GROUPS_ACROSS_STAGES if len(stages) > 1 else ()
     for stage in stages:
-        for position, piece in enumerate(stage.pieces):
-            number = places[stage.stage, position] = numbers.setdefault(id(piece), len(numbers))
-            if number < len(found):
+        if id(stage.program) in known:
+            continue
+        index = known[id(stage.program)] = np.full(order.actions.shape[1], -1)
+        micro_batches = order.numbers.shape[1]
+        shown = np.array([stage.program.shown(one, micro_batches - 1) for one in range(micro_batches)])
+        for action, items in stage.program.segments.items():
+            numbers = order.numbers[Boundary.channel(action.kind), shown == action.micro_batch, action.chunk]
+            if not len(numbers):
                 continue
+            piece = stage.prepared(items)
             sends = [place for place, item in enumerate(piece) if isinstance(item, Send)]
-            if len(sends) > 1 or any(isinstance(item, Issue) and item.group in across for item in piece):
+            assert len(sends) < 2, "an action sends several messages"
+            if any(isinstance(item, Issue) and item.group in across for item in piece):
                 return None
             place = sends[0] if sends else len(piece)
             sent = piece[place] if sends else None
             payload = sent.payload if isinstance(sent, Send) else -1
+            index[numbers] = len(found)
             found.append(_Body(piece[:place], payload, piece[place + 1 :]))
-    for (sender, *_), position in zip(operations.routes, operations.senders, strict=True):
-        assert found[places[sender, position]].payload >= 0, "an action of the schedule sends nothing"
+    places = np.stack([known[id(stage.program)][order.actions[stage.stage]] for stage in stages])
+    assert places.min() >= 0, "an action of the schedule has no items"
     return found, places
 
 
-class _Recurrence:
-    """Evaluation of the operations of a step, in seconds."""
+class ActionTimes:
+    """Times of the actions of a step, in seconds."""
 
     def __init__(
         self,
         stages: Sequence[StageStreams],
-        layout: Layout,
-        operations: StepOperations,
+        order: StepOrder,
         bodies: Sequence[_Body],
         body_of: Lanes,
     ):
-        self.stages, self.layout, self.operations = stages, layout, operations
-        self.bodies, self.body_of = bodies, body_of
-        self.run_of = [body.run for body in bodies]
+        self.stages, self.order, self.bodies, self.body_of = stages, order, bodies, body_of
         self.is_plain = np.array([not body.items or body.run is not None for body in bodies])
         self.has_rest = np.array([bool(body.rest) for body in bodies])
-        durations = [run.seconds if run is not None else 0.0 for run in self.run_of]
-        seconds, second_of = self._message_seconds()
+        runs = [body.run for body in bodies if body.run is not None]
+        self.keys = {key for run in runs for key in run.keys}
+        """Keys of the collectives of actions that are one run."""
+        self.groups = {group for run in runs for group in run.groups}
+        """Groups of the collectives of actions that are one run."""
+        durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
+        seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
         numbers = [*durations, *seconds, *starts, stages[0].all.overlap_cost]
         for body in bodies:
@@ -109,102 +122,133 @@ class _Recurrence:
             numbers += [item.seconds for item in items if not isinstance(item, (Await, Send))]
         self.is_scalar = not any(isinstance(number, np.ndarray) for number in numbers)
         lanes = max(map(np.size, numbers))
-        self.durations, self.now = _rows(durations, lanes), _rows(starts, lanes)
-        self.seconds = _rows(seconds, lanes)[second_of]
-        """Of each message, [messages, lanes]."""
-        count = len(operations.routes)
-        self.ready = np.full((count, lanes), -np.inf)
-        """Later of a message's send and its receive, as far as they are known."""
-        self.ends = np.full((count + 1, lanes), -np.inf)
-        """Ends of the messages. The last row is the predecessor of the first message of each route."""
-        self.previous = np.array(operations.previous, dtype=int)
-        self.receivers = np.array([route[1] for route in operations.routes], dtype=int)
-        self.is_backward = np.array(
-            [[int(a.kind == BACKWARD) for a in actions] for actions in operations.actions]
-        )
-        self.has_breakdown = not isinstance(stages[0].time, NoBreakdown)
-        self.began = self.now.copy()
-        self.bubble, self.exposed, self.communication = np.zeros((3, len(stages), lanes))
-        self.phases = np.zeros((2, len(stages), lanes))
-        self.busy: dict[int, float] = {}
-        """Ends of the collectives of stages that may have collectives under way."""
-        for stage in stages:
-            self._note_busy(stage)
+        self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
+        self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
+        """Ends of the messages in `StepOrder.slots`; until both of its stages have stamped a message, the first stamp.
+        """
+        self.stamps = np.zeros(len(order.slots), dtype=int)
+        """Number of stages that have stamped each message."""
+        self.stamps[-1] = 2
+        self.samples: PeriodSamples | None = None
+        shape = body_of.shape
+        # For the breakdown, which is that of the first lane:
+        self.first_start, self.finished = self.now[:, 0].copy(), np.zeros(shape)
+        self.first_end = np.zeros(len(order.slots))
+        """End of each message."""
+        self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
+        """Time from which each awaited message is awaited."""
+        self.is_alone = ~self.is_plain[body_of]
+        """Whether each action ran item by item, [stages, actions]."""
+        self.uneven: set[int] = set()
+        """Stages of which some items run alone in each period."""
+        self.accounts: dict[tuple[int, int], StageTime] = {}
+        """Breakdown of the items of an uneven stage that ran alone before a position."""
+        self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
+        """Stages with collectives that may delay the next action, and those that may have collectives under way."""
 
     def _message_seconds(self) -> tuple[list[float], Lanes]:
         """Return the distinct seconds of messages, and the index of each message's."""
-        operations, state = self.operations, self.stages[0].all
-        known: dict[tuple[tuple[int, int, int], ...], int] = {}
-        found: list[float] = []
-        parts = []
-        for route, position in zip(operations.routes, operations.senders, strict=True):
-            parts.append((route[0], route[1], self.bodies[self.body_of[route[0], position]].payload))
-        index = np.zeros(len(parts), dtype=int)
-        for message, together in enumerate(operations.together):
-            key = tuple(parts[other] for other in together)
-            index[message] = known.setdefault(key, len(known))
-            if len(known) > len(found):
-                found.append(sum(state.seconds((*key_part[:2], 0, 0), key_part[2]) for key_part in key))
-        return found or [0.0], index
+        order, state = self.order, self.stages[0].all
+        messages = np.flatnonzero(order.receivers[:-1] >= 0)
+        if not len(messages):
+            return [0.0], np.zeros(len(order.slots), dtype=int)
+        payloads = np.array([body.payload for body in self.bodies])[self.body_of.ravel()[messages]]
+        assert payloads.min() >= 0, "an action of the schedule sends nothing"
+        senders, receivers = messages // order.actions.shape[1], order.receivers[messages]
+        distinct, place = _distinct(np.stack([senders, receivers, payloads], axis=-1))
+        alone = [state.network.send_seconds(c, from_stage=a, to_stage=b) for a, b, c in distinct.tolist()]
+        of_message = np.full(len(order.slots), len(alone))
+        of_message[messages] = place
+        alone.append(0.0)
+        distinct, place = _distinct(of_message[order.together])
+        return [sum(alone[one] for one in row) for row in distinct.tolist()], place
 
-    def run(self, compared: Sequence[range]) -> list[StageSamples]:
-        """Evaluate all levels and give the results to the stages; return the samples at `compared`."""
-        samples = [StageSamples([], []) for _ in self.stages]
-        for level in self.operations.levels:
-            if len(level.matches):
-                messages = level.matches
-                start = np.maximum(self.ready[messages], self.ends[self.previous[messages]])
-                self.ends[messages] = start + self.seconds[messages]
-            for kind, stages, subjects in level.groups:
-                if kind == WAIT:
-                    self._wait(stages, subjects)
-                elif kind == RUN:
-                    self._run(stages, subjects)
-                elif kind == END:
-                    self._end(stages, subjects)
-                    if compared:
-                        self._sample(stages, subjects, compared, samples)
-                else:
-                    self.ready[subjects] = np.maximum(self.ready[subjects], self.now[stages])
-                    if kind == SEND and self.has_breakdown:
-                        np.add.at(self.communication, stages, self.seconds[subjects])
+    def run(self) -> None:
+        """Evaluate all actions and give the results to the stages."""
+        order, count = self.order, self.order.actions.shape[1]
+        everyone = np.arange(len(self.stages))
+        position, step = np.zeros((2, len(everyone)), dtype=int)
+        for column in order.first.T:
+            self._stamp(everyone, column)
+        left = everyone
+        while len(left):
+            moved = 0
+            for number in (START, DEPART, FINISH):
+                stages = left[step[left] == number]
+                awaited = order.awaited[number]
+                if awaited.shape[-1]:
+                    known = self.stamps[awaited[stages, position[stages]]] == 2
+                    stages = stages[known.all(axis=-1)]
+                if not len(stages):
+                    continue
+                positions = position[stages]
+                for column in range(awaited.shape[-1]):
+                    self.waited_at[number][stages, positions, column] = self.now[stages, 0]
+                    self._wait(stages, awaited[stages, positions, column])
+                for column in order.stamped[number][stages, positions].T:
+                    self._stamp(stages, column)
+                if number == START:
+                    self._compute(stages, positions)
+                elif number == FINISH:
+                    self._finish(stages, positions)
+                    position[stages] += 1
+                step[stages] = (number + 1) % 3
+                moved += len(stages)
+            assert moved, "stages wait for each other for ever"
+            left = left[position[left] < count]
+        for column, messages in enumerate(order.last.T):
+            self.waited_at[-1][:, column] = self.now[:, 0]
+            self._wait(everyone, messages)
         for stage in self.stages:
             stage.now = self._value(self.now[stage.stage])
-            if self.has_breakdown:
-                stage.phase_began, stage.time = self._value(self.began[stage.stage]), self._breakdown(stage)
-        return samples
+            stage.phase_began = float(self.finished[stage.stage, -1])
+            stage.time.add(self._breakdown(stage.stage, 0, count), 1)
+
+    def cycle_time(self, cycle: Cycle, stage: int) -> StageTime:
+        """Return the breakdown of a stage's last cycle."""
+        begin, end = int(cycle.begin[stage]), int(cycle.end[stage])
+        found = self._breakdown(stage, begin, end)
+        if stage in self.uneven:
+            found.add(self.accounts[stage, end], 1)
+            found.add(self.accounts[stage, begin], -1)
+        return found
 
     def _wait(self, stages: Lanes, messages: Lanes) -> None:
-        now, ends = self.now[stages], self.ends[messages]
-        if self.has_breakdown:
-            seconds = self.seconds[messages]
-            delay, waited = np.maximum(0.0, ends - now), np.maximum(0.0, ends - seconds - now)
-            self.bubble[stages] += waited
-            self.exposed[stages] += delay - waited
-            self.communication[stages] += (self.receivers[messages] == stages)[:, None] * seconds
-        self.now[stages] = np.maximum(now, ends)
+        self.now[stages] = np.maximum(self.now[stages], self.ends[self.order.slots[messages]])
 
-    def _run(self, stages: Lanes, positions: Lanes) -> None:
+    def _stamp(self, stages: Lanes, messages: Lanes) -> None:
+        """Send or post the message of each stage, which may be none."""
+        chosen = messages >= 0
+        stages, messages = stages[chosen], messages[chosen]
+        slots, now = self.order.slots[messages], self.now[stages]
+        self.stamps[messages] += 1
+        both = self.stamps[messages] == 2
+        self.ends[slots[~both]] = now[~both]
+        slots, messages = slots[both], messages[both]
+        # The receiver has awaited the preceding message of the route before it posted this one.
+        ends = np.maximum(self.ends[slots], now[both]) + self.seconds[self.second_of[messages]]
+        self.ends[slots], self.first_end[messages] = ends, ends[:, 0]
+
+    def _compute(self, stages: Lanes, positions: Lanes) -> None:
         bodies = self.body_of[stages, positions]
         together = self.is_plain[bodies]
         if self.busy or not together.all():
             for place, stage in enumerate(stages.tolist()):
                 if not together[place] or self._is_delayed(stage):
-                    together[place] = False
+                    together[place], self.is_alone[stage, positions[place]] = False, True
                     self._run_alone(self.stages[stage], self.bodies[bodies[place]].items)
             stages, bodies = stages[together], bodies[together]
         self.now[stages] += self.durations[bodies]
-        if self.has_breakdown:
-            for stage, body in zip(stages.tolist(), bodies.tolist(), strict=True):
-                run = self.run_of[body]
-                if run is not None:
-                    self.stages[stage].taken[run] += 1
 
-    def _is_delayed(self, stage: int) -> bool:
+    def _is_delayed(self, number: int) -> bool:
         """Return whether a collective under way may delay the next action of a stage."""
-        if stage in self.busy and not in_any_lane(np.asarray(self.busy[stage] > self.now[stage])):
-            del self.busy[stage]
-        return stage in self.busy
+        if number in self.busy:
+            stage = self.stages[number]
+            stage.now = self._value(self.now[number])
+            under_way = any(queue and key in self.keys for key, queue in stage.under_way.items())
+            if not under_way and stage.is_idle(self.groups):
+                self.busy.remove(number)
+        return number in self.busy
 
     def _run_alone(self, stage: StageStreams, body: StageItems) -> None:
         """Run the items of one action."""
@@ -212,50 +256,66 @@ class _Recurrence:
         for waited in stage.run_items(body, ""):
             raise AssertionError(f"an action waits for {waited}")
         self.now[stage.stage] = stage.now
-        self._note_busy(stage)
+        self.busy.add(stage.stage)
+        self.open.add(stage.stage)
 
-    def _note_busy(self, stage: StageStreams) -> None:
-        groups = stage.streams if in_any_lane(stage.all.overlap_cost) else (INNER_GROUP,)
-        unfinished = any(i.group == INNER_GROUP for queue in stage.under_way.values() for _, i in queue)
-        ends = (float("inf") if unfinished else 0.0, *(stage.streams[group] for group in groups))
-        self.busy[stage.stage] = maximum_of(ends)
-
-    def _end(self, stages: Lanes, positions: Lanes) -> None:
+    def _finish(self, stages: Lanes, positions: Lanes) -> None:
         bodies = self.body_of[stages, positions]
         for place in np.flatnonzero(self.has_rest[bodies]).tolist():
             self._run_alone(self.stages[int(stages[place])], self.bodies[bodies[place]].rest)
-        if not self.has_breakdown:
-            return
-        now, phases = self.now[stages], self.is_backward[stages, positions]
-        np.add.at(self.phases, (phases, stages), now - self.began[stages])
-        self.began[stages] = now
+        self.finished[stages, positions] = self.now[stages, 0]
+        if self.samples is not None:
+            self._sample(self.samples, stages, positions)
 
-    def _sample(
-        self, stages: Lanes, positions: Lanes, compared: Sequence[range], samples: Sequence[StageSamples]
-    ) -> None:
-        for number, position in zip(stages.tolist(), positions.tolist(), strict=True):
-            if position not in compared[number]:
-                continue
+    def _sample(self, samples: PeriodSamples, stages: Lanes, positions: Lanes) -> None:
+        """Store the times after the actions of `stages` that are compared."""
+        rows = samples.rows(stages, positions)
+        sampled = rows >= 0
+        stages, positions, rows = stages[sampled], positions[sampled], rows[sampled]
+        messages = np.concatenate([awaited[stages, positions] for awaited in self.order.awaited], axis=-1)
+        ends = self.ends[self.order.slots[messages]]
+        now = samples.times[stages, rows, 0] = self.now[stages]
+        samples.times[stages, rows, 1:] = np.where(messages[..., None] < 0, now[:, None], ends)
+        for number, position, row in zip(stages.tolist(), positions.tolist(), rows.tolist(), strict=True):
             stage = self.stages[number]
-            stage.now = self._value(self.now[number])
-            arrivals = (self.ends[message] for message in self.operations.waits[number][position])
-            samples[number].times.append([*stage.pending_times(), *arrivals])
-            ends_period = (position + 1 - compared[number].start) % period_actions(self.layout) == 0
-            if self.has_breakdown and ends_period:
-                found = self._breakdown(stage)
-                for run, times in stage.taken.items():
-                    found.add(run.time, times)
-                samples[number].breakdowns.append(found)
+            if number in self.open:
+                stage.now = self._value(self.now[number])
+                samples.further[number, row] = stage.pending_times()
+                if not samples.further[number, row]:
+                    self.open.remove(number)
+            if number in self.uneven and row % samples.stride == 0:
+                self.accounts[number, position + 1] = stage.time.copy()
 
-    def _breakdown(self, stage: StageStreams) -> StageTime:
-        """Return the breakdown of a stage, without the runs that it has counted."""
-        found, number = stage.time.copy(), stage.stage
-        for phase, seconds in zip(PHASES, self.phases[:, number], strict=True):
-            found.by_phase[phase] += self._value(seconds)
-        if self.operations.routes:
-            found.bubble += self._value(self.bubble[number])
-            found.exposed[STAGE_SEND] += self._value(self.exposed[number])
-            found.communication[STAGE_SEND] += self._value(self.communication[number])
+    def _breakdown(self, stage: int, begin: int, end: int) -> StageTime:
+        """Return the breakdown of a stage from position `begin` to `end`, without items that ran alone."""
+        found, order = StageTime(), self.order
+        part = slice(begin, end)
+        awaited = [messages[stage, part].ravel() for messages in order.awaited]
+        since = [times[stage, part].ravel() for times in self.waited_at[:-1]]
+        if end == self.body_of.shape[1]:
+            awaited.append(order.last[stage])
+            since.append(self.waited_at[-1][stage])
+        messages, now = np.concatenate(awaited), np.concatenate(since)
+        messages, now = messages[messages >= 0], now[messages >= 0]
+        first_seconds = self.seconds[:, 0][self.second_of]
+        seconds, ends = first_seconds[messages], self.first_end[messages]
+        bubble = float(np.maximum(0.0, ends - seconds - now).sum())
+        sent = np.concatenate([stamped[stage, part].ravel() for stamped in order.stamped])
+        sent = sent[(sent >= 0) & (sent // self.body_of.shape[1] == stage)]
+        if order.slots.max() >= 0:
+            found.bubble = bubble
+            found.exposed[STAGE_SEND] = float(np.maximum(0.0, ends - now).sum()) - bubble
+            received = seconds[order.receivers[messages] == stage]
+            found.communication[STAGE_SEND] = float(received.sum() + first_seconds[sent].sum())
+        finished = np.concatenate([self.first_start[[stage]], self.finished[stage]])[begin : end + 1]
+        for phase, is_backward in ((FORWARD, False), (BACKWARD, True)):
+            chosen = order.is_backward[stage, part] == is_backward
+            found.by_phase[phase] = float(np.diff(finished)[chosen].sum())
+        bodies = self.body_of[stage, part][~self.is_alone[stage, part]]
+        for body, times in enumerate(np.bincount(bodies, minlength=len(self.bodies)).tolist()):
+            run = self.bodies[body].run
+            if times and run is not None:
+                found.add(run.time, times)
         return found
 
     def _value(self, row: Lanes) -> float:
@@ -266,3 +326,13 @@ class _Recurrence:
 def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
     """Return numbers or arrays [lanes] as an array [numbers, lanes]."""
     return np.array([np.broadcast_to(number, lanes) for number in numbers])
+
+
+def _distinct(rows: Lanes) -> tuple[Lanes, Lanes]:
+    """Return the distinct rows of small numbers that are not negative, and the index of each row among them."""
+    codes = np.zeros(len(rows), dtype=int)
+    for column in rows.T:
+        values, place = np.unique(column, return_inverse=True)
+        codes = codes * len(values) + place
+    _, first, index = np.unique(codes, return_index=True, return_inverse=True)
+    return rows[first], index

@@ -17,19 +17,14 @@ from dataclasses import dataclass, replace
 from repro.config import Experiment, Layout
 from repro.config.engines import capture_obstacle
 from repro.config.system import System
-from repro.simulate.time.breakdown import NoBreakdown, Span, StageTime
+from repro.simulate.time.breakdown import Span, StageTime
 from repro.simulate.time.cross_stage import CoreWork, CrossStageState, SharedCores, Transfers
-from repro.simulate.time.device import DeviceCost, Kernels, maximum_of
+from repro.simulate.time.device import DeviceCost, Kernels, first_lane, maximum_of
 from repro.simulate.time.network import Network
 from repro.simulate.time.program import StageProgram, compile_program
-from repro.simulate.time.recurrence import run_actions
+from repro.simulate.time.recurrence import ActionTimes, run_actions
 from repro.simulate.time.stage import StageStreams
-from repro.simulate.time.steady_state import (
-    StageSamples,
-    compared_positions,
-    find_cycle,
-    shorter_counts,
-)
+from repro.simulate.time.steady_state import shorter_counts
 from repro.simulate.trace.events import Message
 from repro.simulate.trace.roles import Trace
 
@@ -38,12 +33,17 @@ from repro.simulate.trace.roles import Trace
 class Timeline:
     """A scheduled step."""
 
-    step_s: float
-    """Seconds of the step, predicted."""
+    seconds: float
+    """Predicted seconds of the step, in each lane."""
     stages: list[StageTime]
     spans: list[Span]
     unmatched: int
     """Number of waits for collectives that were never issued; 0 in a correct schedule."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of the step, in the first lane."""
+        return first_lane(self.seconds)
 
 
 def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
@@ -76,70 +76,54 @@ def schedule(
     ranks_per_core: float = 1.0,
     record: bool = False,
     by_events: bool = False,
-    account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Schedule a step of `layout` in which stage s runs `programs[s]`.
 
     `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: store every span.
-    `by_events`: schedule every event of every micro-batch, which gives the same times. `account`: `NoBreakdown`
-    computes only the step time.
+    `by_events`: schedule every event of every micro-batch, which gives the same times.
     """
+    by_events = by_events or record or (ranks_per_core > 1 and layout.pp > 1)
 
-    def scheduled(count: int, compare: bool = False) -> tuple[Timeline, list[StageSamples] | None]:
+    def scheduled(count: int, compare: bool = False) -> tuple[Timeline, ActionTimes | None]:
         """Schedule `count` micro-batches."""
         short = replace(layout, global_batch=count * layout.micro_batch * layout.dp)
-        state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core, account)
-        return _schedule_step(state, programs, record=record, by_events=by_events, compare=compare)
+        state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core)
+        stages = [
+            StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)
+        ]
+        _run_stages([stage.begin() for stage in stages], state)
+        times = None if by_events else run_actions(stages, short, compare=compare)
+        if times is None:
+            _run_stages([stage.run_events() for stage in stages], state)
+        _run_stages([stage.finish() for stage in stages], state)
+        seconds = maximum_of(stage.now for stage in stages) - maximum_of(stage.began for stage in stages)
+        spans = [span for stage in stages for span in stage.spans]
+        unmatched = sum(stage.unmatched for stage in stages)
+        return Timeline(seconds, [stage.time for stage in stages], spans, unmatched), times
 
-    if record or by_events or ranks_per_core > 1:
+    if by_events:
         return scheduled(layout.accumulation)[0]
     least = 1 + max(program.micro_batches for program in programs)
     for count in shorter_counts(layout, least):
-        found, samples = scheduled(count, compare=True)
-        if samples is None:
+        found, times = scheduled(count, compare=True)
+        if times is None or times.samples is None:
             break
-        if (cycle := find_cycle(layout, samples)) is None:
+        if (cycle := times.samples.cycle()) is None:
             continue
         further, rest = divmod(layout.accumulation - count, cycle.micro_batches)
         if rest:
             found = scheduled(count + rest)[0]
-        for stage, sample in zip(found.stages, samples, strict=True):
-            if sample.breakdowns:
-                stage.add(sample.breakdowns[-1], further)
-                stage.add(sample.breakdowns[-1 - cycle.periods], -further)
-        return replace(found, step_s=found.step_s + further * cycle.seconds)
+        for number, stage in enumerate(found.stages):
+            stage.add(times.cycle_time(cycle, number), further)
+        return replace(found, seconds=found.seconds + further * cycle.seconds)
     return scheduled(layout.accumulation)[0]
-
-
-def _schedule_step(
-    state: CrossStageState,
-    programs: Sequence[StageProgram],
-    *,
-    record: bool,
-    by_events: bool,
-    compare: bool,
-) -> tuple[Timeline, list[StageSamples] | None]:
-    """Schedule a step. Return it, and samples of its last periods with `compare`; None if events were scheduled."""
-    stages = [StageStreams(state, stage, program, record=record) for stage, program in enumerate(programs)]
-    _run_stages([stage.begin() for stage in stages], state)
-    samples = None
-    if not (record or by_events or state.ranks_per_core > 1):
-        compared = compared_positions(state.layout, state.schedule) if compare else []
-        samples = run_actions(stages, state.layout, compared)
-    if samples is None:
-        _run_stages([stage.run_events() for stage in stages], state)
-    _run_stages([stage.finish() for stage in stages], state)
-    step_s = maximum_of(stage.now for stage in stages) - maximum_of(stage.began for stage in stages)
-    spans = [span for stage in stages for span in stage.spans]
-    unmatched = sum(stage.unmatched for stage in stages)
-    return Timeline(step_s, [stage.time for stage in stages], spans, unmatched), samples
 
 
 def scheduled_step_seconds(
     experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels
 ) -> float:
     """Return the step time in seconds, in each case of the arrays of `system` and `kernels`."""
-    return schedule_traces(experiment, system, traces, kernels, account=NoBreakdown).step_s
+    return schedule_traces(experiment, system, traces, kernels).seconds
 
 
 def schedule_traces(
@@ -150,12 +134,11 @@ def schedule_traces(
     *,
     record: bool = False,
     by_events: bool = False,
-    account: type[StageTime] = StageTime,
 ) -> Timeline:
     """Return the schedule of a step.
 
     `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
-    `by_events`, `account`: as for `schedule`.
+    `by_events`: as for `schedule`.
     """
     layout = experiment.layout
     cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)
@@ -176,7 +159,6 @@ def schedule_traces(
         ranks_per_core=system.ranks_per_core,
         record=record,
         by_events=by_events,
-        account=account,
     )
 
 

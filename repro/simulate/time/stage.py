@@ -7,39 +7,31 @@ its stage has reached it and the preceding collective of its group has ended. `C
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Generator, Sequence
 
-from repro.parallel.pipeline.boundary import Boundary, exchanges
-from repro.parallel.pipeline.schedule import FORWARD, Action, dependency_of
-from repro.simulate.time.breakdown import STAGE_SEND, Span
+from repro.parallel.pipeline.schedule import FORWARD
+from repro.simulate.time.breakdown import STAGE_SEND, Span, StageTime
 from repro.simulate.time.cross_stage import (
-    GROUPS_ACROSS_STAGES,
     CoreWork,
     CrossStageCollective,
     CrossStageState,
-    MessageKey,
     StageItems,
     UndelayedRun,
 )
-from repro.simulate.time.device import in_any_lane, maximum, maximum_of, minimum
-from repro.simulate.time.operations import action_batches
-from repro.simulate.time.outlines import INNER_GROUP
+from repro.simulate.time.device import first_lane, in_any_lane, maximum, minimum
 from repro.simulate.time.program import (
+    GROUPS_ACROSS_STAGES,
     Await,
     Issue,
     Item,
     OperatorBlock,
-    Send,
     StageProgram,
     split_into_runs,
 )
-from repro.simulate.time.steady_state import Times
+from repro.simulate.time.step_order import DEPART, FINISH, START
 
 UPDATE = "update"
 """Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
-MIN_COMPUTE_SHARE = 1e-9
-"""Minimum share of the processors that remains for compute."""
 
 
 class StageStreams:
@@ -48,25 +40,18 @@ class StageStreams:
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
         """`record`: store the spans of the step."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
-        self.actions = peers.actions(stage)
-        self.sources = [self._source_of(action) for action in self.actions]
-        """The stage that sends the input of each action."""
-        self.exchanges = exchanges(peers.layout)
-        self.batches = action_batches(self.actions, peers.layout.chunks)
-        """Batches of positions of actions. The stage exchanges messages after each batch, without overlap."""
-        self.outbox: list[Send] = []
-        """Messages for the next exchange."""
-        self.following: Sequence[int] | None = None
-        """Positions of the actions whose inputs the next exchange receives; None if no exchange is due."""
+        self.action = 0
+        """Position of the action that runs."""
+        self.has_sent = False
+        """Whether the action has sent its message, if it has one."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
+        self.latest = 0.0
+        """Latest end of `streams`."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )
-        self.sent: dict[tuple[int, int], deque[MessageKey]] = defaultdict(deque)
-        self.posted: deque[MessageKey] = deque()
-        self.counts: dict[tuple[str, int, int], int] = defaultdict(int)
-        self.time = self.all.account()
+        self.time = StageTime()
         self.recording = False
         self.began = 0.0
         """Start of the step, which is the end of the preceding step."""
@@ -75,57 +60,44 @@ class StageStreams:
         self.spans: list[Span] = []
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
-        self.taken: dict[UndelayedRun, int] = defaultdict(int)
-        """Number of passes through each run in this step."""
-        self.tail = self._prepared(program.tail)
-        last = peers.layout.accumulation - 1
-        self.pieces = [self._prepared(program.items_of(action, last)) for action in self.actions]
+        self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
         """Run what the preceding step leaves under way. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
-        self.time, self.unmatched, self.recording = self.all.account(), 0, self.record
-        self.taken.clear()
+        self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
         """Run all actions event by event. Yield each awaited object until its time is known."""
-        if self.exchanges:
-            self.following = self.batches[0]
+        order, last = self.all.order, self.all.layout.accumulation - 1
+        for message in order.first[self.stage]:
+            self._stamp(message)
+        for position, action in enumerate(order.schedule[self.stage]):
+            self.action, self.has_sent = position, False
+            yield from self._step(START)
+            name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
+            yield from self.run_items(self.prepared(self.program.items_of(action, last)), name)
             yield from self._exchange()
-        else:
-            self._post(0)
-        for batch, following in pairwise([*self.batches, ()]):
-            for position in batch:
-                action = self.actions[position]
-                if not self.exchanges:
-                    yield from self._receive(position)
-                    self._post(position + 1)
-                elif position == batch[-1]:
-                    self.following = following
-                name = f"{'forward' if action.kind == FORWARD else 'backward'} {action.micro_batch}"
-                yield from self.run_items(self.pieces[position], name)
-                yield from self._exchange()
-                self.time.phase(action.kind, self.phase_began, self.now)
-                self.phase_began = self.now
-        for under_way in self.sent.values():
-            while under_way:
-                yield from self._sent(under_way.popleft())
+            self.time.phase(action.kind, self.phase_began, self.now)
+            self.phase_began = self.now
+        for message in order.last[self.stage]:
+            yield from self._arrive(message)
 
     def finish(self) -> Generator[object, None, None]:
         """Run the update. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
         self.time.phase(UPDATE, self.phase_began, self.now)
-        for run, times in self.taken.items():
-            self.time.add(run.time, times)
 
-    def pending_times(self) -> Times:
-        """Return all times of the streams on which later times can depend."""
+    def pending_times(self) -> list[float]:
+        """Return the ends of all streams and collectives under way; empty if none is later than now."""
         ends = [over for under_way in self.under_way.values() for over, _ in under_way]
         known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
-        return [self.now, *(maximum(end, self.now) for end in (*self.streams.values(), *known))]
+        if not known and not any(in_any_lane(end > self.now) for end in self.streams.values()):
+            return []
+        return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
-    def _prepared(self, items: Sequence[Item]) -> StageItems:
+    def prepared(self, items: Sequence[Item]) -> StageItems:
         """Return `items` with each undelayed run as one item."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
@@ -137,64 +109,60 @@ class StageStreams:
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
         """Time `items` without unfinished collectives, and return them as a run."""
-        before = self.now, self.streams, self.under_way, self.time
-        self.now, self.streams, self.under_way, self.time = (
-            0.0,
-            defaultdict(float),
-            defaultdict(deque),
-            self.all.account(),
-        )
+        before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
+        self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
+        self.streams, self.under_way = defaultdict(float), defaultdict(deque)
         for waited in self.run_items(items, ""):
             raise AssertionError(f"a run waits for {waited}")
-        keys = frozenset(item.key for item in items if isinstance(item, Issue))
-        found = UndelayedRun(items, self.now, keys, self.time)
-        self.now, self.streams, self.under_way, self.time = before
+        issues = [item for item in items if isinstance(item, Issue)]
+        keys, groups = frozenset(item.key for item in issues), frozenset(item.group for item in issues)
+        found = UndelayedRun(items, self.now, keys, groups, self.time)
+        self.now, self.latest, self.streams, self.under_way, self.time, self.recording = before
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
         """Return whether no unfinished collective delays `run` and no spans are recorded."""
         if self.recording:
             return False
-        busy = self.streams if in_any_lane(self.all.overlap_cost) else (INNER_GROUP,)
-        return not any(in_any_lane(self.streams[group] > self.now) for group in busy) and not any(
-            self.under_way[key] for key in run.keys
-        )
+        return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
 
-    def _source_of(self, action: Action) -> int | None:
-        layout = self.all.layout
-        needed = dependency_of(action, self.stage, layout.pp, layout.chunks)
-        return None if needed is None or needed[0] == self.stage else needed[0]
+    def is_idle(self, groups: Collection[str]) -> bool:
+        """Return whether no collective under way delays computation, or collectives of `groups`."""
+        if self.all.has_overlap_cost:
+            return not in_any_lane(self.latest > self.now)
+        return not any(in_any_lane(self.streams[group] > self.now) for group in groups)
 
-    def _post(self, position: int) -> None:
-        source = self.sources[position] if position < len(self.sources) else None
-        if source is None:
+    def _step(self, number: int) -> Generator[object, None, None]:
+        """Await, then post and send the messages of a step of the action."""
+        order = self.all.order
+        for message in order.awaited[number][self.stage, self.action]:
+            yield from self._arrive(message)
+        for message in order.stamped[number][self.stage, self.action]:
+            self._stamp(message)
+
+    def _exchange(self) -> Generator[object, None, None]:
+        """Take the last steps of the action, unless they have been taken."""
+        if not self.has_sent:
+            self.has_sent = True
+            yield from self._step(DEPART)
+            yield from self._step(FINISH)
+
+    def _stamp(self, message: int) -> None:
+        """Post or send a message, unless it is none."""
+        if message >= 0:
+            if self.all.order.receivers[message] != self.stage:
+                self.time.begun(STAGE_SEND, self.all.seconds(message))
+            self.all.stamp(message, self.now)
+
+    def _arrive(self, message: int) -> Generator[object, None, None]:
+        """Wait until a message has arrived, unless it is none."""
+        if message < 0:
             return
-        channel = Boundary.channel(self.actions[position].kind)
-        key = (source, self.stage, channel, self._number("receive", source, channel))
-        self.posted.append(key)
-        self.all.post(key, self.now)
-
-    def _number(self, direction: str, peer: int, channel: int) -> int:
-        self.counts[direction, peer, channel] += 1
-        return self.counts[direction, peer, channel]
-
-    def _receive(self, position: int) -> Generator[object, None, None]:
-        if self.sources[position] is None:
-            return
-        key = self.posted.popleft()
-        while not self.all.has_arrived(key):
-            yield key
-        start, end = self.all.arrival(key)
-        self.time.received(start, end)
-        self._transferred(start, end)
-
-    def _sent(self, key: MessageKey) -> Generator[object, None, None]:
-        while not self.all.has_arrived(key):
-            yield key
-        self._transferred(*self.all.arrival(key))
-
-    def _transferred(self, start: float, end: float) -> None:
-        """Wait until a message has arrived."""
+        while message not in self.all.arrivals:
+            yield message
+        start, end = self.all.arrivals[message]
+        if self.all.order.receivers[message] == self.stage:
+            self.time.received(start, end)
         self.time.waited_for_message(self.now, start, end)
         if self.recording:
             self._record("compute", "waiting for a stage", self.now, end - self.now)
@@ -205,7 +173,7 @@ class StageStreams:
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
-                    self.taken[item] += 1
+                    self.time.add(item.time, 1)
                     self.now = self.now + item.seconds  # lanes are shared, so they are not changed in place
                 else:
                     yield from self.run_items(item.items, name)
@@ -223,15 +191,16 @@ class StageStreams:
             elif isinstance(item, Await):
                 yield from self._await(item)
             else:
-                yield from self._send(item)
+                assert not self.has_sent, "an action sends several messages"
+                self.all.payloads[self.stage * len(self.all.order.actions[0]) + self.action] = item.payload
+                yield from self._exchange()
 
     def _slowed(self, seconds: float) -> float:
         """Return the seconds of a block while concurrent communication uses some of the processors."""
-        cost = self.all.overlap_cost
-        if not in_any_lane(cost) or not self.streams:
+        if not self.all.has_overlap_cost or not self.streams:
             return seconds
-        beside = maximum(0.0, maximum_of(self.streams.values()) - self.now)
-        return seconds + cost * minimum(seconds / maximum(1 - cost, MIN_COMPUTE_SHARE), beside)
+        beside = maximum(0.0, self.latest - self.now)
+        return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * beside)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
@@ -246,8 +215,8 @@ class StageStreams:
             meeting = self.all.meet(item, self.stage, ready)
             self.under_way[item.key].append((meeting, item))
             return
-        end = ready + item.seconds
-        self.streams[item.group] = end
+        self.streams[item.group] = end = ready + item.seconds
+        self.latest = maximum(self.latest, end)
         self._record(item.group, item.label, ready, item.seconds)
         self.under_way[item.key].append((end, item))
 
@@ -262,51 +231,10 @@ class StageStreams:
                 yield over
             over = over.end
             self.streams[issue.group] = maximum(self.streams[issue.group], over)
+            self.latest = maximum(self.latest, over)
         self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
         self.now = maximum(self.now, over)
 
-    def _send(self, item: Send) -> Generator[object, None, None]:
-        if self.exchanges:
-            self.outbox.append(item)
-            yield from self._exchange()
-            return
-        under_way = self.sent[self._to(item), item.channel]
-        while len(under_way) >= Boundary.UNDER_WAY:
-            yield from self._sent(under_way.popleft())
-        key = self._addressed(item)
-        under_way.append(key)
-        self._begin(key, self.all.seconds(key, item.payload))
-
-    def _exchange(self) -> Generator[object, None, None]:
-        """If an exchange is due, send the outgoing messages, receive the next batch's inputs, and wait for all."""
-        following, self.following = self.following, None
-        if following is None:
-            return
-        for position in following:
-            self._post(position)
-        keys = [self._addressed(item) for item in self.outbox]
-        seconds = sum(
-            self.all.seconds(key, item.payload) for key, item in zip(keys, self.outbox, strict=True)
-        )
-        self.outbox.clear()
-        for key in keys:
-            self._begin(key, seconds)
-        for key in keys:
-            yield from self._sent(key)
-        for position in following:
-            yield from self._receive(position)
-
-    def _begin(self, key: MessageKey, seconds: float) -> None:
-        self.time.begun(STAGE_SEND, seconds)
-        self.all.send(key, seconds, self.now)
-
-    def _to(self, item: Send) -> int:
-        return (self.stage + item.offset) % self.all.layout.pp
-
-    def _addressed(self, item: Send) -> MessageKey:
-        to = self._to(item)
-        return (self.stage, to, item.channel, self._number("send", to, item.channel))
-
     def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
-        if self.recording and seconds > 0:
-            self.spans.append(Span(self.stage, stream, name, start, seconds))
+        if self.recording and first_lane(seconds) > 0:
+            self.spans.append(Span(self.stage, stream, name, first_lane(start), first_lane(seconds)))

@@ -227,11 +227,10 @@ def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
 def _import_shape_functions() -> None:
     """Import the modules that torch's shape functions import at the first call, which would retain tensors.
 
-    `gc.freeze` excludes the imported objects from the collections that every trace begins with.
+    `gc.freeze` excludes the imported objects from later collections.
     """
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-    gc.collect()
     gc.freeze()
 
 

@@ -36,7 +36,9 @@ def test_both_have_to_be_between(
     monkeypatch.setattr(view, "family_statistics", lambda points: found)
     assert view.print_coverage(tmp_path, (LEAST, MOST)) == code
     told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith(f"{rates} of 100 rates and {ratios} of 100 ratios lie in their 90 % intervals")
+    assert told.startswith(
+        f"{rates} of 100 rates and {ratios} of 100 ratios lie in their wider 90 % intervals"
+    )
     assert ("not both between 80 and 97 %" in told) == bool(code)
 
 

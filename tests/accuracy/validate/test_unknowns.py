@@ -151,10 +151,17 @@ def store(tmp_path: Path) -> list[str]:
 def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--unknowns", *store]) == 0
     text = capsys.readouterr().out
-    first = text.partition("2. ")[0]
-    assert f"1. {RINGS} of dgx2" in first
-    assert "settles 1 of 1, moves 1; 80.0 % of the width" in first
-    assert "1 of 1 verdicts: my-claim" in first
+    assert text.startswith(
+        "Largest uncertainty: inter-node rings of dgx2, 80.0 % of the width of all intervals."
+    )
+    rows = [line.split() for line in text.splitlines() if line.startswith((RINGS, PACE))]
+    assert [row[0] for row in rows] == [RINGS, PACE]
+    assert rows[0][-3:] == ["1", "1", "80.0"]
+    assert "repro calibrate" not in text
+    assert main(["validate", "--unknowns", "--details", *store]) == 0
+    first = capsys.readouterr().out.partition(f"{PACE} of dgx2")[0]
+    assert f"{RINGS} of dgx2" in first
+    assert "1 possible: my-claim" in first
     assert "repro calibrate --system dgx2 --profile" in first
     assert main(["validate", "--unknowns", "--json", *store]) == 0
     document = json.loads(capsys.readouterr().out)

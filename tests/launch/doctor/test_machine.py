@@ -12,17 +12,21 @@ import pytest
 from repro import cli
 from repro.launch.doctor import Check, machine
 from repro.launch.doctor.machine import examine_machine
-from repro.report.text.machine import check_lines
 
 
 def by_name(results: Path) -> dict[str, Check]:
     return {check.name: check for check in examine_machine(results)}
 
 
-def test_this_machine_is_usable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
-    text = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
-    assert "data, tensor and ZeRO parallelism on this machine's CPUs" in text
+def test_this_machine_is_usable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["doctor", "--results", str(tmp_path), "--details"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Suites can be run here.\n")
+    for words in ("\nyes      python", "data, tensor and ZeRO"):
+        assert words in text
     checks = by_name(tmp_path)
     assert {
         "python",
@@ -53,7 +57,7 @@ def test_without_torch_nothing_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["doctor", "--results", str(tmp_path)]) == 1
-    assert "until this is mended: torch" in capsys.readouterr().out
+    assert "until this works: torch" in capsys.readouterr().out
 
 
 def test_results_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,6 +79,13 @@ def test_slurm_is_found_by_its_commands(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (check.state, check.found.split(",")[0]) == ("yes", "slurm 23.11.4")
 
 
-def test_lines_fit_the_terminal(tmp_path: Path) -> None:
-    for width in (60, 100):
-        assert max(map(len, check_lines(examine_machine(tmp_path), width))) <= width
+def test_a_check_that_passes_is_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without --details only the others have a row; every name is there."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["doctor", "--results", str(tmp_path)]) == 0
+    passed, _, others = capsys.readouterr().out.partition("\n\n")
+    for check in examine_machine(tmp_path):
+        assert check.state != "yes" or check.name in " ".join(passed.split())
+        assert (f"\n{check.state:<9}{check.name} " in others) == (check.state != "yes")

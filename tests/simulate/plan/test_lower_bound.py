@@ -17,8 +17,10 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.predict import calibrated_kernels
 from tests.simulate.plan.layouts import random_layout
 
-QUICK, ALL = 24, 240
+QUICK, ALL = 24, 400
 """Number of random layouts of the quick test and of both."""
+GATHERED_ONCE = 708
+"""Random layout of stage 3 that gathers the embedding in forward passes only."""
 
 
 def shares(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float]]:
@@ -38,7 +40,11 @@ def shares(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow) for seed in range(ALL)]
+    "seed",
+    [
+        GATHERED_ONCE,
+        *(pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow) for seed in range(ALL)),
+    ],
 )
 def test_no_layout_takes_less(seed: int) -> None:
     time, memory = shares(*random_layout(seed))
@@ -59,6 +65,7 @@ LAYOUTS = {
     "pp3": replace(BASE, pp=3, micro_batch=2),
     "pp12-tp2": replace(BASE, pp=12, tp=2, dp=2),
     "gpipe": replace(BASE, pp=4, dp=2, schedule="gpipe"),
+    "pp4-dp64": replace(BASE, tp=2, pp=4, dp=64, global_batch=512),
     "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2),
     "cp4": replace(BASE, cp=4),
     "gradients": replace(BASE, dp=64, pp=2, zero=2, global_batch=512),
@@ -69,12 +76,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_large_layout_takes_little_more(name: str, model: Model) -> None:
-    """A bound that excludes nothing is useless. Stage 3 also holds gathered parameters of a few of these few layers."""
+    """A bound that excludes nothing is useless."""
     on = systems.load_system_file("selene")
     layout = replace(LAYOUTS[name], precision="bf16")
     time, memory = shares(PlanRequest(model, on, layout.world, 0, model.seq), layout)
-    assert 0.75 <= time <= 1
-    assert (0.3 if layout.zero == 3 else 0.8) <= max(memory.values()) <= 1
+    assert (0.8 if layout.cp > 1 else 0.9) <= time <= 1
+    assert (0.75 if layout.zero == 3 else 0.9) <= max(memory.values()) <= 1
 
 
 def test_operators_that_were_measured_have_no_bound() -> None:

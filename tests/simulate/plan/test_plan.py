@@ -117,7 +117,7 @@ def test_a_plan() -> None:
     with Workers(1) as workers:
         found = search_layouts(asked, workers)
     rows = found.rows
-    assert {row.evidence for row in rows} == {STATES, FULL}
+    assert {row.evidence for row in rows} == {STATES, RETAINED, FULL}
     assert found.simulated == sum(row.evidence == FULL for row in rows)
     assert not found.no_time
     assert [plan_order(row) for row in rows] == sorted(plan_order(row) for row in rows)

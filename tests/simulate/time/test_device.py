@@ -257,14 +257,11 @@ def test_products_and_other_kernels_have_factors_of_their_own() -> None:
 
 
 def test_passes_over_parameters_have_a_factor_of_their_own() -> None:
-    """And so has the least that they may take, from which a plan rules layouts out."""
     added = Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2)
     for kernels in (Kernels(1.5, 3.0, passes=1.2), Kernels.alike(0.9)):
         cost = DeviceCost(V100, "fp16", kernels)
         asked = DeviceCost(V100, "fp16").seconds(added)
         assert cost.seconds(added) == pytest.approx(kernels.passes * asked, rel=1e-12)
-        *_, streamed = cost.least(1e9) or (0.0,)
-        assert 0 < 3e9 * streamed <= cost.seconds(added)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from repro.config import Experiment, Layout, Model, Training, systems
 from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.systems.unknowns import drawn, quantiles_in_cases, unknowns
-from repro.simulate.time.breakdown import NoBreakdown
 from repro.simulate.time.device import MODELLED_KERNELS
 from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
 from repro.simulate.time.stage import StageStreams
@@ -87,7 +86,5 @@ def test_a_random_layout_takes_the_time_of_its_events(experiment: Experiment) ->
         found = schedule_traces(experiment, system(), traces, MODELLED_KERNELS)
         in_cases = scheduled_step_seconds(experiment, cases, traces, MODELLED_KERNELS)
     assert_equal(found, schedule_traces(experiment, system(), traces, MODELLED_KERNELS, by_events=True))
-    by_events = schedule_traces(
-        experiment, cases, traces, MODELLED_KERNELS, by_events=True, account=NoBreakdown
-    )
-    assert in_cases == pytest.approx(by_events.step_s, rel=1e-9)
+    by_events = schedule_traces(experiment, cases, traces, MODELLED_KERNELS, by_events=True)
+    assert in_cases == pytest.approx(by_events.seconds, rel=1e-9)

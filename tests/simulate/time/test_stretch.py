@@ -20,9 +20,12 @@ def test_a_collective_of_the_inner_group_that_ends_is_inside() -> None:
     ]
 
 
-def test_what_another_group_does_or_what_does_not_end_is_not() -> None:
-    assert list(split_into_runs([BLOCK, ELSEWHERE, BLOCK, ARRIVES])) == [
-        *((True, [BLOCK]), (False, [ELSEWHERE]), (True, [BLOCK]), (False, [ARRIVES])),
+def test_a_collective_across_stages_or_without_its_end_is_not_inside() -> None:
+    inside = [BLOCK, ELSEWHERE, BLOCK, ARRIVES]
+    assert list(split_into_runs(inside)) == [(True, inside), (False, [])]
+    across = Issue(("y",), "world", "norm", 1.0)
+    assert list(split_into_runs([BLOCK, across, BLOCK, ARRIVES])) == [
+        *((True, [BLOCK]), (False, [across]), (True, [BLOCK]), (False, [ARRIVES])),
         *((True, []), (False, [])),
     ]
     assert list(split_into_runs([BLOCK, BEGINS, BLOCK])) == [
