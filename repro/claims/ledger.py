@@ -187,6 +187,8 @@ class Ledger:
     """Title of each ledger file, by file name."""
     about: Mapping[str, str]
     """Author of the claims in each ledger file, by file name: `ZeRO`, `Megatron`."""
+    dates: Mapping[str, str]
+    """Month of the publication of each ledger file, by file name; empty beyond the reports."""
 
     def claim(self, claim_id: str) -> Claim:
         """Return the claim with this id or number of a headline.  Raises `ConfigError` with near matches."""

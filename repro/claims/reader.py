@@ -64,6 +64,7 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
         sources=sources,
         titles={path.name: content.title for path, content in files.items()},
         about={path.name: content.about or content.title for path, content in files.items()},
+        dates={path.name: content.date for path, content in files.items()},
     )
 
 

@@ -119,7 +119,7 @@ class JudgedStore:
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
-        from repro.report.verdicts import row_view
+        from repro.report.verdicts import VERDICT_SIGNS, row_view
 
         rows = []
         for result in self.judged:
@@ -129,7 +129,7 @@ class JudgedStore:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
                 for finding in reversed(view["findings"]):  # the strongest finding of a kind is first
-                    seen[finding["kind"]] = f"{finding['value']} {finding['sign']}"
+                    seen[finding["kind"]] = f"{finding['value']} {VERDICT_SIGNS[finding['verdict']]}"
                 shown = {"claim": result.claim.id, "value": view["label"], "published": view["published"]}
                 rows.append({**shown, **seen, "verdict": view["verdict"]})
         return _frame(rows)

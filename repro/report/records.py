@@ -1,4 +1,4 @@
-"""Text of records: their origins, and the rows of the page's tables, with every number as text."""
+"""Rows of the site's table of experiments, and the origins of records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from repro.config import words
 from repro.report.verdicts import anchor
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import Provenance, SimulatedRole
-from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, Record
+from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.simulate.time.calibration import basis_of_record
 from repro.util import units
 
@@ -72,67 +72,66 @@ def _commit(provenance: Provenance) -> str:
     return git["commit"][:12] + (f" + changes {git['diff']}" if git.get("dirty") else "")
 
 
-def measured_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of experiments, with every number as text."""
-    metrics, experiment = record.metrics, record.experiment
+SIZES = {"states_gb": "memory.states_bytes", "peak_gb": "memory.peak_bytes", "sent_gb": "comm.sent_bytes"}
+"""Metric of each column in GB."""
 
-    spread = ""
-    if metrics.get(STEP_SECONDS) is not None:
-        spread = f"[{units.seconds(metrics.get('step_seconds.p20'))}, {units.seconds(metrics.get('step_seconds.p80'))}]"
-    beside = metrics.get("memory.context_bytes")
+
+def record_row(record: ExperimentRecord) -> dict[str, Any]:
+    """Return one row of the table of experiments: its columns, and `facts`, further values as text by their labels."""
+    metrics, layout, basis = record.metrics, record.experiment.layout, basis_of_record(record)
+    is_simulated = record.evidence == SIMULATED
+    facts = _simulated_facts(record, basis) if is_simulated else _measured_facts(record)
+    common = {"Reason": units.readable(record.reason), "Suite": record.suite, "Record": record.id}
     return {
+        "anchor": anchor(record.evidence, record.label),
         "name": record.name,
         "suite": record.suite,
-        "anchor": anchor(MEASURED, record.label),
-        "model": experiment.model.name,
-        "engine": experiment.engine,
-        "layout": words.describe_layout(experiment.layout),
+        "evidence": record.evidence,
+        "model": record.experiment.model.name,
+        "layout": f"{words.describe_layout(layout)}, micro-batch {layout.micro_batch}",
         "outcome": record.outcome,
-        "reason": record.reason,
-        "step": units.seconds(metrics.get(STEP_SECONDS)),
-        "spread": spread,
-        "tokens_per_s": units.number(metrics.get("tokens_per_s")),
-        "states": units.size(metrics.get("memory.states_bytes")),
-        "peak": units.size(metrics.get("memory.peak_bytes")),
-        "resident": units.size(metrics.get("memory.rss_peak_bytes")),
-        "of_gpu": "" if beside is None else f"{units.size(beside)} of its GPU",
-        "sent": units.size(metrics.get("comm.sent_bytes")),
-        "loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
-        **record_identity(record),
+        "step_s": None if is_simulated and not basis else _rounded(metrics.get(STEP_SECONDS)),
+        **{name: _rounded(metrics.get(key), 1e9) for name, key in SIZES.items()},
+        "facts": {**facts, **common, "Written (UTC)": record_identity(record)["written"]},
+    }
+
+
+def _rounded(value: float | None, unit: float = 1.0) -> float | None:
+    return None if value is None else float(f"{value / unit:.4g}")
+
+
+def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
+    metrics = record.metrics
+    ends = [units.seconds(metrics.get(f"step_seconds.p{part}")) for part in (20, 80)]
+    outside = metrics.get("memory.context_bytes")
+    return {
+        "Step time, 20 % to 80 % of steps": " to ".join(ends) if STEP_SECONDS in metrics else "",
+        "Tokens per second": units.number(metrics.get("tokens_per_s")),
+        "Resident memory of the process": units.size(metrics.get("memory.rss_peak_bytes")),
+        "GPU memory outside of torch": "" if outside is None else units.size(outside),
+        "Last loss": f"{metrics['loss.last']:.4f}" if "loss.last" in metrics else units.NO_VALUE,
+        "Engine": record.experiment.engine,
+    }
+
+
+def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
+    metrics, layout = record.metrics, record.experiment.layout
+    fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
+    return {
+        "Step time rests on": basis,
+        "Peak memory in": _peak_place(fullest),
+        "Reserved memory": units.size(metrics.get("memory.reserved_bytes")),
+        "Memory limit": units.size(metrics.get("memory.limit_bytes")),
+        "Sent between nodes": units.size(
+            metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None
+        ),
+        "System": f"{units.number(layout.world)} x {record.experiment.system}",
     }
 
 
 def record_identity(record: Record) -> dict[str, str]:
     """Return the record's id and its time of writing (UTC)."""
     return {"id": record.id, "written": record.written[:16].replace("T", " ")}
-
-
-def simulated_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return one row of the table of simulated experiments, with every number as text."""
-    metrics, experiment = record.metrics, record.experiment
-    values, basis = experiment.layout, basis_of_record(record)
-    fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
-    return {
-        "name": record.name,
-        "suite": record.suite,
-        "anchor": anchor(SIMULATED, record.label),
-        "model": experiment.model.name,
-        "system": experiment.system,
-        "ranks": units.number(values.world),
-        "layout": f"{words.describe_layout(values)}, micro-batch {values.micro_batch}",
-        "outcome": record.outcome,
-        "reason": units.readable(record.reason),
-        "step": units.seconds(metrics.get(STEP_SECONDS)) if basis else units.NO_VALUE,
-        "rests_on": basis,
-        "states": units.size(metrics.get("memory.states_bytes")),
-        "peak": units.size(metrics.get("memory.peak_bytes")),
-        "where": _peak_place(fullest),
-        "reserved": units.size(metrics.get("memory.reserved_bytes")),
-        "limit": units.size(metrics.get("memory.limit_bytes")),
-        "sent": units.size(metrics.get("comm.sent_bytes")),
-        "between": units.size(metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None),
-        **record_identity(record),
-    }
 
 
 def _peak_place(role: SimulatedRole | None) -> str:

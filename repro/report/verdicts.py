@@ -37,14 +37,9 @@ VERDICT_SIGNS = {
 """Sign of each verdict, because colour alone must not distinguish verdicts."""
 
 
-def slug(verdict: str) -> str:
-    """Return a verdict as a CSS class."""
-    return verdict.replace(" ", "-")
-
-
 def anchor(kind: str, name: str) -> str:
-    """Return the page's anchor of the record of the experiment `suite/name`."""
-    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.')}"
+    """Return the anchor of the record `suite/name` in `experiments.html`."""
+    return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
 def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
@@ -54,9 +49,7 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
     return {
         "id": claim.id,
         "title": claim.title,
-        "family": claim.family,
-        "about": ledger.about.get(claim.file, claim.file),
-        "group": ledger.titles.get(claim.file, claim.file),
+        "file": claim.file,
         "published": claim.published,
         "conditions": claim.conditions,
         "sources": [_source(text, ledger) for text in claim.source],
@@ -67,15 +60,12 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "note": claim.note,
         "needs": claim.needs,
         "verdict": result.verdict,
-        "slug": slug(result.verdict),
-        "sign": VERDICT_SIGNS[result.verdict],
         "basis": result.basis,
-        "strongest": next((kind for kind in KINDS if result.basis.startswith(kind)), ""),
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
         "why": line.why,
         "reason": result.reason,
         "disagreements": result.disagreements,
-        "cells": {**{kind: _cell(result, line, kind) for kind in KINDS}, "itself": _itself(result, line)},
+        "cells": {kind: _cell(result, line, kind) for kind in (*KINDS, ITSELF)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
         "commands": [*catalogue.commands(read), *evaluation_commands(claim), *device_commands(claim)],
@@ -95,41 +85,22 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
 
 def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
     """Return the cell of one kind of evidence for a claim: a single value, or the count of the ledger table."""
-    words = line.counts[name]
+    words = line.itself if name == ITSELF else line.counts[name]
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
-        return {"text": words, "scale": "", "verdict": words, "slug": "", "sign": ""}
+        return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
-    if len(values) == 1:
-        words = _value(*values[0])
-    elif kind.decided < kind.rows:
-        words += f" ({kind.rows - kind.decided} not run)"
-    # Missing runs alone are not a failure if all executed rows agree.
-    missed = any(f.verdict in BAD for f, _ in values)
-    shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
-    scale = "" if kind.scale == CLOSED_FORM else kind.scale
-    return {
-        "text": words,
-        "scale": scale,
-        "verdict": shown,
-        "slug": slug(shown),
-        "sign": VERDICT_SIGNS[shown],
-    }
-
-
-def _itself(result: ClaimResult, line: Line) -> dict[str, str]:
-    """Return the cell with the number of values that are consistent with other numbers of their source."""
-    kind = result.kind(ITSELF)
-    if kind is None or kind.decided == 0:
-        return {"text": line.itself, "scale": "", "verdict": line.itself, "slug": "", "sign": ""}
-    shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
-    return {
-        "text": line.itself,
-        "scale": "",
-        "verdict": shown,
-        "slug": slug(shown),
-        "sign": VERDICT_SIGNS[shown],
-    }
+    if name == ITSELF:
+        shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
+    else:
+        if len(values) == 1:
+            words = _value(*values[0])
+        elif kind.decided < kind.rows:
+            words += f" ({kind.rows - kind.decided} not run)"
+        # Missing runs alone are not a failure if all executed rows agree.
+        missed = any(f.verdict in BAD for f, _ in values)
+        shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
+    return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
@@ -143,8 +114,6 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         "published": published + (f" ± {row.error:g}" if row.error else ""),
         "certainty": row.certainty,
         "verdict": result.verdict,
-        "slug": slug(result.verdict),
-        "sign": VERDICT_SIGNS[result.verdict],
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
         "note": row.note,
         "given": row.given,
@@ -167,8 +136,6 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "reason": "" if at_scale else _beside_the_rule(finding),
         "expression": finding.expression,
         "verdict": finding.verdict,
-        "slug": slug(finding.verdict),
-        "sign": VERDICT_SIGNS[finding.verdict],
         "disagrees": finding in result.disagrees,
         "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
     }
@@ -186,10 +153,10 @@ def tornado(doubt: InputUncertainty) -> list[dict[str, Any]]:
     """
     shown = doubt.largest_unknowns(MAX_TORNADO_BARS)
     ends = [end for _, low, high, _ in shown for end in (low, high)] + [doubt.best]
-    start, whole = min(ends), (max(ends) - min(ends)) or 1.0
+    start, span = min(ends), (max(ends) - min(ends)) or 1.0
 
     def place(value: float) -> float:
-        return round(100 * (value - start) / whole, 1)
+        return round(100 * (value - start) / span, 1)
 
     return [
         {
@@ -224,31 +191,7 @@ def _source(text: str, ledger: Ledger) -> dict[str, str]:
     return {"text": text, "title": f"{source.title}; {source.where}" if source else ""}
 
 
-def count_verdicts(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of claims by verdict; for decided verdicts also by the strongest deciding evidence."""
-    counts = []
-    for verdict, sign in VERDICT_SIGNS.items():
-        members = [claim for claim in claims if claim["verdict"] == verdict]
-        kinds = KINDS[::-1] if verdict in (REPRODUCED, POSSIBLE, NOT_REPRODUCED) else ()
-        by_kind = {kind: sum(claim["strongest"] == kind for claim in members) for kind in kinds}
-        entry = {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": len(members)}
-        counts.append({**entry, "by_kind": by_kind})
-    return counts
-
-
-def by_about(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of claims of each system by verdict; the system with most claims is first."""
-    entries = [
-        {
-            "about": about,
-            "claims": len(members),
-            "verdicts": [
-                {"verdict": verdict, "slug": slug(verdict), "sign": sign, "count": count}
-                for verdict, sign in VERDICT_SIGNS.items()
-                if (count := sum(claim["verdict"] == verdict for claim in members))
-            ],
-        }
-        for about in dict.fromkeys(claim["about"] for claim in claims)
-        for members in [[claim for claim in claims if claim["about"] == about]]
-    ]
-    return sorted(entries, key=lambda entry: -int(entry["claims"]))
+def count_verdicts(claims: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the number of claims of each verdict that occurs."""
+    found = [claim["verdict"] for claim in claims]
+    return {verdict: found.count(verdict) for verdict in VERDICT_SIGNS if verdict in found}

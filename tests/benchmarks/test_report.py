@@ -33,7 +33,7 @@ def test_report(benchmark: Any, results: Path, tmp_path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=300)
 
     benchmark.pedantic(process, rounds=2, iterations=1)
-    benchmark.extra_info["page_bytes"] = (tmp_path / "index.html").stat().st_size
+    benchmark.extra_info["records_bytes"] = (tmp_path / "records.js").stat().st_size
     benchmark.extra_info["store_bytes"] = sum(path.stat().st_size for path in results.rglob("*.jsonl"))
 
 

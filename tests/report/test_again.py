@@ -12,7 +12,9 @@ QUESTIONS = load_questions(committed.ledger()).asked
 def rendered(*systems: str) -> str:
     made = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
     lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: it does not fit")
-    return template("again.html").render(again=_again({system: [made, lacking] for system in systems}))
+    return template("again.html").render(
+        again=_again({system: [made, lacking] for system in systems}, committed.ledger())
+    )
 
 
 def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
@@ -22,7 +24,7 @@ def test_a_line_has_what_was_published_and_an_answer_of_every_system() -> None:
     assert text.count("1.5b-dp: it does not fit") == 2
     assert "Predicted on dgx-h200" in text
     assert "<td>3.75x</td>" in text
-    assert 'href="#claim-ds-3p75x-lowbw"' in text
+    assert 'href="claims/ds-3p75x-lowbw.html"' in text
     assert "no verdicts" in text
 
 
@@ -32,5 +34,5 @@ def test_without_simulations_there_is_no_section() -> None:
 
 def test_what_an_answer_rests_on_is_said() -> None:
     answer = Answer(question=QUESTIONS[0], value=1.5, rests_on="published point")
-    text = template("again.html").render(again=_again({"dgx-h100": [answer]}))
+    text = template("again.html").render(again=_again({"dgx-h100": [answer]}, committed.ledger()))
     assert 'title="rests on: published point"' in text

@@ -1,4 +1,4 @@
-"""The page in a real browser: headless Chromium, offline, at the width of a desk and of a phone.
+"""The site in a real browser: headless Chromium, offline, at the width of a desk and of a phone.
 
 Without Chromium or playwright the tests are skipped; with REPRO_BROWSER=1 they fail then.  With
 REPRO_SCREENSHOTS=DIR the pages are saved there as pictures, to be looked at.
@@ -6,6 +6,8 @@ REPRO_SCREENSHOTS=DIR the pages are saved there as pictures, to be looked at.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,10 +16,14 @@ from typing import Any, NoReturn
 
 import pytest
 
+from repro.claims.headlines import headline_lines
 from repro.report.evidence import JudgedStore
+from tests.report.test_page import MAX_NODES, stored_rows
 
 pytestmark = pytest.mark.slow
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+CLAIM = "claims/zero-mem-formula-stages.html"
+PAGES = ("index.html", "claims.html", "source-zero.html", "experiments.html", "machines.html", CLAIM)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -66,18 +72,26 @@ class Visit:
     def shown(self) -> list[str]:
         """Ids of the claims that no filter hides."""
         found: list[str] = self.page.eval_on_selector_all(
-            "details.claim:not([hidden])", "all => all.map(one => one.id.slice('claim-'.length))"
+            "tr[data-verdict]:not([hidden])", "all => all.map(one => one.id.slice('claim-'.length))"
+        )
+        return found
+
+    def names(self) -> list[str]:
+        """Names in the rows of the table of experiments that are in view."""
+        found: list[str] = self.page.eval_on_selector_all(
+            "#records a", "all => all.map(one => one.textContent)"
         )
         return found
 
 
 @pytest.fixture
 def visit(browser: Any, built: Path) -> Iterator[Any]:
-    """Opens the synthetic store's page: `visit(size, scheme, anchor)`."""
+    """Opens a page of the synthetic store's site: `visit(address, size, scheme)`."""
     visits: list[Visit] = []
 
-    def open_page(size: dict[str, int] = DESK, scheme: str = "light", anchor: str = "") -> Visit:
-        visits.append(Visit(browser, (built / "index.html").as_uri() + anchor, size, scheme))
+    def open_page(address: str, size: dict[str, int] = DESK, scheme: str = "light") -> Visit:
+        name, mark, part = address.partition("#")
+        visits.append(Visit(browser, (built / name).as_uri() + mark + part, size, scheme))
         return visits[-1]
 
     yield open_page
@@ -85,14 +99,22 @@ def visit(browser: Any, built: Path) -> Iterator[Any]:
         one.context.close()
 
 
+@pytest.fixture(scope="module")
+def records(built: Path) -> list[dict[str, Any]]:
+    return stored_rows((built / "records.js").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
 def test_loads_alone_and_without_complaint(
-    visit: Any, size: dict[str, int], scheme: str, built: Path, tmp_path: Path
+    visit: Any, name: str, size: dict[str, int], scheme: str, built: Path, tmp_path: Path
 ) -> None:
-    seen = visit(size, scheme)
-    assert [url for url in seen.asked if not url.startswith("data:")] == [(built / "index.html").as_uri()]
+    seen = visit(name, size, scheme)
+    seen.page.wait_for_load_state("load")
+    assert [url for url in seen.asked if not url.startswith(("data:", built.as_uri()))] == []
     assert seen.complaints == []
+    assert seen.page.evaluate("document.getElementsByTagName('*').length") < MAX_NODES
     # Nothing but tables and pictures, which scroll by themselves, is wider than the window.
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     if size is DESK:  # where no table has to
@@ -105,96 +127,158 @@ def test_loads_alone_and_without_complaint(
     assert (light[0] < 0.2 < 0.8 < light[1]) if scheme == "dark" else (light[0] > 0.9 and light[1] < 0.3)
     folder = Path(os.environ.get("REPRO_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / f"page-{size['width']}-{scheme}.png"
+    picture = folder / f"{Path(name).stem}-{size['width']}-{scheme}.png"
     seen.page.screenshot(path=picture)
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_figure_has_the_background_of_its_page(visit: Any, scheme: str) -> None:
+    from PIL import Image
+
+    page = visit("source-zero.html", DESK, scheme).page
+    figure = page.locator("#figure-states .picture")
+    assert figure.locator("img").evaluate("one => one.naturalWidth") > 100
+    picture = Image.open(io.BytesIO(figure.screenshot())).convert("RGB")
+    colours = picture.getcolors(1 << 20)
+    assert colours
+    usual = max(colours)[1]
+    assert usual == ((255, 255, 255) if scheme == "light" else (0x14, 0x19, 0x1F))
+
+
 def test_every_filter_leaves_what_the_ledger_says(visit: Any, found: JudgedStore) -> None:
-    page, about = visit(), found.ledger.about
-    everything = [result.claim.id for result in found.judged]
+    page, about = visit("claims.html"), found.ledger.about
+    first = list(dict.fromkeys(line.claim for line in headline_lines(found.ledger, found.judged)))
+    others = [result.claim.id for result in found.judged if result.claim.id not in first]
+    everything = [*first, *others]
+    results = {result.claim.id: result for result in found.judged}
+    files = {claim: results[claim].claim.file for claim in everything}
     assert page.shown() == everything
 
     def choose(name: str, value: str) -> list[str]:
-        page.page.select_option(f"[data-filter={name}]", value)
+        page.page.select_option(f"[name={name}]", value)
         shown: list[str] = page.shown()
         assert page.page.inner_text("#count") == f"{len(shown)} of {len(everything)} claims"
         return shown
 
-    for system in dict.fromkeys(about[result.claim.file] for result in found.judged):
-        wanted = [result.claim.id for result in found.judged if about[result.claim.file] == system]
-        assert choose("about", system) == wanted
-    choose("about", "")
+    zero = [claim for claim in everything if about[files[claim]] == "ZeRO"]
+    assert choose("source", "zero") == zero != []
+    beyond = [claim for claim in everything if not found.ledger.dates[files[claim]]]
+    assert choose("source", "beyond") == beyond != []
+    choose("source", "")
     for verdict in {result.verdict for result in found.judged}:
-        wanted = [result.claim.id for result in found.judged if result.verdict == verdict]
+        wanted = [claim for claim in everything if results[claim].verdict == verdict]
         assert choose("verdict", verdict) == wanted
     choose("verdict", "")
     for kind in ("measured", "analytic"):
-        decided = [any(k.kind == kind and k.decided for k in result.kinds) for result in found.judged]
+        decided = [any(k.kind == kind and k.decided for k in results[claim].kinds) for claim in everything]
         wanted = [claim for claim, yes in zip(everything, decided, strict=True) if yes]
         assert choose("evidence", kind) == wanted != []
-    both = [result.claim.id for result in found.judged if result.claim.id in wanted]
-    both = [claim for claim in both if about[found.ledger.claim(claim).file] == "Yuan"]
-    assert choose("about", "Yuan") == both
-    page.page.click("#reset")
-    page.page.fill("[data-filter=text]", "ZERO-FIG1")
-    assert page.shown() == [claim for claim in everything if "zero-fig1" in claim]
-    page.page.click("#reset")
+    both = [claim for claim in wanted if about[files[claim]] == "Yuan"]
+    assert choose("source", "yuan") == both
+    page.page.click("[type=reset]")
     assert page.shown() == everything
+    page.page.fill("[name=text]", "ZERO-FIG1")
+    assert page.shown() == [claim for claim in everything if "zero-fig1" in claim]
 
 
-def test_a_verdict_s_tile_and_a_system_s_name_filter_and_let_go(visit: Any) -> None:
-    page = visit()
-    before = page.shown()
-    for selector in (".tile[data-verdict='not comparable']", "button[data-about='Yuan']"):
-        page.page.click(selector)
-        assert 0 < len(page.shown()) < len(before)
-        page.page.click(selector)
-        assert page.shown() == before
+def test_a_verdict_of_the_first_page_leads_to_its_claims_and_back(visit: Any, found: JudgedStore) -> None:
+    page = visit("index.html")
+    page.page.click(".tile.not-comparable")
+    wanted = sorted(result.claim.id for result in found.judged if result.verdict == "not comparable")
+    assert sorted(page.shown()) == wanted != []
+    page.page.click("tr[data-verdict]:not([hidden]) a")
+    assert page.page.inner_text("header .badge").endswith("not comparable")
+    page.page.go_back()
+    page.page.wait_for_selector("#count")
+    assert sorted(page.shown()) == wanted, "the address keeps the filter"
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_a_line_opens_in_place_to_everything_about_its_claim(visit: Any, size: dict[str, int]) -> None:
-    seen = visit(size)
-    claim = seen.page.locator("#claim-zero-mem-formula-stages")
-    inside = claim.locator(".inside")
-    assert not inside.is_visible()
-    claim.locator("> summary").click()
-    assert inside.is_visible()
-    text = inside.inner_text()
+def test_a_claim_has_everything_about_it(visit: Any, size: dict[str, int]) -> None:
+    seen = visit("claims.html", size)
+    seen.page.click("#claim-zero-mem-formula-stages a")
+    text = seen.page.inner_text("body")
     for word in ("Conditions", "Source", "Certainty", "confirmed", "Verdict", "tolerance:", "scaled twin"):
         assert word in text, word
     assert "repro run suites/smoke.toml --only 'states-z" in text
     assert "repro claims zero-mem-formula-stages" in text
     assert "are in the store" in text
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    if os.environ.get("REPRO_SCREENSHOTS"):
-        claim.screenshot(path=Path(os.environ["REPRO_SCREENSHOTS"]) / f"claim-{size['width']}.png")
-    claim.locator("> summary").click()
-    assert not inside.is_visible()
 
 
-def test_a_link_opens_what_it_leads_to(visit: Any) -> None:
-    seen = visit(anchor="#claim-zero-mem-formula-stages")
-    assert seen.page.locator("#claim-zero-mem-formula-stages").get_attribute("open") is not None
-    seen.page.locator("#claim-zero-mem-formula-stages .behind > summary").click()
-    seen.page.locator("#claim-zero-mem-formula-stages a[href^='#run-']").first.click()
-    target = seen.page.evaluate("location.hash.slice(1)")
-    assert seen.page.locator(f"[id='{target}']").is_visible()
+def test_a_link_leads_from_a_claim_to_a_record_and_back(visit: Any) -> None:
+    page = visit(CLAIM).page
+    page.click("summary >> text=List of the records")
+    page.click("a[href*='experiments.html#run-']")
+    assert page.is_visible("#record")
+    name = page.evaluate("decodeURIComponent(location.hash).split('.').slice(1).join('.')")
+    assert page.inner_text("#record-name") == f"{name}, measured"
+    page.click("#record a >> text=zero-mem-formula-stages")
+    assert page.url.endswith(CLAIM)
 
 
-def test_open_all_opens_what_is_shown(visit: Any) -> None:
-    page = visit().page
-    page.select_option("[data-filter=about]", "Yuan")
-    page.click("#toggle")
-    assert page.locator("details.claim[open]").count() == page.locator("details.claim:not([hidden])").count()
-    assert page.inner_text("#toggle") == "close all"
-    page.click("#toggle")
-    assert page.locator("details.claim[open]").count() == 0
+def test_only_rows_in_view_exist_and_every_row_can_be_reached(
+    visit: Any, records: list[dict[str, Any]]
+) -> None:
+    seen = visit("experiments.html", {"width": 1280, "height": 300})
+    assert 0 < len(seen.names()) < len(records)
+    reached = set(seen.names())
+    for _ in records:
+        seen.page.evaluate("document.getElementById('records').scrollTop += 90")
+        seen.page.wait_for_timeout(20)
+        reached |= set(seen.names())
+    assert reached == {row["name"] for row in records}
+
+
+def test_experiments_are_searched_and_sorted(visit: Any, records: list[dict[str, Any]]) -> None:
+    seen = visit("experiments.html", {"width": 1280, "height": 6000})
+    page = seen.page
+    assert page.inner_text("#count") == f"{len(records)} of {len(records)} experiments"
+    for key, head in (
+        ("states_gb", "Model states (GB)"),
+        ("step_s", "Step time (s)"),
+        ("name", "Experiment"),
+    ):
+        wanted = sorted(row[key] for row in records if row[key] is not None)
+        cells = f"#records td.{key}"
+        for order, values in (("ascending", wanted), ("descending", wanted[::-1])):
+            page.click(f"#records button >> text={head}")
+            assert page.get_attribute(f"th.{key}", "aria-sort") == order
+            if key != "name":
+                texts = page.locator(cells).all_inner_texts()
+                assert [float(text) for text in texts if text != "–"] == values
+                assert texts[len(values) :] == ["–"] * (len(records) - len(values)), "without a value: last"
+    page.fill("[name=text]", "PARITY-Z3")
+    assert sorted(seen.names()) == sorted(row["name"] for row in records if "parity-z3" in row["name"])
+    page.select_option("[name=outcome]", "hang")
+    assert seen.names() == []
+    page.click("[type=reset]")
+    assert len(seen.names()) == len(records)
+
+
+def test_an_experiment_is_opened_and_closed_with_the_keyboard(
+    visit: Any, records: list[dict[str, Any]]
+) -> None:
+    page = visit("experiments.html").page
+    page.focus("#records a")
+    name = page.evaluate("document.activeElement.textContent")
+    page.keyboard.press("Enter")
+    assert page.is_visible("#record")
+    (row,) = (row for row in records if row["name"] == name)
+    shown = json.dumps(page.inner_text("#record"))
+    assert row["layout"] in shown
+    assert all(value in shown for value in row["facts"].values())
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#record")
+    assert page.evaluate("document.activeElement.textContent") == name
+    page.focus("#records")
+    page.keyboard.press("End")
+    page.wait_for_function("document.getElementById('records').scrollTop > 0")
 
 
 def test_prints_without_its_controls(visit: Any, tmp_path: Path) -> None:
-    page = visit().page
+    page = visit("claims.html").page
     page.emulate_media(media="print")
     assert page.is_hidden("#filters")
     assert page.is_hidden("nav")

@@ -11,7 +11,7 @@ import synthetic
 
 from repro.report.figures import communication, comparisons, draw_all, loss_curves, model_states, peak_memory
 from repro.report.figures.style import CATEGORY_COLOURS, Drawing, figure_style, make_axes, to_svg
-from repro.report.records import Machines, measured_row
+from repro.report.records import Machines, record_row
 from repro.results.select import select
 from tests.records import changed
 
@@ -122,13 +122,14 @@ def test_memory_that_is_not_accounted_for_is_left_out_and_said(chosen: Any) -> N
     drawing = drawn(peak_memory.draw_peaks, [*chosen.measured, foreign])
     assert "smoke/speed-torch-z0-dp2" not in drawing.records
     assert "Left out: 1 experiments" in drawing.caption
-    assert measured_row(foreign)["peak"] == measured_row(first)["peak"]
+    assert record_row(foreign)["peak_gb"] == record_row(first)["peak_gb"] is not None
 
 
 def test_what_is_beside_torch_on_a_gpu_is_said_with_what_is_resident(chosen: Any) -> None:
     first = chosen.measured[0]
     on_gpu = replace(first, metrics={**first.metrics, "memory.context_bytes": 1.5e9})
-    assert [measured_row(one)["of_gpu"] for one in (first, on_gpu)] == ["", "1.5 GB of its GPU"]
+    outside = [record_row(one)["facts"]["GPU memory outside of torch"] for one in (first, on_gpu)]
+    assert outside == ["", "1.5 GB"]
 
 
 def test_only_failures(chosen: Any) -> None:

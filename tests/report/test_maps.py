@@ -110,7 +110,9 @@ def test_the_page_leads_to_the_simulated_records(tmp_path: Path, monkeypatch: py
             store.append(replace(made, provenance=synthetic.PROVENANCE))
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert {"map.svg", "map.png"} <= {path.name for path in report.figures}
-    page = report.page.read_text(encoding="utf-8")
-    assert page.count('href="#sim-yuan.map-4000000000-t2-p2"') == 1
-    assert page.count('id="sim-yuan.map-4000000000-t2-p2"') == 1
+    page, data = (
+        (tmp_path / "out" / name).read_text(encoding="utf-8") for name in ("source-yuan.html", "records.js")
+    )
+    assert page.count('href="experiments.html#sim-yuan.map-4000000000-t2-p2"') == 1
+    assert data.count('"sim-yuan.map-4000000000-t2-p2"') == 1
     assert draw_all([], [])[-1].figure is None

@@ -19,7 +19,7 @@ from repro.report.verdicts import experiments_of
 from repro.results.schema import Record
 from tests.records import made_up
 from tests.report.synthetic import experiment
-from tests.report.test_page import Page
+from tests.report.test_page import read_pages
 
 
 def said(*command: str) -> str:
@@ -53,15 +53,22 @@ def number(value: Any) -> str:
 
 
 def test_the_page(claims: list[dict[str, Any]], built: Path) -> None:
-    page = Page((built / "index.html").read_text(encoding="utf-8"))
+    pages = read_pages(built)
+    values = [value for claim in claims for value in pages[f"claims/{claim['id']}.html"].values]
     wanted = [
         (finding["kind"], number(finding["value"])) for row in rows(claims) for finding in row["evidence"]
     ]
-    assert page.values == wanted
+    assert values == wanted
     assert sum(value != "" for _, value in wanted) > 100
-    assert [row["id"] for row in page.rows] == [f"claim-{claim['id']}" for claim in claims]
-    assert [row["data-verdict"] for row in page.rows] == [claim["verdict"] for claim in claims]
-    assert [row["data-about"] for row in page.rows] == [claim["about"] for claim in claims]
+    shown = {row["id"]: row for row in pages["claims.html"].rows}
+    assert sorted(shown, key=str) == sorted(f"claim-{claim['id']}" for claim in claims)
+    assert [shown[f"claim-{claim['id']}"]["data-verdict"] for claim in claims] == [
+        claim["verdict"] for claim in claims
+    ]
+    authors = {(str(shown[f"claim-{claim['id']}"]["data-source"]), claim["about"]) for claim in claims}
+    assert [about for source, about in authors if source == "zero"] == ["ZeRO"]
+    assert {source for source, about in authors if about == "Megatron"} == {"megatron-2019", "megatron-2021"}
+    assert all(source == "beyond" for source, about in authors if about in ("this suite", "one node of 2023"))
 
 
 def test_the_frames_of_the_notebooks(claims: list[dict[str, Any]], found: JudgedStore) -> None:
@@ -112,12 +119,12 @@ def test_the_summary_counts_what_the_claims_say(claims: list[dict[str, Any]], fo
 def test_what_failed_is_still_to_be_run(tmp_path: Path, kind: str, outcome: str, left: bool) -> None:
     """What ran on an emulated network is a measurement by its record, and has run."""
     ledger = load_ledger()
-    claim = next(claim for claim in ledger.claims if kind in dict(experiments_of(claim)))
+    claim = next(claim for claim in ledger.claims if kind in dict(experiments_of(claim.rows)))
     ledger = replace(ledger, claims=(claim,))
     nothing = JudgedStore(tmp_path, [], [], ledger).to_run(claim.id)
     assert nothing
     records: list[Record] = []
-    for read_as, at in experiments_of(claim):
+    for read_as, at in experiments_of(claim.rows):
         suite, _, name = at.partition("/")
         stored = "simulated" if read_as == "simulated" else "measured"
         conditions = experiment(name).as_dict()

@@ -1,27 +1,37 @@
-"""The page: one self-contained file, the same verdicts as the judge, every claim and record reachable."""
+"""The site: small pages that need no network, the same verdicts as the judge, every claim and record reachable.
+
+With REPRO_SITE=DIR the tests of every page look at that site, for example at the one of `make smoke`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from repro import __version__
+from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
-from repro.claims.table import table
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
 from repro.report.figures import model_states
-from repro.report.figures.style import GRID, INK, MUTED, adapt_to_page
+from repro.report.figures.style import DARK_THEME, GRID, INK, MUTED
 from repro.report.page.build import Report, build_report
 from repro.report.page.build import print_report as command
+from repro.report.page.context import SOURCE_FIGURES
 
-VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img"}
+VOID = {"meta", "link", "input", "br", "path", "use", "rect", "circle", "image", "col", "hr", "img", "wbr"}
+MAX_BYTES, MAX_NODES = 1_000_000, 5_000
+"""Of a page, with the data that it loads."""
 
 
 class Page(HTMLParser):
@@ -29,6 +39,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
+        self.nodes = 0
         self.open: list[str] = []
         self.ids: list[str] = []
         self.links: list[str] = []
@@ -40,6 +51,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
+        self.nodes += 1
         if tag not in VOID:
             self.open.append(tag)
         if values.get("id"):
@@ -48,19 +60,49 @@ class Page(HTMLParser):
             self.links.append(str(values.get("href")))
         if tag in ("script", "img", "link", "iframe", "image"):
             self.sources.append(str(values.get("src") or values.get("href") or ""))
-        if tag == "details" and values.get("class") == "claim":
+        if tag == "tr" and "data-verdict" in values:
             self.rows.append(values)
         if values.get("class") == "finding":
             self.values.append((str(values["data-kind"]), str(values["data-value"])))
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if values.get("id"):
-            self.ids.append(str(values["id"]))
-
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:
             assert self.open.pop() == tag
+
+
+def read_pages(folder: Path) -> dict[str, Page]:
+    """The pages of a site, except for its notebooks, by their paths."""
+    paths = [*folder.glob("*.html"), *folder.glob("claims/*.html")]
+    return {str(path.relative_to(folder)): Page(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def stored_rows(script: str) -> list[dict[str, Any]]:
+    """The rows of the table of experiments, from the text of `records.js`."""
+    found = json.loads(script.removeprefix("const STORE = ").strip().removesuffix(";"))
+    rows = [dict(zip(found["keys"], row, strict=True)) for row in found["rows"]]
+    for row in rows:
+        row["facts"] = dict(zip(found["labels"][row["evidence"]], row["facts"], strict=True))
+    return rows
+
+
+def too_large(site: dict[str, str]) -> Iterator[str]:
+    """The pages of a site that are above the limits; `site`: texts by path."""
+    data = len(site["records.js"].encode())
+    for path, text in site.items():
+        if path.endswith(".html"):
+            size = len(text.encode()) + data * (path == "experiments.html")
+            if size >= MAX_BYTES or Page(text).nodes >= MAX_NODES:
+                yield f"{path}: {size} bytes, {Page(text).nodes} nodes"
+
+
+@pytest.fixture(scope="module")
+def folder(built: Path) -> Path:
+    return Path(os.environ.get("REPRO_SITE") or built)
+
+
+@pytest.fixture(scope="module")
+def pages(folder: Path) -> dict[str, Page]:
+    return read_pages(folder)
 
 
 @pytest.fixture(scope="module")
@@ -68,43 +110,107 @@ def text(built: Path) -> str:
     return (built / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def page(text: str) -> Page:
-    return Page(text)
+def test_every_page_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(
+    pages: dict[str, Page], folder: Path
+) -> None:
+    records = {row["anchor"] for row in stored_rows((folder / "records.js").read_text(encoding="utf-8"))}
+    filters = ("verdict", "machine")
+    for path, page in pages.items():
+        assert page.open == [], path
+        assert len(page.ids) == len(set(page.ids)), path
+        for link in page.links:
+            name, _, part = unquote(link).partition("#")
+            target = ((folder / path).parent / name).resolve() if name else folder / path
+            assert target.is_file(), (path, link)
+            if part and part.partition("=")[0] not in filters:
+                known = pages[str(target.relative_to(folder.resolve() if name else folder))].ids
+                assert part in known or (target.name == "experiments.html" and part in records), (path, link)
 
 
-def test_is_well_formed_with_unique_ids_and_links_that_lead_somewhere(page: Page, built: Path) -> None:
-    assert page.open == []
-    assert len(page.ids) == len(set(page.ids))
-    for link in page.links:
-        if link.startswith("#"):
-            # Experiments that were never run have no line to lead to; the link still names them.
-            assert link[1:] in page.ids or link.startswith(("#run-", "#sim-")), link
-        else:
-            assert (built / link).is_file(), link
+def test_every_page_leads_to_every_other(pages: dict[str, Page], folder: Path) -> None:
+    """From the first page, each page is at most two links away."""
+    reached = {"index.html"}
+    for _ in range(2):
+        found = [
+            ((folder / path).parent / link.partition("#")[0])
+            for path in reached
+            for link in pages[path].links
+        ]
+        reached |= {os.path.relpath(target, folder) for target in found} & set(pages)
+    assert reached == set(pages)
 
 
-def test_needs_nothing_but_itself(text: str, page: Page) -> None:
-    assert all(not source or source.startswith("data:") for source in page.sources)
-    assert not re.search(r"url\((?!#|['\"]?#)", text)
-    assert "@import" not in text
+def test_every_page_needs_only_files_of_the_site(pages: dict[str, Page], folder: Path) -> None:
+    for path, page in pages.items():
+        for source in page.sources:
+            assert source.startswith("data:") or ((folder / path).parent / source).is_file(), (path, source)
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "site.js"))
+    assert "url(" not in style
+    assert "@import" not in style
+    assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import ", script)
 
 
-def test_says_what_the_judge_says(page: Page, text: str, found: JudgedStore) -> None:
+def test_every_page_is_below_the_limits(folder: Path) -> None:
+    paths = [*folder.glob("*.*"), *folder.glob("claims/*.html")]
+    site = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+    assert len(site) > 100
+    assert list(too_large(site)) == []
+
+
+def test_the_claims_say_what_the_judge_says(pages: dict[str, Page], built: Path, found: JudgedStore) -> None:
     judged = judge(found.ledger, found.records, found.references)
-    assert [row["data-verdict"] for row in page.rows] == [result.verdict for result in judged]
-    for line in table(judged):
-        assert f'id="claim-{line.id}"' in text
+    wanted = {f"claim-{result.claim.id}": result.verdict for result in judged}
+    site = read_pages(built)
+    rows = site["claims.html"].rows
+    assert {row["id"]: row["data-verdict"] for row in rows} == wanted
+    assert len(rows) == len(judged)
+    lists = [row for path, page in site.items() if path.startswith("source-") for row in page.rows]
+    assert {row["id"]: row["data-verdict"] for row in lists} == wanted
+    assert len(lists) == len(judged)
+    for result in judged:
+        page = (built / "claims" / f"{result.claim.id}.html").read_text(encoding="utf-8")
+        assert f" {result.verdict}</span>" in page[page.index("<h1>") : page.index("<main>")]
 
 
-def test_measured_evidence_of_the_store_is_judged(text: str) -> None:
-    details = text[text.index('id="claim-zero-mem-formula-stages"') :]
-    assert "scaled twin" in details[: details.index("</details>")]
+def test_headline_claims_come_first(text: str, built: Path, found: JudgedStore) -> None:
+    lines = headline_lines(found.ledger, found.judged)
+    table = text[text.index('class="stack cards headlines"') : text.index("</table>")]
+    assert re.findall(r'href="claims/(.*?).html"', table) == [line.claim for line in lines]
+    assert re.findall(r"badge [^>]*>. (.*?)</span>", table) == [line.verdict for line in lines]
+    assert re.findall(r'"Published">(.*?)</td>', table) == [line.published for line in lines]
+    first = list(dict.fromkeys(line.claim for line in lines))
+    rows = Page((built / "claims.html").read_text(encoding="utf-8")).rows
+    assert [str(row["id"]).removeprefix("claim-") for row in rows][: len(first)] == first
 
 
-def test_reference_records_are_marked_with_machine_and_day(text: str) -> None:
-    details = text[text.index('id="claim-zero-ddp-oom-limit"') :]
-    assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details[: details.index("</details>")]
+def test_sources_are_in_the_order_of_publication_and_the_others_last(text: str) -> None:
+    named = re.findall(r'href="source-(.*?).html"', text[: text.index("</nav>")])
+    assert named == [
+        *("megatron-2019", "zero", "deepspeed-feb2020", "turing-nlg", "megatron-2021", "yuan", "beyond"),
+    ]
+    assert named == list(SOURCE_FIGURES)
+
+
+def test_records_and_claims_lead_to_each_other(pages: dict[str, Page], built: Path) -> None:
+    rows = stored_rows((built / "records.js").read_text(encoding="utf-8"))
+    forth = {(row["anchor"], claim) for row in rows for claim in row["claims"]}
+    back = {
+        (unquote(link).partition("#")[2], Path(path).stem)
+        for path, page in read_pages(built).items()
+        if path.startswith("claims/")
+        for link in page.links
+        if "experiments.html#" in link
+    }
+    assert forth == back != set()
+
+
+def test_measured_evidence_of_the_store_is_judged(built: Path) -> None:
+    assert "scaled twin" in (built / "claims/zero-mem-formula-stages.html").read_text(encoding="utf-8")
+
+
+def test_reference_records_are_marked_with_machine_and_day(text: str, built: Path) -> None:
+    details = (built / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
+    assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details
     assert "come from reference records of this package" in text
 
 
@@ -115,41 +221,48 @@ def test_the_footer_says_which_program_wrote_it(text: str) -> None:
     assert f"of repro {__version__}{' at ' if commit else ''}{commit}" in footer
 
 
-def test_reasons_are_escaped(text: str) -> None:
-    assert "step 1 &lt;not enough&gt;" in text
-    assert "<not enough>" not in text
+def test_reasons_are_escaped(built: Path) -> None:
+    """`site.js` makes text nodes of the data, and no HTML."""
+    assert "step 1 <not enough>" in (built / "records.js").read_text(encoding="utf-8")
+    assert "innerHTML" not in (built / "site.js").read_text(encoding="utf-8")
 
 
-def test_failures_and_missing_intervals_are_said(text: str) -> None:
+def test_failures_and_missing_intervals_are_said(text: str, built: Path) -> None:
     assert "without a conclusive result: smoke/fp16-z2-dp2 (hang)" in text
-    assert "no interval" in text
+    assert "no interval" in (built / "experiments.html").read_text(encoding="utf-8")
 
 
-def test_every_figure_is_in_the_page_and_beside_it(text: str, built: Path) -> None:
+def test_every_figure_is_on_one_page_and_beside_it(
+    built: Path, pages: dict[str, Page], report: Report
+) -> None:
+    shown = [one for page in read_pages(built).values() for one in page.ids if one.startswith("figure-")]
+    assert len(shown) == len(set(shown))
+    assert {f"figure-{path.stem}" for path in report.figures} <= set(shown)
+    assert {f"figure-{name}" for name in " ".join(SOURCE_FIGURES.values()).split()} <= set(shown)
+    zero = (built / "source-zero.html").read_text(encoding="utf-8")
+    for name in ("states", "communication", "peak"):
+        assert f'<img src="figures/{name}.svg" alt=' in zero
     for name in ("states", "communication", "loss", "comparison", "peak"):
-        assert f'id="figure-{name}"' in text
         assert (built / "figures" / f"{name}.svg").read_text().startswith("<svg")
         assert (built / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_take_ink_and_paper_from_the_page(text: str) -> None:
-    """Before, they were white cards where the page is dark.  Where it is light, both are those of the files."""
-    light = dict(
-        re.findall(r"--([a-z]+): (#[0-9a-f]{6})", text[: text.index("@media (prefers-color-scheme: dark)")])
-    )
-    assert [light[name] for name in ("ink", "muted", "line", "page")] == [INK, MUTED, GRID, "#ffffff"]
-    pictures = re.findall(r'<div class="picture".*?</svg>', text, re.DOTALL)
-    assert len(pictures) >= 5
-    for picture in pictures:
-        assert "fill: var(--page)" in picture
-        assert 'fill: var(--ink)" x=' in picture, "letters"
-        assert not {INK, MUTED, GRID}.intersection(re.findall("#[0-9a-f]{6}", picture))
-
-
-def test_letters_in_a_coloured_field_stay_as_they_are() -> None:
-    assert adapt_to_page('<text style="fill: #ffffff"><use style="fill: #ffffff">') == (
-        '<text style="fill: #ffffff"><use style="fill: var(--page)">'
-    )
+def test_figures_have_the_colours_of_a_light_and_a_dark_page(built: Path) -> None:
+    """A figure that is white where the page is dark, or has letters in other colours, is hard to read."""
+    style = (built / "style.css").read_text(encoding="utf-8")
+    themes = style.split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = (dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", part)) for part in themes)
+    names = ("ink", "muted", "line", "page")
+    assert [light[name] for name in names] == [INK, MUTED, GRID, "#ffffff"] == list(DARK_THEME)
+    assert [dark[name] for name in names] == list(DARK_THEME.values())
+    for path in (built / "figures").glob("*.svg"):
+        rules = re.search(
+            r"<style>@media screen and \(prefers-color-scheme: dark\) (.*?)</style>", path.read_text()
+        )
+        assert rules, path
+        for before, after in DARK_THEME.items():
+            assert f'[style*="fill: {before}"], [fill="{before}"]) {{ fill: {after} !important }}' in rules[1]
+        assert ':not(text):is([style*="fill: #ffffff"]' in rules[1], "white letters stand on coloured fields"
 
 
 def test_json_is_one_document(
@@ -174,8 +287,10 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     stale.touch()
     assert command(tmp_path / "results", tmp_path / "out", json=False, notebooks=False) == 0
     text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert Page(text).rows
-    assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in text
+    assert 'class="stack cards headlines"' in text
+    assert read_pages(tmp_path / "out")["claims.html"].rows
+    zero = (tmp_path / "out" / "source-zero.html").read_text(encoding="utf-8")
+    assert "repro run suites/smoke.toml --only &#39;states-*&#39;" in zero
     assert "no records in" in capsys.readouterr().out
     assert not stale.exists()
     assert not (tmp_path / "results").exists()
@@ -191,7 +306,7 @@ def test_torn_lines_and_other_protocols_are_said(synthetic_results: Path, tmp_pa
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert any("torn record" in remark for remark in report.remarks)
     assert any("another measurement protocol" in remark for remark in report.remarks)
-    assert "from-another-time" not in report.page.read_text(encoding="utf-8")
+    assert "from-another-time" not in (tmp_path / "out/records.js").read_text(encoding="utf-8")
 
 
 def test_out_that_is_a_file_is_one_clear_error(synthetic_results: Path, tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from repro.config import Experiment, systems
 from repro.launch.simulated import simulate_experiment
 from repro.report.figures import draw_all
 from repro.report.page.build import build_report
-from repro.report.records import simulated_row
+from repro.report.records import record_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
 from repro.results.tables import experiment_frame
 from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
+from tests.report.test_page import stored_rows
 
 ONE = synthetic.experiment("states-z1-dp2", dp=2, zero=1, precision="bf16")
 
@@ -50,19 +51,24 @@ def test_figures_show_measured_records_only(traced: list[ExperimentRecord]) -> N
 
 
 def test_rows(traced: list[ExperimentRecord]) -> None:
-    row = simulated_row(traced[0])
-    assert (row["anchor"], row["ranks"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "2", "ok")
-    assert row["states"] != "–" != row["reserved"]
-    assert row["limit"] == "83.7 GB"
-    assert row["between"] == "0 B", "two GPUs of one node"
-    assert (row["step"], row["rests_on"]) != ("–", "")
-    assert row["rests_on"] == PUBLISHED_POINT, "fused kernels on an A100"
-    tight = simulated_row(traced[1])
-    assert (tight["step"], tight["rests_on"]) == ("–", ""), "what does not fit takes no time"
+    row = record_row(traced[0])
+    assert (row["anchor"], row["outcome"]) == ("sim-smoke.states-z1-dp2", "ok")
+    facts = row["facts"]
+    assert facts["System"] == "2 x selene"
+    assert row["states_gb"] == pytest.approx(traced[0].metrics["memory.states_bytes"] / 1e9, rel=1e-3)
+    assert facts["Reserved memory"] != "–"
+    assert facts["Memory limit"] == "83.7 GB"
+    assert facts["Sent between nodes"] == "0 B", "two GPUs of one node"
+    assert row["step_s"] == pytest.approx(traced[0].metrics["step_seconds.median"], rel=1e-3)
+    assert facts["Step time rests on"] == PUBLISHED_POINT, "fused kernels on an A100"
+    tight = record_row(traced[1])
+    assert (tight["step_s"], tight["facts"]["Step time rests on"]) == (None, ""), (
+        "what does not fit takes no time"
+    )
     assert tight["layout"] == "tp 2 x pp 2, fp32, 1f1b, recomputation, P_a, scatter/gather, micro-batch 1"
-    assert tight["reserved"] == "–"
-    assert tight["where"].endswith("stage")
-    assert simulated_row(traced[2])["peak"] == "–"
+    assert tight["facts"]["Reserved memory"] == "–"
+    assert tight["facts"]["Peak memory in"].endswith("stage")
+    assert record_row(traced[2])["peak_gb"] is None
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -72,14 +78,18 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
             store.append(record)
     report = build_report(tmp_path / "results", tmp_path / "out")
     assert (report.experiments, report.simulated) == (6, 3)
-    page = report.page.read_text(encoding="utf-8")
-    assert page.count('id="sim-smoke.states-z1-dp2"') == page.count('id="run-smoke.states-z1-dp2"') == 1
-    assert "middle &lt;stage&gt;: out of memory, 8.60 GB requested of 32.3 GB" in page
-    assert "without a conclusive result: smoke/deep (error)" in page
-    line = page.partition('id="sim-smoke.states-z1-dp2"')[2].partition("</tr>")[0]
-    assert PUBLISHED_POINT in line
+    rows = {
+        row["anchor"]: row for row in stored_rows((tmp_path / "out/records.js").read_text(encoding="utf-8"))
+    }
+    assert len(rows) == 9
+    assert {"sim-smoke.states-z1-dp2", "run-smoke.states-z1-dp2"} <= set(rows)
+    reasons = {row["facts"]["Reason"] for row in rows.values()}
+    assert "middle <stage>: out of memory, 8.60 GB requested of 32.3 GB" in reasons
+    assert "without a conclusive result: smoke/deep (error)" in report.page.read_text(encoding="utf-8")
+    assert rows["sim-smoke.states-z1-dp2"]["facts"]["Step time rests on"] == PUBLISHED_POINT
+    page = (tmp_path / "out/experiments.html").read_text(encoding="utf-8")
     for basis, meaning in BASES.items():
-        assert f"<em>{basis}</em>, {meaning.partition('`')[0]}" in page
+        assert f"<dt>{basis}</dt><dd>{meaning.partition('`')[0]}" in page
 
 
 def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:

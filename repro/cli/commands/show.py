@@ -85,7 +85,7 @@ def report(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Write the page index.html: claims with their evidence, figures, and the stored records."""
+    """Write a site of static pages: headline claims, all claims with their evidence, figures, and records."""
     from repro.report.page.build import print_report
 
     return print_report(results, out, json, notebooks, tuple(ledger or ()))

@@ -28,6 +28,8 @@ WIDTH_INCHES = 9.5
 """Maximum width of a figure on the page, in inches."""
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
+DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
+"""Colours of the page's dark theme by those of the light theme."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
@@ -75,7 +77,7 @@ def fix_layout(figure: Figure) -> None:
 
 
 def to_svg(drawing: Drawing) -> str:
-    """Return the figure as an `<svg>` element with real text and with ids that are unique in the page."""
+    """Return the figure as an `<svg>` element with real text, which takes the colours of a light or a dark page."""
     assert drawing.figure is not None
     out = io.StringIO()
     with figure_style():
@@ -83,21 +85,20 @@ def to_svg(drawing: Drawing) -> str:
         drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     text = text[text.index("<svg") :].strip()
-    text = re.sub(r'\bid="', f'id="{drawing.id}-', text)
-    text = re.sub(r"url\(#", f"url(#{drawing.id}-", text)
-    text = re.sub(r'href="#', f'href="#{drawing.id}-', text)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The page scales the figure, so only the view box remains of width and height.
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
+    text = text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
+    return text.replace("</svg>", f"{_dark_rules()}</svg>")
 
 
-def adapt_to_page(svg: str) -> str:
-    """Return `svg` in the page's text and background colours, light or dark; text on coloured fields is unchanged."""
-    for colour, name in ((INK, "ink"), (MUTED, "muted"), (GRID, "line")):
-        svg = svg.replace(colour, f"var(--{name})")
-    return re.sub("(<text [^>]*>)|#ffffff", lambda found: found[1] or "var(--page)", svg)
+def _dark_rules() -> str:
+    """Return CSS rules for a dark page; white text stays white, because it stands on coloured fields."""
+    rules = [
+        f'{":not(text)" * (light == "#ffffff")}:is([style*="{name}: {light}"], [{name}="{light}"])'
+        f" {{ {name}: {dark} !important }}"
+        for light, dark in DARK_THEME.items()
+        for name in ("fill", "stroke")
+    ]
+    return f"<style>@media screen and (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
 
 
 def to_png(drawing: Drawing) -> bytes:

@@ -1,4 +1,4 @@
-"""`repro report`: read the store, judge the ledger, draw the figures, and write one self-contained page."""
+"""`repro report`: read the store, judge the ledger, draw the figures, and write a site of static pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
 from repro.report import evidence, verdicts
-from repro.report.page.context import context, render_page
+from repro.report.page.context import context, render_site
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
 from repro.util import extras
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from repro.report.figures.style import Drawing
 
 MAX_LINKS = 100
-"""Maximum number of a figure's records that the page lists and links."""
+"""Maximum number of a figure's records that a page lists and links."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Report:
 
 
 def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequence[Path] = ()) -> Report:
-    """Write `out`/index.html and `out`/figures/*.svg, *.png; with `notebooks` also `out`/notebooks/*.html.
+    """Write `out`/*.html, `out`/claims and `out`/figures; with `notebooks` also `out`/notebooks.
 
-    `own`: additional ledger files, which the page includes and the notebooks omit.
+    `own`: additional ledger files, which the site includes and the notebooks omit.
 
     Raises `ConfigError` if `out` is not a writable folder, `ModuleNotFoundError` before any file is written if a
     package is missing, and `CellFailed` if a cell of a notebook failed.
@@ -64,7 +64,8 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     from repro.report.page.notebooks import write_notebooks as write_notebooks
 
     try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
+        for folder in ("figures", "claims"):
+            (out / folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--out", str(out), f"a folder that can be written ({error.strerror})") from None
     found = evidence.read_store(results, own)
@@ -91,7 +92,8 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     report.notebooks = [notebook.page for notebook in rendered]
     values = context(found, chosen, figures, remarks, SuiteCatalogue())
     values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
-    replace_file(report.page, render_page(values).encode())
+    for path, text in render_site(values).items():
+        replace_file(out / path, text.encode())
     return report
 
 
@@ -99,14 +101,12 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
     """Write a figure's two files and return its data for the template. Old files of an empty figure are removed."""
     from repro.report.figures import style
 
-    text = ""
     if drawing.figure is None:
         for ending in ("svg", "png"):
             (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
     else:
-        text = style.to_svg(drawing)
         for path, content in (
-            (folder / f"{drawing.id}.svg", text.encode()),
+            (folder / f"{drawing.id}.svg", style.to_svg(drawing).encode()),
             (folder / f"{drawing.id}.png", style.to_png(drawing)),
         ):
             replace_file(path, content)
@@ -118,7 +118,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
         "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
-        "svg": style.adapt_to_page(text),
+        "is_drawn": drawing.figure is not None,
     }
 
 
@@ -128,7 +128,7 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
         remarks.append(f"and {len(found.torn) - MAX_PRINTED_REMARKS} more lines that are no records")
     if not found.records:
         remarks.append(
-            f"no records in {found.results}: the page shows the ledger, analytic evidence and reference records only"
+            f"no records in {found.results}: the site shows the ledger, analytic evidence and reference records only"
         )
     if chosen.foreign:
         remarks.append(

@@ -1,18 +1,23 @@
-"""Data of the page for the templates: claims, figures, records, machines, and the limits for large stores.
+"""Data of the site for the templates: claims, figures, records, machines, and the limits for large stores.
 
-The page lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind. It
+The site lists every record that a claim or a figure reads, and the newest `MAX_RECORDS` other records of each kind. It
 gives the number of omitted records, which `repro export` contains.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_by_claim, format_range
+from repro.claims.headlines import SHOWN_KINDS, headline_lines
 from repro.claims.other_system import PREDICTIONS, Answer, simulation_command
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, table, totals
@@ -20,7 +25,7 @@ from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
-from repro.report.records import Machines, measured_row, record_identity, simulated_row
+from repro.report.records import Machines, record_identity, record_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NO_VALUE, interval
@@ -28,14 +33,34 @@ from repro.util.units import NO_VALUE, interval
 if TYPE_CHECKING:
     from jinja2 import Template
 
+    from repro.claims.ledger import Ledger
     from repro.results.schema import ComparisonRecord, ExperimentRecord
     from repro.results.select import Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_RECORDS = 200
 """Maximum number of listed comparisons, and of listed records per kind that no claim and no figure reads."""
-MAX_PROVENANCES = 20
-"""Maximum number of machines with full provenance in the page."""
+MAX_MACHINES = 100
+"""Maximum number of listed machines."""
+BEST_FIGURES = {
+    "zero-fig1": "Model states per GPU without ZeRO and with its three stages: published, by formula, simulated.",
+    "turing-degrees": "Memory per GPU at each model-parallel degree, with and without ZeRO 1, and the limit of a V100.",
+    "validation": "Each dot is one published run: its published throughput, and the throughput predicted for it.",
+}
+"""Ids of the figures on the first page, and what each shows."""
+BEYOND = "beyond"
+"""Name of the page of ledger files that are no publication of the reports."""
+SOURCE_FIGURES = {
+    "megatron-2019": "megatron-2019 megatron-2020",
+    "zero": "zero-fig1 states memory-timeline peak zero-fig2 zero-fig3 zero-fig4 zero-fig6 zero-fig7 zero-fig8"
+    " communication links",
+    "deepspeed-feb2020": "deepspeed-release windtunnel deepspeed-64gpu",
+    "turing-nlg": "turing-degrees turing-nlg",
+    "megatron-2021": "megatron-2021 schedules breakdown",
+    "yuan": "map",
+    BEYOND: "loss convergence comparison engines",
+}
+"""Ids of the figures on each source's page; `machines.html` has the other figures."""
 
 
 def context(
@@ -45,49 +70,101 @@ def context(
     remarks: list[str],
     catalogue: SuiteCatalogue,
 ) -> dict[str, Any]:
-    """Return the template's values. `figures`: data from `build`, with `records` by anchor."""
+    """Return the templates' values. `figures`: data from `build`, with `records` by anchor."""
     everything = [*chosen.measured, *chosen.simulated]
     machines = Machines([*everything, *chosen.comparisons])
     known = {_anchor(record): record for record in everything}
+    headlines = headline_lines(found.ledger, found.judged)
+    first = list(dict.fromkeys(line.claim for line in headlines))
     claims = [
         verdicts.claim_view(result, line, found.ledger, catalogue)
         for result, line in zip(found.judged, table(found.judged), strict=True)
     ]
+    claims.sort(key=lambda claim: first.index(claim["id"]) if claim["id"] in first else len(first))
+    readers = defaultdict(list)
     for claim in claims:
-        claim["records"] = [_line(entry, known, machines) for entry in claim["experiments"]]
-    read = {entry["anchor"] for claim in claims for entry in claim["experiments"]}
-    read |= {anchor for figure in figures for anchor in figure["records"].values()}
+        claim["is_headline"] = claim["id"] in first
+        for entry in claim["experiments"]:
+            readers[entry["anchor"]].append(claim["id"])
+            entry["record"] = known.get(entry["anchor"])
+    cited = {*readers, *(anchor for figure in figures for anchor in figure["records"].values())}
     comparisons = sorted(chosen.comparisons, key=lambda record: record.order, reverse=True)
-    lists = [
-        _listed(chosen.measured, read, measured_row, machines),
-        _listed(chosen.simulated, read, simulated_row, machines),
-    ]
-    compared = [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]]
-    named = {row["machine"] for rows in lists for row in [*rows["read"], *rows["others"]]}
-    named |= {row["machine"] for row in compared}
+    lists = [_listed(records, cited) for records in (chosen.measured, chosen.simulated)]
+    listed = [record for records in lists for record in records]
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "program": program_version(),
         "results": str(found.results),
         "claims": claims,
-        "groups": list(dict.fromkeys(claim["group"] for claim in claims)),
+        "headlines": headlines,
+        "kinds": SHOWN_KINDS,
         "summary": verdicts.count_verdicts(claims),
         "totals": totals(summary(found.judged)),
-        "about": verdicts.by_about(claims),
+        "sources": (sources := _sources(found.ledger, claims, figures)),
+        "groups": [
+            (title, [claim for claim in members if not claim["is_headline"]])
+            for source in sources
+            for title, members in source["files"]
+        ],
         "figures": figures,
+        "best": [
+            (one, BEST_FIGURES[one["id"]]) for one in figures if one["id"] in BEST_FIGURES and one["is_drawn"]
+        ],
         "unknowns": _unknowns(found.shopping_list),
-        "again": _again(found.asked_again),
-        "measured": lists[0],
-        "simulated": lists[1],
+        "again": _again(found.asked_again, found.ledger),
+        "rows": [
+            {**record_row(one), "machine": machines.number(one), "claims": readers[_anchor(one)]}
+            for one in listed
+        ],
+        "more_records": len(everything) - len(listed),
         "bases": BASES,
-        "comparisons": compared,
+        "basis_of_record": basis_of_record,
+        "comparisons": [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]],
         "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
-        "machines": [entry for entry in machines.entries if entry["number"] in named],
-        "more_machines": len(machines.entries) - len(named),
-        "provenances": MAX_PROVENANCES,
+        "machines": machines.entries[:MAX_MACHINES],
+        "more_machines": max(0, len(machines.entries) - MAX_MACHINES),
         "older": chosen.older,
         "remarks": remarks,
     }
+
+
+def _sources(
+    ledger: Ledger, claims: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return one entry per source in the order of publication; each claim and figure receives the name of its page.
+
+    A source is one ledger file, or consecutive files by the same author. Files without a date are one source, the last.
+    """
+    files = [file for file in ledger.titles if any(claim["file"] == file for claim in claims)]
+    found = []
+    for author, group in itertools.groupby(
+        files, lambda file: ledger.about[file] if ledger.dates[file] else ""
+    ):
+        members = list(group)
+        stem = members[0].removesuffix(".toml") if len(members) == 1 else author.lower().replace(" ", "-")
+        name = stem if author else BEYOND
+        own = [claim for claim in claims if claim["file"] in members]
+        for claim in own:
+            claim["source"] = name
+        found.append(
+            {
+                "name": name,
+                "page": f"source-{name}.html",
+                "title": f"{author}, {ledger.dates[members[0]][:4]}" if author else "Beyond the reports",
+                "files": [
+                    (ledger.titles[file], [one for one in own if one["file"] == file]) for file in members
+                ],
+                "claims": len(own),
+                "verdicts": verdicts.count_verdicts(own),
+                "figures": [
+                    one for at in SOURCE_FIGURES.get(name, "").split() for one in figures if one["id"] == at
+                ],
+            }
+        )
+    pages = {one: f"source-{name}.html" for name, ids in SOURCE_FIGURES.items() for one in ids.split()}
+    for figure in figures:
+        figure["page"] = pages.get(figure["id"], "machines.html")
+    return found
 
 
 def _unknowns(found: RankedInputs) -> dict[str, Any]:
@@ -106,11 +183,12 @@ def _unknowns(found: RankedInputs) -> dict[str, Any]:
     return {"words": found.words, "lines": lines}
 
 
-def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
+def _again(found: Mapping[str, Sequence[Answer]], ledger: Ledger) -> dict[str, Any]:
     """Return the claims on other systems as text: one line per question, with an answer for every simulated system."""
     lines = [
         {
             "claim": answers[0].question.claim,
+            "title": ledger.claim(answers[0].question.claim).title,
             "asks": answers[0].question.asks,
             "note": answers[0].question.note,
             "published": answers[0].published,
@@ -129,12 +207,31 @@ def _again(found: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def render_page(values: dict[str, Any]) -> str:
-    """Return the page as HTML."""
-    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
-    return template("page.html").render(style=style, script=script, **values)
+def render_site(values: dict[str, Any]) -> dict[str, str]:
+    """Return every file of the site, except for the figures, by its path."""
+    site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
+    site["records.js"] = f"const STORE = {json.dumps(_records(values['rows']), separators=(',', ':'))};\n"
+    for name in ("index.html", "claims.html", "experiments.html", "machines.html"):
+        site[name] = template(name).render(**values, root="", page=name)
+    for source in values["sources"]:
+        site[source["page"]] = template("source.html").render(
+            **values, root="", page=source["page"], source=source
+        )
+    for claim in values["claims"]:
+        path = f"claims/{claim['id']}.html"
+        site[path] = template("claim.html").render(**values, root="../", page=path, claim=claim)
+    return site
 
 
+def _records(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows of the table of experiments as lists, which are half as long as objects."""
+    keys = list(rows[0]) if rows else []
+    labels = {row["evidence"]: list(row["facts"]) for row in rows}
+    values = [[*{**row, "facts": [*row["facts"].values()]}.values()] for row in rows]
+    return {"keys": keys, "labels": labels, "machines": MAX_MACHINES, "rows": values}
+
+
+@functools.cache
 def template(name: str) -> Template:
     """Return a template of the folder `templates`; an undefined name raises an error."""
     import jinja2
@@ -146,17 +243,18 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["code"] = _code
-    environment.filters["counted"] = count_noun
-    environment.filters["breaking"] = _breaking
+    signs, slugs = (
+        verdicts.VERDICT_SIGNS,
+        {verdict: verdict.replace(" ", "-") for verdict in verdicts.VERDICT_SIGNS},
+    )
+    filters = {
+        "code": _code,
+        "counted": count_noun,
+        "sign": signs.get,
+        "slug": slugs.get,
+    }
+    environment.filters.update(filters)
     return environment.get_template(name)
-
-
-def _breaking(key: str) -> Any:
-    """Return a key as HTML that may wrap after its dots and underscores."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(key))))
 
 
 def _code(words: str) -> Any:
@@ -170,38 +268,16 @@ def _anchor(record: ExperimentRecord) -> str:
     return verdicts.anchor(record.evidence, record.label)
 
 
-def _listed(
-    records: list[ExperimentRecord],
-    read: Iterable[str],
-    row: Callable[[ExperimentRecord], dict[str, Any]],
-    machines: Machines,
-) -> dict[str, Any]:
-    """Return the rows of cited records, the rows of the newest other records, and the number of omitted records."""
-    cited = [record for record in records if _anchor(record) in read]
-    others = [record for record in records if _anchor(record) not in read]
+def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[ExperimentRecord]:
+    """Return the cited records, then the newest `MAX_RECORDS` others."""
+    others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
-    shown = [
-        [{**row(record), "machine": machines.number(record)} for record in part] for part in (cited, newest)
-    ]
-    return {"all": len(records), "read": shown[0], "others": shown[1], "more": len(others) - len(newest)}
-
-
-def _line(entry: dict[str, Any], known: dict[str, ExperimentRecord], machines: Machines) -> dict[str, Any]:
-    """Return the claim's line for one record that it reads."""
-    record = known.get(entry["anchor"])
-    if record is None:
-        return {**entry, "outcome": "", "machine": 0}
-    return {
-        **entry,
-        "outcome": record.outcome,
-        "rests_on": basis_of_record(record),
-        "machine": machines.number(record),
-        **record_identity(record),
-    }
+    return [*(record for record in records if _anchor(record) in cited), *newest]
 
 
 def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
     return {
+        "anchor": verdicts.anchor("measured", record.label),
         "suite": record.suite,
         "subject": record.subject.name,
         "baseline": record.baseline.name,

@@ -130,9 +130,7 @@ def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
     colours = [
         HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
     ]
-    style = (TEMPLATES / "style.css").read_text(encoding="utf-8") + (TEMPLATES / "notebook.css").read_text(
-        encoding="utf-8"
-    )
+    style = (TEMPLATES / "notebook.css").read_text(encoding="utf-8")
     page = template("notebook.html").render(
         title=title,
         style=style + colours[0] + "\n@media (prefers-color-scheme: dark) {\n" + colours[1] + "\n}",
