@@ -140,9 +140,7 @@ class GradientNorms:
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
-                raise ValueError(
-                    f"norm of order {order}: must be a positive number or inf under zero = 1 to 3."
-                )
+                raise ValueError(f"norm of order {order}: must be positive or inf under zero = 1 to 3.")
             largest = order == float("inf")
             pieces = self._pieces.values()
             self._reduce()

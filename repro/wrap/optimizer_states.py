@@ -60,8 +60,7 @@ class OptimizerStates:
                 if value.numel() != numel:
                     name = self._sharded.names[shard.index]
                     raise ValueError(
-                        f"optimizer: its state {key!r} of {name} cannot be split over ranks. Use an optimizer whose "
-                        "states are scalars or have the shape of the parameter."
+                        f"optimizer: state {key!r} of {name} cannot be cut. Use another optimizer."
                     )
                 value = value.reshape(-1)[shard.first : shard.last].to(shard.parameter.dtype).clone()
             cut[key] = value.clone() if isinstance(value, Tensor) else value
@@ -84,10 +83,7 @@ class OptimizerStates:
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a stock optimizer's states."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
-            raise ValueError(
-                "optimizer.load_state_dict(): the states have other parameter groups. "
-                "Create the optimizer with the groups of the saved one."
-            )
+            raise ValueError("optimizer.load_state_dict(): the parameter groups differ. Use equal groups.")
         place: dict[int, int] = {}
         for saved, group in zip(states["param_groups"], self._groups, strict=True):
             place.update((i, key) for i, key in zip(group, saved["params"], strict=True) if i is not None)

@@ -137,7 +137,7 @@ def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
 def _backend(device: torch.device) -> str:
     if device.type not in BACKENDS:
         raise ValueError(
-            f"module: several processes do not support {device.type}. Move it to {' or '.join(BACKENDS)}."
+            f"module: on {device.type}, which is not supported. Move it to {' or '.join(BACKENDS)}."
         )
     return BACKENDS[device.type]
 

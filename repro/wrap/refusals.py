@@ -44,9 +44,7 @@ def check_module(module: nn.Module) -> None:
                 f"module: {name} is complex, which is not supported. Use two parameters for real and imaginary part."
             )
     if not any(p.requires_grad and p.numel() for p in parameters.values()):
-        raise ValueError(
-            "module: no parameter requires a gradient. Set requires_grad before repro.parallelize."
-        )
+        raise ValueError("module: no parameter requires a gradient. Set requires_grad before the call.")
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             if child.max_norm is not None:
@@ -68,9 +66,7 @@ ELEMENT_BY_ELEMENT = {
 def check_optimizer(optimizer: optim.Optimizer, module: nn.Module) -> None:
     """Raise `ValueError` unless the optimizer has the module's parameters and updates each element independently."""
     if not isinstance(optimizer, optim.Optimizer):
-        raise ValueError(
-            f"optimizer: a {type(optimizer).__name__} is not supported. Pass the torch.optim.Optimizer in it."
-        )
+        raise ValueError(f"optimizer: {type(optimizer).__name__}: must be a torch.optim.Optimizer.")
     named = {id(p): (name, p) for name, p in module.named_parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, (name, owned) in named.items():

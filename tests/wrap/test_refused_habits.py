@@ -108,7 +108,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.op
     "somebody's": (
         Plain,
         lambda m: SimpleNamespace(optimizer=sgd(m)),
-        "Pass the torch.optim.Optimizer in it",
+        "must be a torch.optim.Optimizer",
     ),
     "Lamb": (Plain, lambda m: Lamb(m.parameters(), lr=0.1), "Lamb is not supported, because its update"),
     "warm-up": (Plain, lambda m: Lamb(m.parameters(), lr=0.0), "Lamb is not supported, because its update"),

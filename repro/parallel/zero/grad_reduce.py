@@ -258,9 +258,8 @@ class GradientReducer:
         bucket = self.buckets[b]
         if b < self._next and (bucket.stage >= 2 or self._last):
             raise RuntimeError(
-                "A gradient after the reduction of its bucket is not supported (modules that share a parameter under "
-                "reentrant checkpointing, a second backward pass). Use checkpoint(..., use_reentrant=False), or sum "
-                "the losses for one backward pass."
+                "A gradient after the reduction of its bucket is not supported. Use checkpoint(use_reentrant=False) "
+                "for modules that share a parameter, or sum the losses for one backward pass."
             )
         return self._arrived[b][s] or (bucket.stage < 2 and not self._first)
 

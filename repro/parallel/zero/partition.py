@@ -139,11 +139,11 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
     for name in names:
         if name not in known:
             raise ValueError(
-                f"blocks: {name!r}: not a submodule; known are {', '.join(list(known)[1:9])}, ..."
+                f"blocks: {name!r} is no submodule. Use one of {', '.join(list(known)[1:9])}, ..."
             )
         if not has_forward(known[name]):
             kind = type(known[name]).__name__
-            raise ValueError(f"blocks: {name!r}: {kind} has no forward of its own; name modules inside it")
+            raise ValueError(f"blocks: {name!r}: {kind} has no forward. Name the modules inside it.")
     rest = GatherUnit("", (ModuleUse(""), *map(ModuleUse, _only_children(module))))
     return [*(GatherUnit(name, (ModuleUse(name),)) for name in names if name), rest]
 
@@ -208,7 +208,7 @@ def parameters_by_unit(module: nn.Module, units: Sequence[GatherUnit]) -> list[l
         inner = [u for u in mine if u != outer]
         if len(inner) > 1 and outer is None:
             names = ", ".join(units[u].name for u in inner)
-            raise ValueError(f"units {names} share a parameter and no unit is around them")
+            raise ValueError(f"units {names} share a parameter. Name a module that contains them as block.")
         owner = inner[0] if len(inner) == 1 else outer
         assert owner is not None
         found[owner].append(named[key])

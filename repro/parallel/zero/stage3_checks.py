@@ -46,8 +46,6 @@ METADATA_FUNCTIONS: set[Callable[..., Any]] = {
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
 }
 """Functions and attributes that read no values of a tensor."""
-GRADIENT_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions that compute gradients, which take parameters as `inputs`."""
 
 
 class FreedParameter(Parameter):
@@ -61,7 +59,7 @@ class FreedParameter(Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        if func in GRADIENT_FUNCTIONS:
+        if name in ("backward", "grad"):
             raise RuntimeError(
                 f"{name}() for given parameters is not supported under zero = 3. Call loss.backward() without inputs, "
                 "and freeze all other parameters by requires_grad_(False) before the forward pass."
