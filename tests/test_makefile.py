@@ -359,6 +359,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
         "engines",
         "test-engines",
         "smoke",
+        "test PYTEST_ARGS=tests/report/test_page.py -k every_page",
     ]
     assert says in done.stdout
 

@@ -92,7 +92,7 @@ def record_row(record: ExperimentRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "step_s": None if is_simulated and not basis else _rounded(metrics.get(STEP_SECONDS)),
         **{name: _rounded(metrics.get(key), 1e9) for name, key in SIZES.items()},
-        "facts": {**facts, **common, "Written (UTC)": record_identity(record)["written"]},
+        "facts": {**facts, **common, "Written (UTC)": record.written[:16].replace("T", " ")},
     }
 
 
@@ -127,11 +127,6 @@ def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
         ),
         "System": f"{units.number(layout.world)} x {record.experiment.system}",
     }
-
-
-def record_identity(record: Record) -> dict[str, str]:
-    """Return the record's id and its time of writing (UTC)."""
-    return {"id": record.id, "written": record.written[:16].replace("T", " ")}
 
 
 def _peak_place(role: SimulatedRole | None) -> str:

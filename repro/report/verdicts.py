@@ -129,6 +129,7 @@ def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
         "kind": finding.kind,
         "scale": finding.scale_label,
         "origin": finding.origin,
+        "machine": finding.machine if finding.decided else "",
         "itself": finding.itself,
         "value": "not run" if finding.value is None else _value(finding, result),
         "number": "" if finding.value is None else f"{finding.value}",

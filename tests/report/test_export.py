@@ -83,7 +83,7 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
         (["--format", "excel"], "--format = 'excel': must be one of csv, parquet, markdown, latex"),
         (
             ["--table", "all"],
-            "--table = 'all': must be one of headlines, summary, claims, values, experiments, comparisons, records, unknowns",
+            "--table = 'all': must be one of headlines, summary, claims, values, experiments, comparisons, records,",
         ),
         (["--format", "parquet"], "--output"),
         (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),

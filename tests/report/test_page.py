@@ -212,6 +212,11 @@ def test_reference_records_are_marked_with_machine_and_day(text: str, built: Pat
     details = (built / "claims/zero-ddp-oom-limit.html").read_text(encoding="utf-8")
     assert "one rank of 64, as measured on NVIDIA H200, 2026-" in details
     assert "come from reference records of this package" in text
+    devices = (built / "machines.html").read_text(encoding="utf-8").partition('id="devices"')[2]
+    assert (
+        "as measured on NVIDIA H200, 2026-"
+        in devices[: devices.index('href="claims/zero-ddp-oom-limit.html"')]
+    )
 
 
 def test_the_footer_says_which_program_wrote_it(text: str) -> None:
@@ -250,8 +255,8 @@ def test_every_figure_is_on_one_page_and_beside_it(
 def test_figures_have_the_colours_of_a_light_and_a_dark_page(built: Path) -> None:
     """A figure that is white where the page is dark, or has letters in other colours, is hard to read."""
     style = (built / "style.css").read_text(encoding="utf-8")
-    themes = style.split("@media (prefers-color-scheme: dark)")[:2]
-    light, dark = (dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", part)) for part in themes)
+    themes = re.findall(r"--([a-z]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
+    light, dark = ({name: colours[place] for name, *colours in themes} for place in (0, 1))
     names = ("ink", "muted", "line", "page")
     assert [light[name] for name in names] == [INK, MUTED, GRID, "#ffffff"] == list(DARK_THEME)
     assert [dark[name] for name in names] == list(DARK_THEME.values())

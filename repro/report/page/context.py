@@ -25,7 +25,7 @@ from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import verdicts
 from repro.report.evidence import JudgedStore
-from repro.report.records import Machines, record_identity, record_row
+from repro.report.records import Machines, record_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NO_VALUE, interval
@@ -89,8 +89,7 @@ def context(
             entry["record"] = known.get(entry["anchor"])
     cited = {*readers, *(anchor for figure in figures for anchor in figure["records"].values())}
     comparisons = sorted(chosen.comparisons, key=lambda record: record.order, reverse=True)
-    lists = [_listed(records, cited) for records in (chosen.measured, chosen.simulated)]
-    listed = [record for records in lists for record in records]
+    listed = [*_listed(chosen.measured, cited), *_listed(chosen.simulated, cited)]
     return {
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "program": program_version(),
@@ -277,13 +276,9 @@ def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[Exper
 
 def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
     return {
+        "record": record,
         "anchor": verdicts.anchor("measured", record.label),
-        "suite": record.suite,
-        "subject": record.subject.name,
-        "baseline": record.baseline.name,
         "ratio": units.number(record.ratio),
         "interval": interval(record.low, record.high),
-        "rounds": record.rounds,
         "machine": machines.number(record),
-        **record_identity(record),
     }
