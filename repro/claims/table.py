@@ -1,9 +1,9 @@
-"""Judged claims as plain data: one line per claim for tables, all fields for JSON, no rendering."""
+"""Judged claims as plain data: counts for tables, all fields for JSON, no rendering."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from repro.claims.independence import QuantityCounts, count_independent
@@ -20,41 +20,9 @@ from repro.claims.verdicts import (
     ClaimResult,
     Finding,
     InputUncertainty,
-    KindResult,
     RowResult,
 )
-from repro.results.schema import EMULATED
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One claim in one line."""
-
-    id: str
-    title: str
-    family: str
-    file: str
-    published: str
-    certainty: str
-    counts: Mapping[str, str]
-    """Kind of evidence -> `54/54`, rows reproduced of rows that it can test; `not run`; or `-`."""
-    itself: str
-    """Rows in which the source agrees with itself, `18/18`; no evidence, and not in `counts`."""
-    scale: str
-    """Scale of the measured evidence; empty without measurements."""
-    verdict: str
-    basis: str
-    """Basis of the verdict, strongest first, with agreeing rows of all rows on that basis."""
-    reason: str
-    why: str
-    """One sentence with the reason to believe the verdict."""
-    needs: str
-    disagreements: tuple[str, ...]
-
-
-def table(results: Sequence[ClaimResult]) -> list[Line]:
-    """Return one line per claim, in the ledger's order."""
-    return [_line(result) for result in results]
+from repro.results.schema import EMULATED, MEASURED
 
 
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
@@ -197,39 +165,16 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _line(result: ClaimResult) -> Line:
-    claim = result.claim
-    measured, wanted = result.kind("measured"), result.verdict != NOT_COMPARABLE
-    return Line(
-        id=claim.id,
-        title=claim.title,
-        family=claim.family,
-        file=claim.file,
-        published=claim.published,
-        certainty=claim.certainty,
-        counts={
-            kind: _count(result.kind(kind), wanted=kind == "measured" and wanted and bool(claim.needs))
-            for kind in KINDS
-        },
-        itself=_count(result.kind(ITSELF)),
-        scale=measured.scale if measured and measured.decided else "",
-        verdict=result.verdict,
-        basis=result.basis,
-        reason=result.reason,
-        why=why(result),
-        needs=claim.needs,
-        disagreements=result.disagreements,
-    )
+def count_text(result: ClaimResult, name: str) -> str:
+    """Return reproduced of testable rows under a kind of evidence or `ITSELF`: `54/54`, `not run`, or a dash.
 
-
-def _count(kind: KindResult | None, wanted: bool = False) -> str:
-    """Return `reproduced/rows`, `not run` or `-`.
-
-    `wanted`: no expression tests the claim yet, but the ledger names the hardware for a test.
+    A claim whose ledger entry names the hardware for a measurement that no expression tests is `not run`, too.
     """
+    kind, claim = result.kind(name), result.claim
     if kind and kind.decided:
         return f"{kind.reproduced}/{kind.rows}"
-    return NOT_RUN if kind or wanted else "-"
+    is_wanted = name == MEASURED and bool(claim.needs) and result.verdict != NOT_COMPARABLE
+    return NOT_RUN if kind or is_wanted else "-"
 
 
 def _row(result: RowResult) -> dict[str, Any]:

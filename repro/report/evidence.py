@@ -24,10 +24,10 @@ from repro.accuracy.validate.implied_inputs import ImpliedInput, find_implied_in
 from repro.accuracy.validate.unknowns import RankedInputs, rank_inputs
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
-from repro.claims.ledger import EMULATED, KINDS, Ledger
+from repro.claims.ledger import EMULATED, ITSELF, KINDS, Ledger
 from repro.claims.other_system import Answer, answer_questions, load_questions, simulated_systems
 from repro.claims.reader import load_ledger
-from repro.claims.table import as_dict, summary, table
+from repro.claims.table import as_dict, count_text, summary, why
 from repro.claims.verdicts import ClaimResult
 from repro.config import ConfigError, Experiment, Layout, Training, models
 from repro.measure.local_system import load_system
@@ -85,19 +85,19 @@ class JudgedStore:
         """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""
         rows = [
             {
-                "claim": line.id,
-                "about": self.ledger.about[line.file],
-                "title": line.title,
-                "published": line.published,
-                **line.counts,
-                "itself": line.itself,
-                "verdict": line.verdict,
-                "basis": line.basis,
-                "reason": line.reason,
-                "why": line.why,
+                "claim": result.claim.id,
+                "about": self.ledger.about[result.claim.file],
+                "title": result.claim.title,
+                "published": result.claim.published,
+                **{kind: count_text(result, kind) for kind in KINDS},
+                "itself": count_text(result, ITSELF),
+                "verdict": result.verdict,
+                "basis": result.basis,
+                "reason": result.reason,
+                "why": why(result),
             }
-            for line in table(self.judged)
-            if fnmatchcase(line.id, pattern) and about in ("", self.ledger.about[line.file])
+            for result in self.judged
+            if fnmatchcase(result.claim.id, pattern) and about in ("", self.ledger.about[result.claim.file])
         ]
         return _frame(rows)
 

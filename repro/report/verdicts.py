@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
 from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
+from repro.claims.table import count_text, why
 from repro.claims.verdicts import (
     BAD,
     CONSISTENT,
@@ -22,7 +23,6 @@ from repro.util import units
 if TYPE_CHECKING:
     from repro.claims.ledger import Claim, Ledger
     from repro.claims.run_commands import SuiteCatalogue
-    from repro.claims.table import Line
     from repro.claims.verdicts import ClaimResult, Finding, InputUncertainty, RowResult
 
 VERDICT_SIGNS = {
@@ -42,7 +42,7 @@ def anchor(kind: str, name: str) -> str:
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
-def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
+def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
     """Return all data that the page shows about one claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
@@ -62,10 +62,10 @@ def claim_view(result: ClaimResult, line: Line, ledger: Ledger, catalogue: Suite
         "verdict": result.verdict,
         "basis": result.basis,
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
-        "why": line.why,
+        "why": why(result),
         "reason": result.reason,
         "disagreements": result.disagreements,
-        "cells": {kind: _cell(result, line, kind) for kind in (*KINDS, ITSELF)},
+        "cells": {kind: _cell(result, kind) for kind in (*KINDS, ITSELF)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
         "commands": [*catalogue.commands(read), *evaluation_commands(claim), *device_commands(claim)],
@@ -83,9 +83,9 @@ def _measured_at_published_scale(result: ClaimResult) -> list[tuple[str, str]]:
     ]
 
 
-def _cell(result: ClaimResult, line: Line, name: str) -> dict[str, str]:
+def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     """Return the cell of one kind of evidence for a claim: a single value, or the count of the ledger table."""
-    words = line.itself if name == ITSELF else line.counts[name]
+    words = count_text(result, name)
     kind = result.kind(name)
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": ""}

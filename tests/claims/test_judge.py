@@ -9,7 +9,7 @@ import pytest
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF
 from repro.claims.reader import load_ledger
-from repro.claims.table import summary, table
+from repro.claims.table import count_text, summary
 from repro.claims.verdicts import (
     CONSISTENT,
     INCONSISTENT,
@@ -252,8 +252,7 @@ def test_the_rows_that_are_the_claim_carry_it(tmp_path: Path) -> None:
     assert kind is not None
     assert (kind.verdict, kind.reproduced, kind.rows) == (REPRODUCED, 1, 1), "not what is beside it"
     assert [row.verdict for row in result.rows] == [REPRODUCED, NOT_REPRODUCED], "but is judged and shown"
-    (line,) = table([result])
-    assert line.counts["analytic"] == "1/1"
+    assert count_text(result, "analytic") == "1/1"
     assert summary([result])["evidence"]["analytic"]["rows_decided"] == 2, "and is one of all values"
     assert judged(tmp_path, main(good) + row(PUBLISHED), record("full", speed=9.0)).kind("measured") is None
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
-from repro.claims.table import summary, table
+from repro.claims.table import summary
 from repro.claims.verdicts import VERDICTS, ClaimResult
 from repro.config import ConfigError
 from repro.report.text.claims import (
@@ -117,10 +117,9 @@ def test_an_unknown_id_is_an_error(tmp_path: Path) -> None:
 
 def test_counts_are_those_of_the_lines() -> None:
     results = everything()[1]
-    lines = table(results)
     counts = summary(results)
     for verdict in VERDICTS:
-        assert counts["verdicts"][verdict] == sum(line.verdict == verdict for line in lines)
+        assert counts["verdicts"][verdict] == sum(result.verdict == verdict for result in results)
     analytic, itself = counts["evidence"]["analytic"], counts["against_itself"]
     assert analytic["rows"] >= analytic["rows_reproduced"] > 100
     assert itself["rows"] >= itself["rows_reproduced"] > 100, "what a source says of itself is counted apart"

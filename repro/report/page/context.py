@@ -20,7 +20,7 @@ from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_
 from repro.claims.headlines import SHOWN_KINDS, headline_lines
 from repro.claims.other_system import PREDICTIONS, Answer, simulation_command
 from repro.claims.run_commands import SuiteCatalogue
-from repro.claims.table import summary, table, totals
+from repro.claims.table import summary, totals
 from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import verdicts
@@ -76,10 +76,7 @@ def context(
     known = {_anchor(record): record for record in everything}
     headlines = headline_lines(found.ledger, found.judged)
     first = list(dict.fromkeys(line.claim for line in headlines))
-    claims = [
-        verdicts.claim_view(result, line, found.ledger, catalogue)
-        for result, line in zip(found.judged, table(found.judged), strict=True)
-    ]
+    claims = [verdicts.claim_view(result, found.ledger, catalogue) for result in found.judged]
     claims.sort(key=lambda claim: first.index(claim["id"]) if claim["id"] in first else len(first))
     readers = defaultdict(list)
     for claim in claims:

@@ -12,7 +12,7 @@ from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
-from repro.claims.table import Line, as_dict, summary, table, totals, why
+from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import (
     CONSISTENT,
     GOOD,
@@ -47,6 +47,8 @@ MAX_CLAIM_ROWS = 8
 """Maximum number of values that one claim shows, those that disagree first."""
 MAX_CLAIM_TEXT = 290
 """Maximum length of a cause or of conditions, in characters: three lines."""
+ALL_CLAIMS_COLUMNS = 25, 25, 14
+"""Widths of published values, evidence and verdicts in the table of all claims."""
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
 VERDICT_STYLES = {
@@ -180,24 +182,25 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
     """Print one line per claim, grouped by ledger file, and the counts."""
     from rich.text import Text
 
-    lines = table(results)
-    widest = max(len(line.id) for line in lines)
-    headings = ("claim", "published", *KINDS, "own source", "verdict, and what it rests on")
-    texts = ("published", headings[-1])
-    for number, file in enumerate(dict.fromkeys(line.file for line in lines)):
-        grid = render.new_table(*headings, left=("claim", *texts), wrap=headings[1:], gap=1)
-        grid.show_header, grid.expand = not number, True
-        for heading, column in zip(headings, grid.columns, strict=True):
-            column.ratio = 3 if heading in texts else None
-            column.width = widest if heading == "claim" else None if heading in texts else 9
+    headings = ("claim", "published", "evidence: rows that agree", "verdict")
+    widest = max(len(result.claim.id) for result in results)
+    for number, file in enumerate(dict.fromkeys(result.claim.file for result in results)):
+        grid = render.new_table(*headings, left=set(headings), wrap=headings[1:3], gap=1)
+        grid.show_header = not number
+        for column, width in zip(grid.columns, (widest, *ALL_CLAIMS_COLUMNS), strict=True):
+            column.width = width
         console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
-        for line in lines:
-            if line.file == file:
-                counts = [_count(line.counts[kind]) for kind in KINDS]
-                itself = _count(line.itself, VERDICT_STYLES[CONSISTENT], VERDICT_STYLES[INCONSISTENT])
-                grid.add_row(Text(line.id), Text(line.published), *counts, itself, _verdict(line))
+        for result in results:
+            if result.claim.file == file:
+                counts = {kind: count_text(result, kind) for kind in KINDS}
+                evidence = ", ".join(f"{kind} {count}" for kind, count in counts.items() if "/" in count)
+                verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
+                grid.add_row(result.claim.id, result.claim.published, evidence or "-", verdict)
         console.print(grid)
-    _print_counts(results, console)
+    counted = summary(results)
+    verdicts = _verdict_counts([result.verdict for result in results])
+    console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
+    console.print(Text(totals(counted)))
 
 
 def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
@@ -314,42 +317,6 @@ def _published(result: RowResult) -> str:
         row.unit if row.unit in ("x", "%") else f" {row.unit}" * (row.printed is not None and bool(row.unit))
     )
     return f"{row.bound} {row.published}{error}{unit}".strip()
-
-
-def _verdict(line: Line) -> Text:
-    from rich.text import Text
-
-    text = Text(line.verdict, style=VERDICT_STYLES[line.verdict])
-    if line.basis:
-        text.append(f" ({line.basis})", style="dim")
-    if line.disagreements:
-        text.append(f" ({len(line.disagreements)} disagree)", style="red")
-    return text
-
-
-def _count(text: str, good_style: str = "green", bad_style: str = "red") -> Text:
-    from rich.text import Text
-
-    if "/" not in text:
-        return Text(text, style="dim")
-    good, total = text.split("/")
-    return Text(text, style=good_style if good == total else bad_style)
-
-
-def _print_counts(results: list[ClaimResult], console: Console) -> None:
-    from rich.text import Text
-
-    counts = summary(results)
-    verdicts = _verdict_counts([result.verdict for result in results])
-    console.print(f"\n{counts['claims']} claims with {counts['rows']} values: {verdicts}.")
-    console.print(Text(totals(counts)))
-    for kind, found in counts["evidence"].items():
-        if found["rows_decided"]:
-            possible = f", {found['rows_possible']} possible" * bool(found["rows_possible"])
-            console.print(
-                f"{kind}: {found['rows_reproduced']} of {found['rows_decided']} values reproduced{possible} "
-                f"({found['rows']} can be tested so; {found['things']} independent things).",
-            )
 
 
 def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
