@@ -27,12 +27,17 @@ PANEL_COLUMNS = 110
 
 
 class _Group(TyperGroup):
-    """A group whose plain help lists its commands with full summaries: click cuts each to one line."""
+    """A group whose plain help lists its commands by topic with full summaries: click cuts each to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the section of the commands."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(n, (c.help or "").split("\n\n")[0]) for n, c in self.commands.items()])
+        """Write a section of commands for each topic."""
+        topics: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            topic = getattr(command, "rich_help_panel", None) or "Commands"
+            topics.setdefault(topic, []).append((name, (command.help or "").split("\n\n")[0]))
+        for topic, commands in topics.items():
+            with formatter.section(topic):
+                formatter.write_dl(commands)
 
 
 app = typer.Typer(
@@ -45,9 +50,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (run, quality, cluster, show, predict):  # in the order of --help
-    app.registered_commands += group.app.registered_commands
-app.add_typer(lab.app, name="lab", cls=_Group)
+TOPICS = {
+    "Results": show,
+    "Predictions": predict,
+    "Runs on this machine": run,
+    "Runs on a cluster": cluster,
+    "Weights": quality,
+}
+"""Modules of commands by topic, in the order of --help."""
+for topic, module in TOPICS.items():
+    for registered in module.app.registered_commands:
+        registered.rich_help_panel = topic
+    app.registered_commands += module.app.registered_commands
+app.add_typer(lab.app, name="lab", cls=_Group, rich_help_panel="Runs on this machine")
 
 # typer brings its own copy of click or uses the installed one, depending on its version.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -41,7 +41,7 @@ def submit(
     rerun: Rerun = False,
     json: Json = False,
 ) -> int:
-    """Submit to SLURM what the store lacks of a suite and no job is at: a job array for each shape."""
+    """Submit experiments of a suite that have no record and no job to SLURM: a job array for each shape."""
     from repro.launch.slurm.submission.submit import submit_suite
 
     return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
@@ -72,7 +72,7 @@ def logs(
         typer.Option(help="What this rank wrote; without it, the job around the ranks.", metavar="R"),
     ] = None,
 ) -> int:
-    """Show what a case or one of its ranks wrote last."""
+    """Show the last output of a case or of one of its ranks."""
     from repro.launch.slurm.commands import print_logs
 
     return print_logs(results, case, rank)
@@ -107,7 +107,7 @@ def collect(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Record what was lost or cancelled without a word, and check every record."""
+    """Record cases that were lost or cancelled, and check every record."""
     from repro.launch.slurm.commands import collect_records
 
     return collect_records(results, into, json)

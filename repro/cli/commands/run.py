@@ -51,7 +51,7 @@ def run(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Run what the store lacks of suites on this machine and record how each experiment ended."""
+    """Run experiments of suites, or of a claim, that have no record, and record how each ended."""
     suites, only = list(suites or []), list(only or [])
     require(
         bool(suites) != bool(claim), "SUITE", " ".join(map(str, suites)), "one suite or more, or --claim ID"
@@ -158,7 +158,7 @@ def results(
     details: Details = False,
     json: Json = False,
 ) -> int:
-    """Show results side by side: loss, speed, memory by category, bytes sent, and ratios of what took turns."""
+    """Show results side by side: loss, speed, memory, bytes sent, and ratios of interleaved runs."""
     from repro.report.text.results import print_results
 
     return print_results(what, results, json, plot, details)

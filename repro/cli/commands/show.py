@@ -168,7 +168,7 @@ def schedule(
         ),
     ] = None,
 ) -> int:
-    """Print or draw a pipeline schedule with its bubble and what it keeps in memory."""
+    """Print or draw a pipeline schedule with its bubble and memory."""
     from repro.report.text.schedule import print_schedule
 
     return print_schedule(pp, micro_batches, chunks, name, forward, backward, json, svg, out)
