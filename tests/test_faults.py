@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -223,8 +222,7 @@ def test_progress_says_what_runs_and_what_is_left(tmp_path: Path) -> None:
     code, out, err = run(suite, tmp_path / "results", "--json")
     assert code == 0
     assert json.loads(out)["counts"] == {"ok": 2}
-    assert re.search(r"start a, 2 ranks \(2 left, \d:\d\d elapsed\)", err)
-    assert "[2/2] b  ok" in err
+    assert not err, "expected outcomes within seconds need no line"
     _, out, err = run(suite, tmp_path / "results")
     assert "2 already in the store, 0 to run" in err
     assert "\nfaults: 2 experiments: 2 ok; all as expected" in out

@@ -136,7 +136,8 @@ def test_each_unknown_moves_alone_and_joint_draws_fill_every_part_of_a_range_ali
     keys = ("links.inter-node.rings", "device.x")
     found = tuple(Unknown(key=key, low=1, best=1, high=8, source="") for key in keys)
     quantiles = quantiles_in_cases(found)
-    alone = {key: column[:-DRAWS] for key, column in quantiles.items()}
+    assert {column[0] for column in quantiles.values()} == {BEST}
+    alone = {key: column[1:-DRAWS] for key, column in quantiles.items()}
     joint = {key: column[-DRAWS:] for key, column in quantiles.items()}
     assert alone[keys[0]].tolist() == [*found[0].moves, *[BEST] * len(found[1].moves)]
     assert alone[keys[1]].tolist() == [*[BEST] * len(found[0].moves), *found[1].moves]

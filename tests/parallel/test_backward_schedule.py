@@ -101,7 +101,7 @@ def test_what_an_error_broke_off_is_closed_with_what_is_around_it() -> None:
     assert run.end_visit(1, A) == 1
     assert run.open_visits == [0]
     assert run.ends == [1, 3, 3]
-    with pytest.raises(RuntimeError, match="must not call itself"):
+    with pytest.raises(RuntimeError, match="calls itself in its forward pass is not supported"):
         run.end_visit(1, A)
 
 

@@ -124,9 +124,13 @@ def test_the_process_group_serves_the_device() -> None:
     require_backend("cpu:gloo,cuda:nccl", cpu)
     require_backend("cpu:gloo,cuda:nccl", cuda)
     require_backend("cuda:nccl", cuda)
-    with pytest.raises(ValueError, match="lacks cuda:nccl for a module on cuda"):
+    with pytest.raises(
+        ValueError, match=r"does not support a module on cuda\. Call init_process_group\(.nccl.\)"
+    ):
         require_backend("cpu:gloo,cuda:gloo", cuda)
-    with pytest.raises(ValueError, match="lacks cpu:gloo for a module on cpu"):
+    with pytest.raises(
+        ValueError, match=r"does not support a module on cpu\. Call init_process_group\(.gloo.\)"
+    ):
         require_backend("cuda:nccl", cpu)
     with pytest.raises(ValueError, match="module: on meta"):
         require_backend("cpu:gloo", torch.device("meta"))
