@@ -175,11 +175,11 @@ def _judge_miss(
     assert published is not None
     ends = " to ".join(dict.fromkeys(format_value(end, row.printed) for end in (doubt.least, doubt.most)))
     if not published.meets(doubt.least, doubt.most):
-        why = f"unknown inputs allow {ends}, which does not contain the published value"
+        why = f"over all unknown inputs it is {ends}, which does not contain the published value"
         return NOT_REPRODUCED, f"{rule}; {why}", ()
     found = doubt.deciding_unknowns(published.meets)
     which = f"{' and '.join(found)} decide{'s' * (len(found) == 1)}"
-    why = f"unknown inputs allow {ends}, which contains the published value; {which}"
+    why = f"over all unknown inputs it is {ends}, which contains the published value; {which}"
     return POSSIBLE, f"{rule}; {why}", found
 
 

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+DEFINITIONS: tuple[str, ...] = (
+    "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
+    "reproduced: within the printed digits, or the tolerance of its kind (12 % for a ratio).",
+    "possible: only the interval contains the published value. inconsistent: a source contradicts itself.",
+)
+"""Meaning of columns and verdicts, one line each."""
 MAX_CLAIM_ROWS = 8
 """Maximum number of values that one claim shows, those that disagree first."""
 MAX_CLAIM_TEXT = 290
@@ -110,15 +116,10 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     console.print(grid)
     console.print(f"\nAll {len(results)} claims: {_verdict_counts([result.verdict for result in results])}.")
     own = (finding for result in results for finding in result.findings if not finding.is_reference)
+    notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
-        console.print("This store has no results yet: `make simulate` simulates the published experiments.")
-    console.print(
-        "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network."
-    )
-    console.print("possible: the best value misses, but its interval contains the published value.")
-    console.print(
-        "inconsistent: the source contradicts itself. `--details` shows the tolerance of each value."
-    )
+        notes = ("This store has no results yet: `make simulate` simulates the published experiments.",)
+    console.print("\n".join(notes))
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
         console.print(f"measured, claim {numbers}: {machine}.")
@@ -166,7 +167,8 @@ def print_claim(result: ClaimResult, console: Console) -> None:
         reads = {MEASURED, EMULATED} if kind == MEASURED else {SIMULATED}
         if any(finding.kind in reads and finding.experiments for finding in result.findings):
             evidence = f" --evidence {SIMULATED}" * (kind == SIMULATED)
-            what = "simulation" if kind == SIMULATED else "measurement"
+            kinds = {finding.kind for finding in result.findings if finding.experiments}
+            what = "simulation" if kind == SIMULATED else "measurement" if kind in kinds else "emulation"
             console.print(f"Repeat the {what}: repro run --claim {claim.id}{evidence}")
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
 

@@ -106,12 +106,13 @@ def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str
         return [f"No step time is predicted: {document['no_time']}."]
     key = max(TIME_PARTS, key=lambda key: float(time[key]))
     waits = sorted(time["exposed_by_kind"].items(), key=lambda wait: -wait[1])
-    cause = TIME_PARTS[key] + (f", mostly {waits[0][0]}" if key == "exposed_s" else "")
+    cause = f", mostly {waits[0][0]}" if key == "exposed_s" else ""
+    most = "at most " if time["rests_on"] == UPPER_BOUND else ""
     slowest = " of the slowest stage" if len(simulation.time.timeline.stages) > 1 else ""
     is_exact = time["interval"] is None and simulation.time.system.device.operators
     return [
-        f"{describe_step_time(time)} Throughput: {units.number(time['samples_per_s'])} samples/s.",
-        f"Limit: {cause}, {units.percent(time[key] / time['step_s'])} of the step{slowest}.",
+        f"{describe_step_time(time)} Throughput: {most}{units.number(time['samples_per_s'])} samples/s.",
+        f"Limit: {TIME_PARTS[key]}, {units.percent(time[key] / time['step_s'])} of the step{slowest}{cause}.",
         f"Basis of the time: {time['rests_on']}; {BASES[time['rests_on']]}.",
         "No interval: measured inputs count as exact. repro validate --system shows the error."
         if is_exact
