@@ -63,7 +63,7 @@ def in_any_lane(condition: Any) -> bool:
 
 def first_lane(number: float) -> float:
     """Return the number in the first lane, which has the best value of every unknown."""
-    return float(number.flat[0]) if isinstance(number, np.ndarray) else number
+    return float(number.flat[0] if isinstance(number, np.ndarray) else number)
 
 
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
