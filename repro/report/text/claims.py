@@ -167,8 +167,8 @@ def print_claim(result: ClaimResult, console: Console) -> None:
         reads = {MEASURED, EMULATED} if kind == MEASURED else {SIMULATED}
         if any(finding.kind in reads and finding.experiments for finding in result.findings):
             evidence = f" --evidence {SIMULATED}" * (kind == SIMULATED)
-            kinds = {finding.kind for finding in result.findings if finding.experiments}
-            what = "simulation" if kind == SIMULATED else "measurement" if kind in kinds else "emulation"
+            known = {finding.kind for finding in result.findings if finding.experiments}
+            what = "simulation" if kind == SIMULATED else "measurement" if kind in known else "emulation"
             console.print(f"Repeat the {what}: repro run --claim {claim.id}{evidence}")
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
 
