@@ -55,7 +55,8 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
         other = value_text(others, kind)
         if values[kind] == NOT_RUN and other != units.NO_VALUE:
             values[kind] = other
-    published = headline.published or _published(rows)
+    printed = " / ".join(dict.fromkeys(row.row.published for row in rows))
+    published = headline.published or append_unit(printed, rows[0].row.unit)
     machines = measuring_machines(rows)
     return HeadlineLine(
         number, headline.name, headline.claim, published, values, weakest_verdict(rows), machines
@@ -69,10 +70,6 @@ def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(f"{one.scale}, {one.measured_on}{suffix[one.is_reference]}" for one in measured)
     )
-
-
-def _published(rows: Sequence[RowResult]) -> str:
-    return append_unit(" / ".join(dict.fromkeys(row.row.published for row in rows)), rows[0].row.unit)
 
 
 def value_text(rows: Sequence[RowResult], kind: str) -> str:

@@ -73,9 +73,8 @@ def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim
     try:
         _one_of("claim", headline.claim, claims)
         labels = [row.label for row in claims[headline.claim].rows]
-        for key, named in (("rows", headline.rows), ("otherwise", headline.otherwise)):
-            for label in named:
-                _one_of(key, label, labels)
+        for label in (*headline.rows, *headline.otherwise):
+            _one_of("rows", label, labels)
         if not headline.rows:
             raise ConfigError("rows", headline.rows, f"labels of rows of {headline.claim}")
     except ConfigError as error:

@@ -106,8 +106,8 @@ def why(result: ClaimResult) -> str:
     if result.verdict in BAD:
         return f"{sum(row.verdict in BAD for row in main)} {of} contradict other numbers of the same source."
     if result.verdict == POSSIBLE:
-        count = sum(row.verdict == POSSIBLE for row in main)
-        return f"{len(main) - count} {of} agree; unknown inputs explain the other {count} ({by})."
+        agree, count = (sum(row.verdict in some for row in main) for some in (GOOD, (POSSIBLE,)))
+        return f"{agree} {of} agree; unknown inputs explain {count} more ({by})."
     if result.verdict == CONSISTENT:
         return f"{every} with {by}, which is no test."
     counts = count_independent([replace(result, rows=tuple(main))])

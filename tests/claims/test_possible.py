@@ -158,7 +158,7 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
     assert counts["things"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
     assert "1 hold in all their values and 1 are possible" in totals(counts)
-    assert why(result).startswith("1 of 2 values agree; unknown inputs explain the other 1")
+    assert why(result).startswith("1 of 2 values agree; unknown inputs explain 1 more")
 
 
 def test_to_become_possible_is_better_than_a_miss_and_worse_than_a_success() -> None:

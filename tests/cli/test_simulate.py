@@ -163,9 +163,9 @@ def test_a_prediction_says_what_it_rests_on(
     peak = systems.load_system_file(system).peak("fp16" if system == "dgx2" else "bf16")
     assert step["mfu"] == pytest.approx(step["flops_per_device"] / peak)  # nothing is recomputed
     page, table = run(capsys, "simulate", *asked)[1], run(capsys, "plan", *few)[1]
-    for said in (page, table):
-        assert "MFU" in said
-        assert re.search(f"Basis of the times?: {basis}; ", said)
+    for text in (page, table):
+        assert "MFU" in text
+        assert re.search(f"Basis of the times?: {basis}; ", text)
     line = next(line for line in table.splitlines() if re.match(r" +1 +2 +1 +2 ", line))
     bound = basis == UPPER_BOUND
     assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)

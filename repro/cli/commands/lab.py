@@ -49,7 +49,7 @@ def up(
 
 @app.command(epilog="Example:  repro lab status")
 def status(json: Json = False) -> int:
-    """Show the network that is up, with what was measured.  Exit code 3: none is."""
+    """Show the running network and its measured rates.  Exit code 3: no network runs."""
     from repro.report.text.cluster import print_lab_status
 
     return print_lab_status(json)

@@ -26,6 +26,7 @@ from repro.claims.run_commands import (
 )
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import Experiment
+from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.model import counts
 from repro.report.verdicts import row_view
@@ -177,13 +178,17 @@ def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if not found.suite:
         return found.needs
     if found.kind == "simulated":
-        return f"{len(found.names)} simulated, here"
-    return f"{found.needs or 'here'}, {_hours(found, catalogue)}{' GPU-hours' if found.needs else ''}"
+        return f"{count_noun(len(found.names), 'simulation')} on this machine"
+    return (
+        f"{found.needs}, {_hours(found, catalogue)} GPU-hours"
+        if found.needs
+        else "on processors of this machine"
+    )
 
 
 def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
-        return "none: processor cores"
+        return "0"
     price = gpu_hours(found, catalogue)
     least = "?" if price.least is None else number(price.least)
     return f"{least} to {number(price.most)}"

@@ -158,7 +158,10 @@ def print_claim(result: ClaimResult, console: Console) -> None:
     console.print()
     for machine in measuring_machines(main):
         console.print(f"Measured: {machine}.")
-    hidden = {"values of the claim": len(main) - len(shown), "values beside it": len(result.rows) - len(main)}
+    hidden = {
+        "values of the claim": len(main) - len(shown),
+        "supporting values": len(result.rows) - len(main),
+    }
     if any(hidden.values()):
         console.print(
             f"Not shown: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}."
@@ -242,13 +245,6 @@ def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -
     if moves.row_count:
         console.print()
         console.print(moves)
-    expressions = {f.expression: f.kind for row in result.rows for f in row.findings}
-    if expressions:
-        console.print()
-        for expression, kind in list(expressions.items())[:12]:
-            console.print(Text(f"{kind}: {expression}", style="dim"))
-        if len(expressions) > 12:
-            console.print(Text(f"and {len(expressions) - 12} more expressions, in {claim.file}", style="dim"))
 
 
 def _evidence_table(result: ClaimResult) -> Table:

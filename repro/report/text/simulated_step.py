@@ -123,14 +123,14 @@ def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str
 def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
     """Return the live bytes of the fullest rank at the peak, by category."""
     role = simulation.fullest.role.name.partition(" (")[0]
-    whole, peak = simulation.limit_bytes or memory["reserved_bytes"], memory["peak_bytes"]
+    total, peak = simulation.limit_bytes or memory["reserved_bytes"], memory["peak_bytes"]
     sizes = {term: memory["by_category"][category] for category, term in TERMS.items()}
     if simulation.fits:
         sizes["fragmentation"] = memory["reserved_bytes"] - peak
     title = "memory at the peak" if role == "all" else f"memory of the {role} stage at the peak"
     share = f"share of {'device' if simulation.limit_bytes else 'reserved'} memory (%)"
     rows = (
-        (term, gb(size), f"{100 * size / whole:.1f}")
+        (term, gb(size), f"{100 * size / total:.1f}")
         for term, size in sizes.items()
         if size >= MIN_SHOWN_SHARE * peak
     )

@@ -7,7 +7,7 @@ chunks takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
 
 Collectives of r seconds beside compute of s seconds take a share c of their time from it: max(s + c r, r) is a lower
 bound of both. It holds for each pass beside which a stage gathers parameters, reduces gradients or sums over tp, and
-for the step as a whole. Other operators, latencies, the host and the update only add to these.
+for the full step. Other operators, latencies, the host and the update only add to these.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
     """
     layout, (count, largest) = work.layout, work.buckets()
     layers = work.model.layers // (layout.pp * layout.chunks)
-    whole = layers * sum(work.matrix_bytes())
+    matrices = layers * sum(work.matrix_bytes())
     op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
 
     def least(op: str, size: float, messages: int) -> float:
@@ -263,9 +263,9 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
 
     awaits = layout.zero == 2 or (layout.zero == 1 and layout.overlap)
     return (
-        least("all_gather", whole, count * layers),
-        least(op, whole, count * layers),
-        least(op, whole - 2 * largest, count * layers - 2) if awaits else 0.0,
+        least("all_gather", matrices, count * layers),
+        least(op, matrices, count * layers),
+        least(op, matrices - 2 * largest, count * layers - 2) if awaits else 0.0,
     )
 
 

@@ -150,10 +150,10 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         for row in found.rows[:4]
     ]
     print_layouts(asked(ranged), found, 4, details=True)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for row, one in pairs:
-        assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", told)
-    assert ("Main uncertainty: inter-node rings." in told) == any(one.than == 1 for _, one in pairs)
+        assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", output)
+    assert ("Main uncertainty: inter-node rings." in output) == any(one.than == 1 for _, one in pairs)
 
 
 def test_of_exact_numbers_nothing_is_said(
@@ -163,9 +163,9 @@ def test_of_exact_numbers_nothing_is_said(
     found = planned(exact)
     assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
     print_layouts(asked(exact), found, 4)
-    told = capsys.readouterr().out
-    assert "uncertain" not in told
-    assert "Row" not in told
+    output = capsys.readouterr().out
+    assert "uncertain" not in output
+    assert "Row" not in output
 
 
 @pytest.mark.parametrize(("draw", "fastest"), [(0.9, False), (1.1, True)])
@@ -178,10 +178,10 @@ def test_what_is_said_of_the_first_and_of_neighbours(
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     print_layouts(asked(exact), Plan(rows, 0, ""), 3)
-    told = " ".join(capsys.readouterr().out.split())
-    assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in told) == fastest
+    output = " ".join(capsys.readouterr().out.split())
+    assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in output) == fastest
     tied = "Rows 1 and 2 are tied within their uncertainty. Main uncertainty: a."
-    assert (tied in told) == (not fastest)
+    assert (tied in output) == (not fastest)
 
 
 def test_ties_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,20 +192,20 @@ def test_ties_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     print_layouts(asked(exact), Plan(rows, 0, ""), 6)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in output
 
 
 def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three the last may be the fastest: who is shown one or two is told so, and of one alone nothing is said."""
+    """Of three the last may be the fastest: who is shown one or two is output so, and of one alone nothing is said."""
     rows = [row(1.0, [1.0, 1.0]), row(1.2, [1.2, 1.2]), row(1.3, [0.9, 1.3], move("links.b", 0.8, 1.3))]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     for top, hidden in ((1, True), (2, True), (3, False)):
         print_layouts(asked(exact), Plan(rows, 0, ""), top)
-        told = " ".join(capsys.readouterr().out.split())
-        assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in told
-        assert ("The table lacks 1 tied row: --top 3." in told) == hidden
+        output = " ".join(capsys.readouterr().out.split())
+        assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in output
+        assert ("The table lacks 1 tied row: --top 3." in output) == hidden
     print_layouts(asked(exact), Plan(rows[:1], 0, ""), 1)
     assert "Row" not in capsys.readouterr().out
 
