@@ -14,6 +14,7 @@
 # make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
 # make benchmarks  pytest-benchmark comparisons
+# make docs        the documentation as a site, build/docs/index.html; a broken link is an error
 # make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) and docs/commands.md
 # make notebooks   open the notebooks of reports/ in JupyterLab
 # make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
@@ -74,6 +75,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 INSTALLED_ENGINES := $(VENV)/.installed-engines
 INSTALLED_MUTANTS := $(VENV)/.installed-mutants
+INSTALLED_DOCS := $(VENV)/.installed-docs
 NVRTC13 := $(VENV)/nvrtc13/.installed
 # uv does not see the packages of the machine's python, so that an environment which keeps its torch is left to pip.
 PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install) \
@@ -144,7 +146,7 @@ os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {*
 endef
 
 .PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu gpu-kit test-gpu-kit check structure mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
-	artifact notebooks browser-packages pictures
+	docs artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -191,6 +193,11 @@ engines: $(INSTALLED_ENGINES)
 $(INSTALLED_MUTANTS): $(INSTALLED_TEST)
 	@echo "installing cosmic-ray in $(VENV)"
 	@$(PIP) -e '.[mutants]'
+	@touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	@echo "installing mkdocs-material in $(VENV)"
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 # A second NVRTC, which the tests ask in a process of its own; beside the first it would hide it.
@@ -277,6 +284,13 @@ format: $(INSTALLED_TEST)
 
 benchmarks: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest --benchmark-only --override-ini='addopts=--import-mode=importlib' $(PYTEST_ARGS)
+
+# The variable omits an announcement of the theme's authors.
+docs: $(INSTALLED_DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@! grep -rlE '<(script|link|img)[^>]* (src|href)="?(https?:)?//' build/docs --include='*.html' || { \
+	  echo "error: these pages load files of other hosts" >&2; exit 1; }
+	@echo "the documentation: build/docs/index.html"
 
 artifact: $(INSTALLED)
 	$(BIN)/repro artifact --output reports/artifact.md

@@ -69,7 +69,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 def test_every_suite_is_in_a_table() -> None:
     tables = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("suites.md", "twins.md"))
-    assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| [{f.stem}](" not in tables] == []
+    assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| `{f.stem}` |" not in tables] == []
 
 
 def test_the_command_reference_is_up_to_date() -> None:
@@ -127,6 +127,23 @@ def test_blind_errors_are_those_of_the_ledger() -> None:
         ]
 
 
-def test_the_docs_are_listed() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"(docs/{page.name})" in readme for page in PAGES[3:])
+@pytest.mark.parametrize(
+    ("listing", "pattern"),
+    [
+        ("README.md", r"\(docs/([\w-]+\.md)\)"),
+        ("docs/index.md", r"\(([\w-]+\.md)\)"),
+        ("mkdocs.yml", r" ([\w-]+\.md)$"),
+    ],
+)
+def test_every_page_is_listed_once(listing: str, pattern: str) -> None:
+    """README, the index page and the navigation of the site list all pages; `index.md` is no page of itself."""
+    text = (ROOT / listing).read_text(encoding="utf-8").rpartition("## Documentation\n")[2]
+    listed = re.findall(pattern, text, re.MULTILINE)
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert sorted(name for name in listed if name != "index.md") == sorted(pages)
+
+
+def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
+    """A browser that opens `build/docs` finds no other file of the repository."""
+    links = [(page.name, link) for page in (ROOT / "docs").glob("*.md") for link in targets(page)]
+    assert [(page, link) for page, link in links if "/" in link] == []

@@ -80,6 +80,7 @@ def test_help_names_every_target(copy: Path) -> None:
         "gpu-kit",
         "test-gpu-kit",
         "check",
+        "docs",
         "mutants",
         "benchmarks",
         "slurm-lab",
@@ -351,6 +352,7 @@ def test_continuous_integration_runs_every_target_that_it_can(
     browser = ["browser-packages"] if apt and user == 0 else []
     assert log.read_text().splitlines() == [
         "check",
+        "docs",
         *browser,
         "test",
         *slurm,
