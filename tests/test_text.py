@@ -1,4 +1,4 @@
-"""Style of README, docs and refusals: length of pages and sentences, private words, and units in tables."""
+"""Style of README, CONTRIBUTING, docs and refusals: length of pages and sentences, private words, and units in tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md",)
 """Reference pages that a command prints; they may have any length."""
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 MAX_PAGE_WORDS = 1500
 MAX_SENTENCE_WORDS = 30
 PRIVATE_WORDS = re.compile(
