@@ -5,16 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 
-from repro import __version__, cli
-from repro.claims.headlines import headline_lines
-from repro.claims.judge import judge
-from repro.claims.reader import load_ledger
-from repro.results.reference_records import load_reference
-from repro.results.store import read_records
+from repro import __version__
 from tests.command_reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -80,51 +74,6 @@ def test_the_command_reference_is_up_to_date() -> None:
 def test_the_readme_is_short() -> None:
     text = re.sub(r"!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(re.findall(r"\S*\w\S*", text)) <= MAX_README_WORDS
-
-
-def readme_table() -> list[list[str]]:
-    """Return the cells of the README's table of headline claims, without its head."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- headlines")[2]
-    lines = text.partition("\n\n")[0].splitlines()[3:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def test_the_readme_has_every_headline_claim() -> None:
-    ledger = load_ledger()
-    shown = headline_lines(ledger, judge(ledger, [], load_reference()))
-    assert [row[:2] for row in readme_table()] == [[line.name, line.published] for line in shown]
-
-
-@pytest.mark.slow
-def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None:
-    """The emulated column is left out: it needs network namespaces and minutes."""
-    for arguments in (["--claim", "headlines", "--evidence", "simulated"], ["smoke", "--only", "states-*"]):
-        assert cli.main(["run", *arguments, "--results", str(tmp_path)]) == 0
-    ledger = load_ledger()
-    shown = headline_lines(ledger, judge(ledger, read_records(tmp_path), load_reference()))
-    expected = [[line.values["simulated"], line.values["measured"], line.verdict] for line in shown]
-    assert [[row[2], row[4], row[5]] for row in readme_table()] == expected
-
-
-def test_blind_errors_are_those_of_the_ledger() -> None:
-    """The table of `docs/accuracy.md` gives the number of rates and the median error of each group of claims."""
-    rows = {row.id: row.rows for row in load_ledger().claims}
-    text = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8").partition("median error, blind (%)")[2]
-    shown = [line.split("|") for line in text.partition("\n\n")[0].splitlines()[2:]]
-    listed = [name for line in shown for name in re.findall(r"`(.*?)`", line[1])]
-    assert set(listed) == {name for name, values in rows.items() if any(row.blind for row in values)}
-    for line in shown:
-        named = [row for name in re.findall(r"`(.*?)`", line[1]) for row in rows[name]]
-        errors = [
-            abs(row.blind.value / row.printed.value - 1)
-            if row.unit not in ("s", "ms")
-            else abs(row.printed.value / row.blind.value - 1)
-            for row in named
-            if row.blind and row.printed and not row.calibrates
-        ]
-        assert [line[2].strip(), line[3].strip()] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[
-            1
-        ]
 
 
 @pytest.mark.parametrize(

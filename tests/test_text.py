@@ -1,4 +1,4 @@
-"""Style of README, CONTRIBUTING, docs and refusals: length of pages and sentences, private words, and units in tables."""
+"""Style of README, CONTRIBUTING, docs and refusals: lengths, private words, and units in tables."""
 
 from __future__ import annotations
 

@@ -1,0 +1,202 @@
+"""Tables of numbers in README and docs agree with the ledger, the reference records, and the store of `make smoke`.
+
+With REPRO_STORE=DIR the tests of simulated numbers read that store; without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from decimal import Decimal
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from repro import cli
+from repro.accuracy.validate.machine import predict_measured_runs
+from repro.accuracy.validate.published import (
+    CALIBRATION,
+    CLOSE_ERROR,
+    RATE,
+    RATIOS,
+    Point,
+    family_statistics,
+    points,
+)
+from repro.claims.headlines import headline_lines
+from repro.claims.judge import judge
+from repro.claims.reader import load_ledger
+from repro.config.systems import load_system_file
+from repro.results.reference_records import REFERENCE_DIRECTORY, load_reference
+from repro.results.schema import FitRecord
+from repro.results.store import read_records
+from tests.test_text import tables
+
+ROOT = Path(__file__).parents[1]
+STORE = os.environ.get("REPRO_STORE", "")
+reads_the_store = pytest.mark.skipif(not STORE, reason="REPRO_STORE names no store")
+
+
+SWEEP = "the same with 3, 4.5, 6, 9, 12 GB/s for a GPU inside its node"
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """Return the lines of the one table of a page that has this header."""
+    (found,) = [body for head, body in tables(ROOT / page) if header in head]
+    return found
+
+
+def codes(cell: str) -> list[str]:
+    """Return the code of a cell, one entry for each pair of backticks."""
+    return cell.split("`")[1::2]
+
+
+def three_digits(value: float) -> str:
+    return f"{Decimal(f'{value:.3g}'):f}"
+
+
+def test_the_readme_has_every_headline_claim() -> None:
+    ledger = load_ledger()
+    shown = headline_lines(ledger, judge(ledger, [], load_reference()))
+    rows = table("README.md", "verdict")
+    assert [row[:2] for row in rows] == [[line.name, line.published] for line in shown]
+
+
+def test_emulated_numbers_of_the_readme_are_those_of_the_run_in_accuracy() -> None:
+    """The run takes minutes and network namespaces, and its record is not in the repository."""
+    emulated = {row[0]: row[3] for row in table("README.md", "emulated") if row[3] != "–"}
+    ratios = {row[0]: row[1] for row in table("docs/accuracy.md", "ratio of samples/s")}
+    measured = ratios["DeepSpeed over Megatron (3.75x), a fifth of the width"].split()[0]
+    assert emulated == {"1.5B, slow network, speed-up": measured}
+    swept = dict(zip(("3", "4.5", "6", "9", "12"), ratios[SWEEP].split(", "), strict=True))
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{swept['3']} with 3 GB/s for each GPU, and {swept['6']} with 6 GB/s" in text
+
+
+@pytest.mark.slow
+def test_the_readme_shows_what_is_simulated_and_measured(tmp_path: Path) -> None:
+    for arguments in (["--claim", "headlines", "--evidence", "simulated"], ["smoke", "--only", "states-*"]):
+        assert cli.main(["run", *arguments, "--results", str(tmp_path)]) == 0
+    ledger = load_ledger()
+    shown = headline_lines(ledger, judge(ledger, read_records(tmp_path), load_reference()))
+    expected = [[line.values["simulated"], line.values["measured"], line.verdict] for line in shown]
+    assert [[row[2], row[4], row[5]] for row in table("README.md", "verdict")] == expected
+
+
+def test_blind_errors_are_those_of_the_ledger() -> None:
+    """The table of `docs/accuracy.md` gives the number of rates and the median error of each group of claims."""
+    rows = {row.id: row.rows for row in load_ledger().claims}
+    shown = table("docs/accuracy.md", "median error, blind (%)")
+    listed = [name for line in shown for name in codes(line[0])]
+    assert set(listed) == {name for name, values in rows.items() if any(row.blind for row in values)}
+    for line in shown:
+        named = [row for name in codes(line[0]) for row in rows[name]]
+        errors = [
+            abs(row.blind.value / row.printed.value - 1)
+            if row.unit not in ("s", "ms")
+            else abs(row.printed.value / row.blind.value - 1)
+            for row in named
+            if row.blind and row.printed and not row.calibrates
+        ]
+        assert line[1:3] == [str(len(errors)), f"{100 * median(errors):.1f}"], line[0]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[Point]:
+    """Every published rate and ratio with its prediction."""
+    records = read_records(Path(STORE))
+    return points(judge(load_ledger(), records, load_reference()), records)
+
+
+@reads_the_store
+def test_families_in_the_store(published: list[Point]) -> None:
+    families = family_statistics(published)
+    expected = [
+        [one.name, *map(str, (one.points, f"{100 * one.median:.1f}", one.close, one.held, one.held_wider))]
+        for one in families
+    ]
+    assert table("docs/accuracy.md", "family") == expected
+    (ratios,) = [one for one in families if one.name == RATIOS]
+    assert sum(one.right_side for one in published if one.kind != RATE and not one.left_out) == ratios.points
+
+
+@reads_the_store
+def test_errors_today_in_the_store(published: list[Point]) -> None:
+    blind = {(claim.id, row.label) for claim in load_ledger().claims for row in claim.rows if row.blind}
+    for line in table("docs/accuracy.md", "median error, blind (%)"):
+        errors = [
+            abs(one.error)
+            for one in published
+            if one.claim in codes(line[0]) and (one.claim, one.label) in blind and one.left_out != CALIBRATION
+        ]
+        assert line[3] == f"{100 * median(errors):.1f}", line[0]
+
+
+@reads_the_store
+def test_known_errors_in_the_store(published: list[Point]) -> None:
+    """The table has the smallest and the largest error of its rows, and names every rate that misses by 25 %."""
+    rates = [one for one in published if one.kind == RATE and not one.left_out]
+    named = set()
+    for line in table("docs/accuracy.md", "error of the rate (%)"):
+        patterns = codes(line[0])
+        found = [one for one in rates if any(fnmatch(one.name, pattern) for pattern in patterns)]
+        assert all(any(fnmatch(one.name, pattern) for one in found) for pattern in patterns), patterns
+        ends = sorted({f"{100 * one.error:+.0f}": one.error for one in found}.items(), key=lambda end: end[1])
+        assert line[1] == " to ".join(dict.fromkeys((ends[0][0], ends[-1][0]))), patterns
+        named |= {one.name for one in found}
+    assert {one.name for one in rates if abs(one.error) > CLOSE_ERROR} <= named
+
+
+def test_step_times_on_one_h200_are_those_of_the_reference_records() -> None:
+    """A row names its experiment of each day, a dash stands for a day without a record."""
+    steps = {
+        (file.date, record.name): record.metrics["step_seconds.median"]
+        for file in load_reference()
+        for record in file.records
+        if record.kind == "experiment" and record.outcome == "ok"
+    }
+    page = ROOT / "docs/measurements.md"
+    found = 0
+    for head, body in tables(page):
+        for column, title in enumerate(head):
+            if not title.startswith("experiment, "):
+                continue
+            scale, unit = (1, "s") if head[column + 1].startswith("step time (s)") else (1e3, "ms")
+            assert f"({unit})" in head[column + 1]
+            for line in body:
+                if codes(line[column]):
+                    value = steps[title.removeprefix("experiment, "), codes(line[column])[0]]
+                    assert line[column + 1] == three_digits(scale * value), line
+                    found += 1
+    assert found == len(steps) - 5  # limits of fp16 and three checkpointed trainings stand in other tables
+
+
+@pytest.mark.slow
+def test_predicted_steps_on_one_h200_are_those_of_the_system_file(tmp_path: Path) -> None:
+    """As `repro validate --system dgx-h200` prints them of a store with the reference records."""
+    shutil.copytree(REFERENCE_DIRECTORY, tmp_path / "records")
+    pairs = predict_measured_runs(read_records(tmp_path), load_system_file("dgx-h200")).pairs
+    expected = {
+        pair.name: [three_digits(1e3 * seconds) for seconds in (pair.measured, pair.predicted)]
+        + [f"{100 * (pair.predicted / pair.measured - 1):+.1f}"]
+        for pair in pairs
+    }
+    shown = {codes(line[1])[0]: line[2:5] for line in table("docs/measurements.md", "predicted (ms)")}
+    assert shown == {name: values for name, values in expected.items() if name in shown}
+    assert set(expected) - set(shown) == {
+        f"gpu_day/{name}" for name in ("first-half", "second-half", "undivided")
+    }
+
+
+def test_memory_on_one_h200_is_that_of_the_reference_records() -> None:
+    rows = table("docs/measurements.md", "predicted")
+    for column, date in ((2, "2026-11-26"), (3, "2026-11-27")):
+        records = [record for file in load_reference() if file.date == date for record in file.records]
+        fits = [record.largest for record in records if isinstance(record, FitRecord)]
+        limits = {f"{one.layers} layers, {one.memory.cuda['reserved_peak'] / 1e9:.2f} GB" for one in fits}
+        assert {row[column] for row in rows[:4]} - {""} == limits
+        (step,) = [record.metrics for record in records if record.name in ("pad-fused", "mb8")]
+        found = [f"{step[f'memory.{name}_bytes'] / 1e9:.3f} GB" for name in ("peak", "context")]
+        assert [row[column] for row in rows[4:]] == found
