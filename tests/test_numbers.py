@@ -5,7 +5,9 @@ With REPRO_STORE=DIR the tests of simulated numbers read that store; without it 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from decimal import Decimal
 from fnmatch import fnmatch
@@ -28,10 +30,15 @@ from repro.accuracy.validate.published import (
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
+from repro.config import Layout
 from repro.config.systems import load_system_file
 from repro.results.reference_records import REFERENCE_DIRECTORY, load_reference
 from repro.results.schema import FitRecord
 from repro.results.store import read_records
+from repro.simulate.time.calibration import calibration_points
+from repro.simulate.time.device import DeviceCost, expected_maximum
+from repro.simulate.time.network import Network
+from tests.simulate.time.test_device import product
 from tests.test_text import tables
 
 ROOT = Path(__file__).parents[1]
@@ -200,3 +207,47 @@ def test_memory_on_one_h200_is_that_of_the_reference_records() -> None:
         (step,) = [record.metrics for record in records if record.name in ("pad-fused", "mb8")]
         found = [f"{step[f'memory.{name}_bytes'] / 1e9:.3f} GB" for name in ("peak", "context")]
         assert [row[column] for row in rows[4:]] == found
+
+
+def test_benchmarks_of_single_parts_are_predicted_as_the_page_says() -> None:
+    for system, count, sizes, _, predicted, _ in table("docs/benchmarks.md", "all-reduce (MiB)"):
+        network = Network(load_system_file(codes(system)[0]), Layout(dp=int(count)))
+        seconds = [network.seconds("all_reduce", "world", int(size) << 20) for size in sizes.split(", ")]
+        assert predicted == ", ".join(f"{1e6 * one:.0f}" for one in seconds)
+    for system, products, _, predicted, _ in table("docs/benchmarks.md", "product (rows x columns x depth)"):
+        device = DeviceCost(load_system_file(codes(system)[0]), "fp16")
+        numbers, _, unit = predicted.rpartition(" ")
+        for text, number in zip(codes(products), numbers.split(", "), strict=True):
+            *batch, rows, columns, depth = map(int, text.split(" x "))
+            operator = product(rows, columns, depth, *batch)
+            seconds = device.seconds(operator)
+            found = {"TFLOP/s": operator.flops / seconds / 1e12, "ms": 1e3 * seconds, "us": 1e6 * seconds}[
+                unit
+            ]
+            decimals = len(number.partition(".")[2])
+            assert number == f"{found:.{decimals}f}", text
+    generations = {point.name: point for point in calibration_points()}
+    for name, keys, _, predicted in table("docs/benchmarks.md", "keys (count)"):
+        point = generations[codes(name)[0]]
+        assert point.attention is not None
+        rates = [
+            point.attention.known("attention") / (1 + point.attention_start / int(key))
+            for key in keys.split(", ")
+        ]
+        assert predicted == ", ".join(f"{rate / 1e12:.0f}" for rate in rates)
+
+
+@pytest.mark.slow
+def test_rates_by_bucket_size_are_those_of_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/simulate.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    repro (simulate .*STAGE.*BYTES)$", text.replace("\\\n", ""), re.MULTILINE)
+    for row in table("docs/simulate.md", "bucket size (bytes)"):
+        for stage, shown in (("0", row[1]), ("2", row[2])):
+            words = command.replace("STAGE", stage).replace("BYTES", row[0]).split()
+            assert cli.main([*words, "--json"]) == 0
+            assert shown == f"{100 * json.loads(capsys.readouterr().out)['time']['mfu']:.1f}"
+
+
+def test_the_slowest_of_many_devices() -> None:
+    for devices, mean in table("docs/systems.md", "devices"):
+        assert mean == f"{expected_maximum(int(devices.replace(',', ''))):.2f}"
