@@ -251,3 +251,13 @@ def test_rates_by_bucket_size_are_those_of_the_simulation(capsys: pytest.Capture
 def test_the_slowest_of_many_devices() -> None:
     for devices, mean in table("docs/systems.md", "devices"):
         assert mean == f"{expected_maximum(int(devices.replace(',', ''))):.2f}"
+
+
+def test_shares_of_a_copy_follow_from_the_bandwidths() -> None:
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    (copy,) = re.findall(r"The copy reached ([\d,]+) GB/s", text)
+    rows = table("docs/kernels.md", "share of a copy's bandwidth")
+    rates = [float(row[1].replace(",", "")) / float(copy.replace(",", "")) for row in rows]
+    assert [row[2] for row in rows] == [f"{100 * rate:.0f} %" for rate in rates]
+    missed = sum(100 * rate < int(row[3].split()[0]) for row, rate in zip(rows, rates, strict=True))
+    assert (missed, "Eight kernels miss their goal" in text) == (8, True)
