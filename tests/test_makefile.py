@@ -219,6 +219,24 @@ def test_torch_for_cpus_comes_from_its_own_index_where_there_is_no_driver(
     assert "-e .[lab,report,slurm,text]" in log.read_text().splitlines()[-1]
 
 
+def test_the_site_has_an_installation_of_its_own_and_loads_nothing_from_other_hosts(copy: Path) -> None:
+    log = fake_environment(copy)
+    assert make(copy, "smoke", "test").returncode == 0
+    assert "docs" not in log.read_text()
+    assert make(copy, "docs").returncode == 0
+    install, build = log.read_text().splitlines()[-2:]
+    assert install.endswith("-e .[docs]")
+    assert build.endswith("-m mkdocs build --quiet --strict")
+    page = copy / "build/docs/index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text('<a href="https://example.org"></a><script src="theme/local.js"></script>')
+    assert make(copy, "docs").returncode == 0
+    page.write_text('<script async src="https://example.org/search.js"></script>')
+    done = make(copy, "docs")
+    assert (done.returncode, "load files of other hosts" in done.stderr) == (2, True)
+    assert log.read_text().count("[docs]") == 1
+
+
 def test_uv_installs_where_there_is_one(copy: Path, tmp_path: Path) -> None:
     log = fake_environment(copy)
     uv = script(tmp_path / "tools/uv", f'echo "uv $*" >> {log}')
