@@ -30,14 +30,17 @@ from repro.accuracy.validate.published import (
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
-from repro.config import Layout
+from repro.claims.tolerance import RELATIVE_TOLERANCE, TOLERANCE_POINTS
+from repro.config import Layout, OperatorSet
+from repro.config.models import load_model
 from repro.config.systems import load_system_file
 from repro.results.reference_records import REFERENCE_DIRECTORY, load_reference
 from repro.results.schema import FitRecord
 from repro.results.store import read_records
-from repro.simulate.time.calibration import calibration_points
+from repro.simulate.time.calibration import CalibrationPoint, calibration_point_of, calibration_points
 from repro.simulate.time.device import DeviceCost, expected_maximum
 from repro.simulate.time.network import Network
+from repro.simulate.time.predict import predict
 from tests.simulate.time.test_device import product
 from tests.test_text import tables
 
@@ -261,3 +264,30 @@ def test_shares_of_a_copy_follow_from_the_bandwidths() -> None:
     assert [row[2] for row in rows] == [f"{100 * rate:.0f} %" for rate in rates]
     missed = sum(100 * rate < int(row[3].split()[0]) for row, rate in zip(rows, rates, strict=True))
     assert (missed, "Eight kernels miss their goal" in text) == (8, True)
+
+
+def test_tolerances_are_those_of_the_rule() -> None:
+    shown = {name: text for classes, text in table("docs/claims.md", "tolerance") for name in codes(classes)}
+    assert set(shown) == set(RELATIVE_TOLERANCE)
+    for name, value in RELATIVE_TOLERANCE.items():
+        points = TOLERANCE_POINTS.get(name)
+        expected = f"{points:g} percentage points" if points else f"{100 * value:g} %" if value > 1e-5 else ""
+        assert shown[name].startswith(expected), name
+        assert ("%" in shown[name]) == expected.endswith("%"), name
+    assert shown["parity"].split()[0] == "1e-5"
+    assert RELATIVE_TOLERANCE["parity"] == 1e-5
+
+
+@pytest.mark.slow
+def test_factors_of_software_are_those_of_its_published_points() -> None:
+    rows = [row for row in table("docs/time.md", "calibrated by") if "factors" in row[3]]
+    assert [codes(row[0]) for row in rows] == [["fused"], ["fused-2024"]]
+    for kernels, _, devices, text in rows:
+        assert devices == "A100, H100"
+        factors = []
+        for system in map(load_system_file, ("selene", "dgx-h100")):
+            point = calibration_point_of(OperatorSet(codes(kernels)[0]), system)
+            assert isinstance(point, CalibrationPoint)
+            prediction = predict(point.experiment(load_model(point.model)), system)
+            factors.append(f"{prediction.kernels.products:.2f}")
+        assert text.endswith(f"factors {factors[0]} and {factors[1]}")
