@@ -14,7 +14,7 @@ GENERATED = ("commands.md",)
 """Reference pages that a command prints; they may have any length."""
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 MAX_PAGE_WORDS = 1500
-MAX_SENTENCE_WORDS = 30
+MAX_SENTENCE_WORDS = 25
 PRIVATE_WORDS = re.compile(
     r"\b(rooms?|storeys?|houses?|things?|doubts?|doubted|circles?|beside|looks?|looked|looking|said|told|kept|gone|anew)\b",
     re.IGNORECASE,
@@ -72,7 +72,7 @@ def test_a_page_has_at_most_1500_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_sentence_has_at_most_30_words(page: Path) -> None:
+def test_a_sentence_has_at_most_25_words(page: Path) -> None:
     sentences = [s for text in texts(page) for s in re.split(r"(?<=[.!?:;])\s+", text)]
     assert [s for s in sentences if len(words(s)) > MAX_SENTENCE_WORDS] == []
 

@@ -366,6 +366,6 @@ def _gathered_twice(buckets: Sequence[FlatParameters]) -> list[FlatParameters]:
 
 
 ONE_BACKWARD_PER_FORWARD = (
-    "A backward pass through an earlier forward pass, or through a module that the last forward passes did not use, is "
+    "A backward pass through an earlier forward pass, or through a module that the last passes did not use, is "
     "not supported under zero = 3. Sum the losses for one backward pass."
 )
