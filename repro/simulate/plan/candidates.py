@@ -10,6 +10,7 @@ from typing import Any
 from repro.config import Layout, Model, engines
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
+from repro.config.layout import SELECTIVE
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
@@ -233,10 +234,11 @@ def _layout_keys(
     if request.global_batch % dp or dp != request.given.get("dp", dp):
         return []
     fixed = {**given, "tp": tp, "cp": cp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
+    writes_scores = OperatorSet(given.get("kernels", OperatorSet.FUSED)).writes_scores
     choices: dict[str, list[Any]] = {
         "zero": [0] if dp * cp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3],
         "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],
-        "recompute": [False, True],
+        "recompute": [False, SELECTIVE, True] if writes_scores and cp == 1 else [False, True],
         "micro_batch": _micro_batches(request.global_batch // dp, pp),
     }
     values = [[given[key]] if key in given else choices[key] for key in choices]
