@@ -50,6 +50,7 @@ BAD = [
     ["plan", *GPT2, "--gpus", "8", "--dp", "3"],
     ["plan", *GPT2, "--gpus", "8", "--top", "0"],
     ["plan", *GPT2, "--gpus", "8", "--map", "--top", "3"],
+    *([command, *GPT2, "--gpus", "8", "--recompute-selective"] for command in ("simulate", "plan", "fit")),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.config import Layout, Model, engines
+from repro.config import Layout, Model, Training, engines
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE
@@ -151,6 +151,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
     given = layout_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
+    training = Training(seq=request.seq)
     grid = [
         (tp, cp, pp)
         for tp in tensor_degrees(request)
@@ -162,6 +163,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
             try:
                 layout = Layout(**keys)
                 engines.check_layout_fits(layout, request.model)
+                engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
             except ConfigError as error:  # fixed keys may exclude some combinations
                 refused.append(error)
