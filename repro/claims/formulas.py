@@ -53,6 +53,17 @@ def max_params(memory: float, nd: float = 1, stage: int = 0, mp: float = 1, k: f
     return memory * mp / _bytes_per_parameter(nd, stage, k)
 
 
+def layer_activation_bytes(
+    b: float, s: float, h: float, a: float, t: float = 1, sp: int = 0, selective: int = 0
+) -> float:
+    """Return bytes of activations that a layer retains on one of t ranks, in 16 bits (2205.05198 eq. 1 to 6).
+
+    `s b h (10 + 24/t + 5 a s/(h t))` for a micro-batch of b samples of s tokens, a heads and width h.  With `sp` the
+    10 is divided by t, and with `selective` the scores' last term is 0.
+    """
+    return s * b * h * ((10 / t if sp else 10) + (24 + (0 if selective else 5 * a * s / h)) / t)
+
+
 def adam_state_bytes(psi: float, nd: float = 1) -> float:
     """Return K Psi/Nd: fp32 master weights, momentum and variance of one device (ZERO3 sec. 3.1, 5.1)."""
     return K_ADAM * psi / nd
@@ -211,6 +222,7 @@ FORMULAS: dict[str, Callable[..., float]] = {
     function.__name__: function
     for function in (
         model_state_bytes,
+        layer_activation_bytes,
         memory_reduction,
         max_params,
         adam_state_bytes,

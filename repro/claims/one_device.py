@@ -185,7 +185,7 @@ def _fit_command(layout: Layout, memory: float, hidden: int) -> str:
     parts = [_FIT, f"--as-rank 0 --of {layout.world} --zero {layout.zero}"]
     parts += [f"--tp {layout.tp}"] * (layout.tp > 1)
     parts += ["--no-cb"] * (not layout.cb)
-    parts += [f"--precision {layout.precision}"] + ["--recompute"] * layout.recompute
+    parts += [f"--precision {layout.precision}"] + ["--recompute"] * layout.has_checkpoints
     parts += [f"--hidden {hidden} --micro-batch {layout.micro_batch} --memory-limit {memory / 1e9:g}GB"]
     return " ".join(parts)
 

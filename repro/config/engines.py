@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
-from repro.config.layout import Layout
+from repro.config.layout import SELECTIVE, Layout
 from repro.config.model import Model
 from repro.config.training import Training
 
@@ -43,6 +43,7 @@ _BY_BLOCK = Limit("zero3_gather", ("block",))
 _NO_OFFLOAD = Limit("offload_optimizer", (False,))
 _VIEWS = Limit("gradient_as_bucket_view", (True,))
 _EAGER = Limit("cuda_graphs", (False,))
+_BLOCKS = Limit("recompute", (False, True))
 
 ENGINES: dict[str, tuple[Limit, ...]] = {
     NATIVE: (_NO_OFFLOAD,),
@@ -56,6 +57,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         Limit("pa", (False,)),
         Limit("pa_cpu", (False,)),
         _BY_BLOCK,
+        _BLOCKS,
         _NO_OFFLOAD,
         _EAGER,
         Limit("kernels", (OperatorSet.FUSED,)),
@@ -65,6 +67,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _EAGER,
         _NO_PIPELINE,
         _BY_BLOCK,
+        _BLOCKS,
         Limit("sp", (False,)),
         _CONSTANT_BUFFERS,
         _VIEWS,
@@ -96,6 +99,16 @@ def _has_model_parallelism(layout: Layout) -> bool:
 
 
 COMBINATIONS: dict[str, tuple[Combination, ...]] = {
+    NATIVE: (
+        Combination(
+            "recompute",
+            lambda layout, training: (
+                layout.recompute == SELECTIVE
+                and not (layout.kernels.writes_scores or training.attention_dropout)
+            ),
+            "none or block without kernels = softmax or unfused, since fused attention retains no scores,",
+        ),
+    ),
     "torch": (
         # ZeroRedundancyOptimizer does not support DTensors.
         Combination(

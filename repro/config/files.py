@@ -102,9 +102,8 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
             value, (bool, str)
         ):  # pydantic accepts true as 1 and "4" as 4
             raise ConfigError(field.name, value, _NUMBERS[str(field.type)], file=file, where=where)
-        if (
-            field.type == "bool" and field.name in data and not isinstance(value, bool)
-        ):  # "no" and 0 for false
+        kinds: Any = {"bool": bool, "bool | str": (bool, str)}.get(str(field.type), object)
+        if field.name in data and not isinstance(value, kinds):  # "no" and 0 for false
             raise ConfigError(field.name, value, "true or false", file=file, where=where)
         for leaf in _leaves(value):
             if isinstance(leaf, float) and not math.isfinite(leaf):

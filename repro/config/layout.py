@@ -19,6 +19,10 @@ PRECISIONS = tuple(ELEMENT_BYTES)
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 ZERO3_GATHER = ("block", "parameter")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SELECTIVE = "selective"
+"""Value of `recompute` that computes only the core of attention again."""
+RECOMPUTE_WORDS = {"none": False, "block": True, SELECTIVE: SELECTIVE}
+"""Values of `recompute` by their words; files and records have the values."""
 ORDERS = tuple("-".join(axes) for axes in permutations(("tp", "dp", "pp")))
 
 
@@ -64,8 +68,10 @@ class Layout:
     """Samples that one replica runs through forward and backward at once."""
     global_batch: int = 0
     """Samples of one optimizer step over all replicas.  Left at 0 it is micro_batch * dp."""
-    recompute: bool = False
-    """Activation recomputation (checkpointing), one checkpoint per block."""
+    recompute: bool | str = False
+    """Activation recomputation (checkpointing), one checkpoint per block.  `none` is false, and `block` is true, which
+    Megatron calls full, uniform, of one layer.  `selective`: only the core of attention (scores, softmax, their dropout
+    and the product with the values) is computed again in backward (2205.05198 sec. 5)."""
     pa: bool = False
     """P_a: each tp rank keeps 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
     pa_cpu: bool = False
@@ -110,6 +116,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
+        object.__setattr__(self, "recompute", RECOMPUTE_WORDS.get(str(self.recompute), self.recompute))
         for key in ("dp", "tp", "pp", "cp", "chunks", "micro_batch", "bucket_bytes"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key, known in (
@@ -119,8 +126,10 @@ class Layout:
             ("schedule", SCHEDULES),
             ("order", ORDERS),
             ("kernels", tuple(OperatorSet)),
+            ("recompute", (False, True, *RECOMPUTE_WORDS)),
         ):
-            require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
+            words = ", ".join(str(word).lower() for word in known)
+            require(getattr(self, key) in known, key, getattr(self, key), f"one of {words}")
         object.__setattr__(self, "kernels", OperatorSet(self.kernels))
         require(
             not self.sp or self.tp > 1, "sp", self.sp, says="needs tp > 1, since sp splits over the tp group"
@@ -233,11 +242,12 @@ class Layout:
     def _check_checkpoints(self) -> None:
         for key in ("pa", "pa_cpu"):
             require(
-                self.recompute or not getattr(self, key),
+                self.has_checkpoints or not getattr(self, key),
                 key,
                 getattr(self, key),
                 says="needs recompute = true, since it is about activation checkpoints",
             )
+        require(self.cp == 1 or self.recompute != SELECTIVE, "cp", self.cp, f"1 with recompute = {SELECTIVE}")
         require(
             not self.pa or (self.tp > 1 and not self.sp),
             "pa",
@@ -269,6 +279,11 @@ class Layout:
     def world(self) -> int:
         """Return the number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Return whether each block has an activation checkpoint and runs forward again in backward."""
+        return self.recompute not in (False, SELECTIVE)
 
     @property
     def copies(self) -> int:

@@ -48,7 +48,11 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
         parts.append(spread.schedule + (f" with {spread.chunks} chunks" if spread.chunks > 1 else ""))
         if batches:
             parts.append(f"{spread.accumulation} micro-batches per step")
-    parts += [words for key, words in _SWITCHES.items() if getattr(spread, key)]
+    parts += [
+        f"{value} {words}" if isinstance(value, str) else words
+        for key, words in _SWITCHES.items()
+        if (value := getattr(spread, key))
+    ]
     if not spread.cb:
         parts.append("without C_B")
     if not spread.gradient_as_bucket_view:
@@ -71,7 +75,8 @@ def layout_options(spread: Layout, precision: str) -> str:
         name, value = key.replace("_", "-"), getattr(spread, key)
         if value != (precision if key == "precision" else default) and key not in ("dp", "stage_layers"):
             switch = f"--{name}" if value else f"--no-{name}"
-            found.append(switch if isinstance(value, bool) else f"--{name} {value}")
+            joint = "-" if key == "recompute" else " "
+            found.append(switch if isinstance(value, bool) else f"--{name}{joint}{value}")
     return " ".join(found)
 
 

@@ -18,13 +18,15 @@ The forward pass of one layer over B samples of s tokens has
 
 For a = h and f = 4h this is 24 B s h^2 + 4 B s^2 h, and the logits have 2 B s h V.  A backward pass has twice the FLOP
 of its forward pass.  Model FLOP are 3 passes, 72 B s l h^2 (1 + s/6h + V/12lh).  Recomputation repeats the forward pass
-of the layers but not of the logits: eq. 3, F = 96 B s l h^2 (1 + s/6h + V/16lh).  With keys and values of width k the
-first line is 4 B s h (a + k), and with SwiGLU the third line is 6 B s h f.
+of the layers but not of the logits: eq. 3, F = 96 B s l h^2 (1 + s/6h + V/16lh).  Selective recomputation repeats the
+second line.  With keys and values of width k the first line is 4 B s h (a + k), and with SwiGLU the third line is
+6 B s h f.
 """
 
 from __future__ import annotations
 
 from repro.config.errors import require
+from repro.config.layout import SELECTIVE
 from repro.config.model import Model
 from repro.config.system import System
 
@@ -163,7 +165,7 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
     inner = model.heads * model.head_width
     keys = model.key_heads * model.head_width
     mlp = 2 * model.mlp_matrices * model.hidden * model.ffn_width
-    per_token = 4 * model.hidden * (inner + keys) + 4 * seq * inner + mlp
+    per_token = 4 * model.hidden * (inner + keys) + _scores_per_token(model, seq) + mlp
     return model.layers * samples * seq * per_token
 
 
@@ -177,10 +179,17 @@ def model_flops(model: Model, seq: int, samples: int) -> int:
     return 3 * (layers_forward(model, seq, samples) + logits_forward(model, seq, samples))
 
 
-def hardware_flops(model: Model, seq: int, samples: int, recompute: bool) -> int:
-    """Return the FLOP that devices execute: with `recompute` the layers run forward twice."""
+def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) -> int:
+    """Return the FLOP that devices execute: with a layout's `recompute` the layers, or their scores, run twice."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
+    if recompute == SELECTIVE:
+        repeated = model.layers * samples * seq * _scores_per_token(model, seq)
     return model_flops(model, seq, samples) + repeated
+
+
+def _scores_per_token(model: Model, seq: int) -> int:
+    """Return the FLOP of a layer's scores and their use in the forward pass, per token."""
+    return 4 * seq * model.heads * model.head_width
 
 
 def utilisation(model_flops_per_s: float, devices: int, system: System, precision: str) -> float | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from repro import kernels
 from repro.config import Layout, Model, OperatorSet, Training
 from repro.config.enums import Category
+from repro.config.layout import SELECTIVE
 from repro.model import operator_sets
 from repro.model.layer import BatchPosition, Block, Masks, Setting, dropout_add, norm_parameters, normalised
 from repro.parallel import context, storage, tensor
@@ -129,8 +130,8 @@ class GPT(nn.Module):
         super().__init__()
         cp = cp or meshes.single_rank_mesh().cp
         dropouts = (training.dropout, training.attention_dropout)
-        operators, recomputed = layout.kernels, checkpoints is not None
-        setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, operators, recomputed)
+        again = checkpoints is not None, layout.recompute == SELECTIVE
+        setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, layout.kernels, *again)
         self.setting = setting
         self._alibi: Masks = ()
         """Biases of this rank's heads, after their first use."""

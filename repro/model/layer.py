@@ -21,6 +21,7 @@ from repro.model.operator_sets import WeightDropout
 from repro.parallel import context, tensor
 from repro.parallel.comm import Group
 from repro.parallel.context import Positions
+from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
 """Parameters that all ranks of a tp group hold in full if there are more ranks than key heads."""
@@ -60,6 +61,9 @@ class Setting:
     seed: int
     operators: OperatorSet
     recomputed: bool
+    """Whether backward runs each block again."""
+    selective: bool
+    """Whether backward runs the core of attention again."""
 
     @property
     def plain(self) -> bool:
@@ -229,6 +233,8 @@ class Attention(nn.Module):
             mask = masks[chunk] if masks else None
             return operator_sets.attend(operators, q, k, v, dropout, mask, cp.size)
 
+        if self.setting.selective:
+            return recompute_attention(of_chunk, q, k, v)
         if cp.size == 1:
             return of_chunk(q, k, v)
         return context.attend_to_gathered(q, k, v, cp, of_chunk, again=not self.setting.recomputed)

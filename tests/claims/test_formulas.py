@@ -28,6 +28,16 @@ def test_limits_of_the_reductions() -> None:
     assert f.memory_reduction(64, 3) == 64
 
 
+def test_activations_of_a_layer_by_hand() -> None:
+    """2205.05198 eq. 1, 2, 4 and the two without scores, for 1T: s b h is 2048 x 25600, and 5 a s / h is 64."""
+    one = 2048 * 25600
+    assert f.layer_activation_bytes(1, 2048, 25600, 160) == one * (34 + 64)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8) == one * (10 + 3 + 8)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1) == one * (34 + 64) / 8
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, selective=1) == one * (10 + 3)
+    assert f.layer_activation_bytes(1, 2048, 25600, 160, 8, sp=1, selective=1) == one * 34 / 8
+
+
 def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(ArithmeticError, match="stage 4"):
         f.model_state_bytes(1, 1, 4)

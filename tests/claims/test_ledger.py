@@ -131,6 +131,8 @@ IDS = [
     "vtrain-a100-node",
     "vtrain-a100",
     "korthikanti-baselines",
+    "korthikanti-memory",
+    "korthikanti-steps",
     "nemo-5b",
     "ds-few-lines",
     "ds-no-limits",
@@ -182,6 +184,8 @@ ROWS = {
     "vtrain-a100-node": 9,
     "vtrain-a100": 24,
     "korthikanti-baselines": 4,
+    "korthikanti-memory": 1 + 4 + 3 + 4 * 2 + 3,
+    "korthikanti-steps": 2 + 4 + 4,
     "nemo-5b": 3 + 6,
 }
 

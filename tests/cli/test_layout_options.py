@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -50,6 +51,7 @@ BAD = [
     ["plan", *GPT2, "--gpus", "8", "--dp", "3"],
     ["plan", *GPT2, "--gpus", "8", "--top", "0"],
     ["plan", *GPT2, "--gpus", "8", "--map", "--top", "3"],
+    *([command, *GPT2, "--gpus", "8", "--recompute-selective"] for command in ("simulate", "plan", "fit")),
 ]  # fmt: skip
 
 
@@ -139,3 +141,9 @@ def test_sizes(text: str, bytes_: float | None) -> None:
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="memory_limit"):
         parse_memory_size(text)
+
+
+def test_selective_recomputation_has_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["simulate", *GPT2, "--gpus", "1", "--kernels", "softmax", "--recompute-selective", "--json"]
+    cli.main(asked)
+    assert json.loads(capsys.readouterr().out)["layout"]["recompute"] == "selective"

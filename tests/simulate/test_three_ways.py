@@ -38,6 +38,8 @@ LAYOUTS = {
     "tp2": replace(BASE, tp=2),
     "tp2-unfused": replace(BASE, tp=2, kernels="unfused", tp_overlap=False),
     "tp2-sp": replace(BASE, tp=2, sp=True, recompute=True),
+    "tp2-sp-selective": replace(BASE, tp=2, sp=True, recompute="selective", kernels="softmax"),
+    "pp2-selective": replace(BASE, pp=2, recompute="selective", kernels="unfused"),
     "tp2-pa": replace(BASE, tp=2, recompute=True, pa=True),
     "tp2-pa-cpu-md": replace(BASE, tp=2, recompute=True, pa=True, pa_cpu=True, md=True),
     "pp2": replace(BASE, pp=2),

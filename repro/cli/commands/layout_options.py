@@ -20,7 +20,7 @@ import typer
 
 from repro.cli.commands.options import check_count
 from repro.config.errors import ConfigError
-from repro.config.layout import Layout
+from repro.config.layout import SELECTIVE, Layout
 from repro.simulate.plan.candidates import LayoutQuery
 
 PANEL = "Layout"
@@ -55,6 +55,7 @@ def _layout_options() -> dict[str, Any]:
         hint = hints[field.name]
         # `tuple[int, ...]` is no class, although `isinstance(hint, type)` is true for it in Python 3.10.
         is_class = isinstance(hint, type) and get_origin(hint) is None
+        hint, is_class = (bool, True) if hint == bool | str else (hint, is_class)
         kind = next((kind for kind in (bool, int, str) if is_class and issubclass(hint, kind)), None)
         if kind is not None and field.name not in NO_OPTIONS:
             found[field.name] = _option(field.name, kind, field.default, sentences[field.name])
@@ -91,6 +92,18 @@ QUESTION = [
         "gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x cp x pp x dp.", metavar="N")]
     ),
     *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
+    _parameter(
+        "recompute_selective",
+        Annotated[
+            bool,
+            typer.Option(
+                "--recompute-selective",
+                help="Recompute the core of attention alone (recompute = selective).",
+                rich_help_panel=PANEL,
+            ),
+        ],
+        False,
+    ),
     _parameter(
         "seq",
         Annotated[
@@ -134,6 +147,8 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
     def with_options(**values: Any) -> int:
         given = {parameter.name: values.pop(parameter.name) for parameter in QUESTION}
         layout = {key: given.pop(key) for key in LAYOUT}
+        if given.pop("recompute_selective"):
+            layout["recompute"] = SELECTIVE
         asked = LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
         try:
             return command(**values, asked=asked)

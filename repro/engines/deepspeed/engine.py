@@ -48,7 +48,7 @@ class DeepSpeedEngine:
             self.states.mark_whole_gradients()
             if layout.precision != "fp32":
                 self.states.set_initial_values(built.values)
-            if layout.recompute:
+            if layout.has_checkpoints:
                 deepspeed.checkpointing.configure(mpu, deepspeed_config=dict(self.configuration))
         self._splits, self.count = built.splits, built.count
         self._norm: Tensor | None = None

@@ -138,7 +138,7 @@ def configuration(model: Model, layout: Layout, training: Training) -> dict[str,
     if layout.offload_optimizer:
         # torch's AdamW needs no compiler, unlike DeepSpeed's AdamW for CPUs.
         found["zero_force_ds_cpu_optimizer"] = False
-    if layout.recompute:
+    if layout.has_checkpoints:
         found["activation_checkpointing"] = {
             "partition_activations": layout.pa,
             "cpu_checkpointing": layout.pa_cpu,

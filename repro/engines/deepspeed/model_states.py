@@ -173,7 +173,7 @@ class DeepSpeedGPT(GPT):
 
     def __init__(self, experiment: Experiment, mesh: Mesh):
         super().__init__(experiment.model, experiment.layout, experiment.training, mesh.tp)
-        self.recompute = experiment.layout.recompute
+        self.recompute = experiment.layout.has_checkpoints
 
     def run_block(self, block: Module, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
         if not self.recompute:

@@ -40,7 +40,7 @@ class NativeEngine:
         self.layout, self.training, self.mesh = layout, training, mesh
         self.checkpoints: ActivationCheckpoints | None = None
         parts = layout.parts(experiment.model.layers)
-        if layout.recompute:
+        if layout.has_checkpoints:
             actions = build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[
                 mesh.pp.rank
             ]

@@ -84,7 +84,7 @@ class TorchEngine:
                 experiment.model,
                 dropout,
                 part,
-                recompute=layout.recompute,
+                recompute=layout.has_checkpoints,
                 autocast=DTYPES[layout.precision] if cast else None,
             )
 

@@ -10,6 +10,8 @@ Forward retains the input of a block and frees the block's activations. Backward
 
 The copy to the device starts while the following block runs backward.
 
+`recompute_attention` has no checkpoints: attention retains its inputs and computes its scores again.
+
 With `md` all checkpoints are in one allocation (M_D, sec. 6.3). On CUDA, copies from and to the host use a separate
 stream, and the host never waits for the copies.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from repro.config import Layout
 from repro.config.enums import Category
@@ -213,3 +216,34 @@ def recompute(block: Block, x: Tensor, checkpoints: ActivationCheckpoints) -> Te
     # Backward continues with the block that produced x; pipelines may run other passes in between.
     before = getattr(x.grad_fn, "checkpoint", None)
     return _Recompute.apply(block, checkpoints, checkpoints.save(x, before), anchor, x)
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _RecomputeAttention(torch.autograd.Function):
+    """Core of attention whose backward runs its forward again. The graph references queries, keys and values only."""
+
+    @staticmethod
+    def forward(ctx: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.attend = attend
+        ctx.save_for_backward(q, k, v)
+        return attend(q, k, v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = ctx.attend(*inputs)
+        ctx.attend = None  # the graph of the step must not retain the tensors of `attend`
+        return None, *torch.autograd.grad(y, inputs, gradients)
+
+
+def recompute_attention(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return `attend(q, k, v)` on heads [b, a/t, s, d]; backward runs `attend` again (2205.05198 sec. 5).
+
+    `attend` must use no parameter. Its dropout draws from counters, so that it drops the same weights again.
+    """
+    heads: Tensor = _RecomputeAttention.apply(attend, q, k, v)
+    return heads

@@ -187,7 +187,11 @@ def _layout_table(console: Console, rows: Sequence[PlanRow], *, timed: bool) -> 
             interval = " to ".join(ends) if time["interval"] else units.NO_VALUE
             cells += [least + units.number(time["step_s"]), *[interval] * has_interval]
             cells += [units.NO_VALUE if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
-        marks = " ".join(mark for key, (mark, _) in SWITCHES.items() if getattr(layout, key))
+        marks = " ".join(
+            f"{mark} {value}" if isinstance(value, str) else mark
+            for key, (mark, _) in SWITCHES.items()
+            if (value := getattr(layout, key))
+        )
         degrees = (str(getattr(layout, key)) for key in (*axes, "zero", "micro_batch"))
         made.add_row(str(place), *degrees, marks, *cells, gb(row.memory["reserved_bytes"]))
     notes = ["tp, pp, dp: tensor, pipeline, data parallelism"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from repro.config import Layout, Model, engines
+from repro.config import Layout, Model, Training, engines
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
+from repro.config.layout import SELECTIVE
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
@@ -150,6 +151,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
     given = layout_defaults(request.given, request.system)
     found: list[Layout] = []
     refused: list[ConfigError] = []
+    training = Training(seq=request.seq)
     grid = [
         (tp, cp, pp)
         for tp in tensor_degrees(request)
@@ -161,6 +163,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
             try:
                 layout = Layout(**keys)
                 engines.check_layout_fits(layout, request.model)
+                engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
             except ConfigError as error:  # fixed keys may exclude some combinations
                 refused.append(error)
@@ -233,10 +236,11 @@ def _layout_keys(
     if request.global_batch % dp or dp != request.given.get("dp", dp):
         return []
     fixed = {**given, "tp": tp, "cp": cp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
+    writes_scores = OperatorSet(given.get("kernels", OperatorSet.FUSED)).writes_scores
     choices: dict[str, list[Any]] = {
         "zero": [0] if dp * cp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3],
         "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],
-        "recompute": [False, True],
+        "recompute": [False, SELECTIVE, True] if writes_scores and cp == 1 else [False, True],
         "micro_batch": _micro_batches(request.global_batch // dp, pp),
     }
     values = [[given[key]] if key in given else choices[key] for key in choices]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import prod
 
 from repro.config import Layout, Model
-from repro.config.layout import ELEMENT_BYTES
+from repro.config.layout import ELEMENT_BYTES, SELECTIVE
 from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.plan.closed_form import FIRST, LAST, stage_parameters, state_bytes
 from repro.simulate.time.device import ATTENTION, DeviceCost
@@ -49,7 +49,7 @@ class LayerWork:
         return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2), *copies]
 
     def backward(self) -> list[Operator]:
-        """Return the operators of the backward pass, without recomputation."""
+        """Return the operators of the backward pass, with those of attention that it computes again."""
         model, (queries, keys) = self.model, self._widths()
         units = 2 * model.mlp_matrices - 1
         additions = self.sums if self.sums > 1 else 0
@@ -60,7 +60,8 @@ class LayerWork:
         passes += [self._pass(self.stream, 1)] * (self.sums * (model.biases == "all"))
         products = [product for depth, width in self._matrices() for product in self._gradients(depth, width)]
         copies = self._copies(self.sums + self.norms, self.norms)
-        return [*passes, *products, *self._attention(2.5, 4), *copies]
+        again = self._attention(1.0, 2) if self.layout.recompute == SELECTIVE else []
+        return [*passes, *products, *self._attention(2.5, 4), *again, *copies]
 
     def head(self) -> list[Operator]:
         """Return the operators of logits and loss, forward and backward."""
@@ -69,16 +70,15 @@ class LayerWork:
         return [loss, product, loss, *self._gradients(hidden, vocab)]
 
     def retained(self) -> float:
-        """Return the bytes of activations that the forward pass retains for the backward pass without recomputation.
+        """Return the bytes of activations that the forward pass retains for the backward pass without checkpoints.
 
         Norms retain inputs and outputs; attention its queries, keys, values and output; the MLP each of its products.
         """
         model, layout = self.model, self.layout
         streams = self.norms + (self.norms if model.blocks == "sequential" else 1)
         queries, keys = self._widths()
-        scores = (
-            layout.micro_batch * model.heads // layout.tp * self.seq**2 if layout.kernels.writes_scores else 0
-        )
+        writes = layout.kernels.writes_scores and layout.recompute != SELECTIVE
+        scores = layout.micro_batch * model.heads // layout.tp * self.seq**2 if writes else 0
         return self.bytes * (
             streams * self.stream
             + self.tokens * (2 * queries + keys)
@@ -197,7 +197,7 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
         if layout.zero == 3 and layout.copies > 1 and layout.zero3_gather == "block":
             found[role]["other"] = (1 + min(2, layers)) * sum(work.matrix_bytes())
             logits = max(0.0, logits - found[role]["other"])
-        if layout.recompute:
+        if layout.has_checkpoints:
             found[role]["activations"] = max(again, logits)
             found[role]["checkpoints"] = passes * layers * work.checkpoint()
         else:
@@ -220,7 +220,9 @@ def step_time_lower_bound(
     awaited_forward, awaited_backward, beside = work.tensor_seconds(network)
     once = sum(map(cost.seconds, work.forward())) + awaited_forward
     forward = layers * once
-    backward = layers * (sum(map(cost.seconds, work.backward())) + awaited_backward + layout.recompute * once)
+    backward = layers * (sum(map(cost.seconds, work.backward())) + awaited_backward)
+    if layout.has_checkpoints:
+        backward += layers * once
     beside *= layers
     gathers, reductions, awaited = _data_parallel_seconds(work, network)
     reduced, gathered = (
@@ -282,7 +284,8 @@ def _messages_in_step(layout: Layout) -> tuple[int, int]:
 def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
     """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
     work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
-    sums = work.sums * (2 + layout.recompute)  # of outputs, of their gradients, and of recomputed outputs
+    # Sums of outputs, of their gradients, and of recomputed outputs.
+    sums = work.sums * (2 + layout.has_checkpoints)
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
     passes, parameters = (
         gathers + reductions * (2 - (layout.zero > 0)),

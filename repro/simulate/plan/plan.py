@@ -111,7 +111,7 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
     return [
         replace(layout, pa=True)
         for layout in fuller
-        if layout.recompute and layout.tp > 1 and not layout.sp and not layout.pa
+        if layout.has_checkpoints and layout.tp > 1 and not layout.sp and not layout.pa
     ]
 
 

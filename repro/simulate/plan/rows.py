@@ -14,6 +14,7 @@ from operator import lt
 from typing import Any
 
 from repro.config import Layout
+from repro.config.layout import SELECTIVE
 from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
@@ -151,8 +152,11 @@ def plan_order(row: PlanRow) -> tuple[Any, ...]:
 
 def _complexity(layout: Layout) -> tuple[Any, ...]:
     """Return the sort key of a layout's complexity, simplest first."""
-    degrees = layout.pp, layout.tp, layout.cp
-    return (layout.recompute, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
+    again, degrees = (
+        (layout.has_checkpoints, layout.recompute == SELECTIVE),
+        (layout.pp, layout.tp, layout.cp),
+    )
+    return (again, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
 TIME_ORDER_RULE = "the predicted step time"

@@ -189,7 +189,9 @@ def trace(
         recorder.under_way = lambda: (
             (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
-        repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), recomputed=layout.recompute)
+        repeats = BlockRepeater(
+            recorder, pipeline, recordings_of(short, gloo), recomputed=layout.has_checkpoints
+        )
         for chunk, part in enumerate(engine.parts if repeat else ()):
             repeats.attach(part, chunk)
         tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)

@@ -98,6 +98,27 @@ def test_messages_of_a_layer(two: RankPool, name: str) -> None:
         }, engine
 
 
+def activations(layout: Layout) -> tuple[list[float], dict[str, Any], int]:
+    """Losses, settings of the model and largest bytes of activations."""
+    result = seen(layout, 2)
+    memory = result["memory"]["peak"]["total"]
+    return result["loss"], result["software"]["configuration"]["transformer"], memory
+
+
+def test_selective_recomputation_is_the_librarys(two: RankPool) -> None:
+    """The library computes its core of attention again: the same losses with less memory and the same messages."""
+    layout = Layout(tp=2, sp=True, micro_batch=B)
+    plain, chosen = (
+        two.run(activations, replace(layout, recompute=word))[0] for word in ("none", "selective")
+    )
+    assert chosen[0] == plain[0]
+    assert chosen[1]["recompute_granularity"] == "selective"
+    assert "recompute_granularity" not in plain[1]
+    assert chosen[2] < plain[2]
+    calls, _ = messages(two.run(seen, replace(layout, recompute="selective"), 2)[0])
+    assert calls == messages(two.run(seen, layout, 2)[0])[0]
+
+
 SCHEDULES = [
     Layout(pp=2, micro_batch=1, global_batch=B),
     Layout(pp=2, schedule="interleaved", chunks=2, micro_batch=1, global_batch=B),

@@ -60,6 +60,8 @@ def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
             keys["zero3_gather"] = "block"
         if keys["zero"] == 3 and keys["schedule"] == "gpipe":  # no such step exists
             continue
+        if keys["kernels"] in ("softmax", "unfused") and not keys["recompute"] and choose.random() < 0.5:
+            keys["recompute"] = "selective"
         keys["global_batch"] = keys["dp"] * keys["micro_batch"] * choose.choice([1, 2, 4, 8])
         try:
             layout = Layout(**keys)

@@ -47,6 +47,7 @@ def assert_is_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) 
 FEW = [
     ("gpt", "dgx2", 4, {"micro_batch": 1, "zero": 1, "recompute": False}),
     ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1}),
+    ("gpt", "selene", 4, {"tp": 2, "zero": 1, "kernels": "softmax", "recompute": "selective"}),
 ]
 MANY: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gpt", "selene", 8, {}),

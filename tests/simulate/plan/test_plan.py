@@ -59,6 +59,14 @@ def test_what_is_given_is_not_varied() -> None:
     assert {(layout.schedule, layout.pp) for layout in two} == {("interleaved", 2)}
 
 
+def test_selective_recomputation_is_an_option_where_scores_are_written() -> None:
+    """With fused attention it is no other layout, and a search without `kernels` has as many layouts as before."""
+    assert {x.recompute for x in candidates(request(16, kernels="softmax"))} == {False, "selective", True}
+    assert {x.recompute for x in candidates(request(16))} == {False, True}
+    with pytest.raises(ConfigError, match="recompute = 'selective'"):
+        candidates(request(16, recompute="selective"))
+
+
 def test_long_samples_are_split() -> None:
     """As long as 8,192 tokens of one stay on a rank: Llama 3's 131,072 over 16 of them, and 8,192 over none."""
     for seq, degrees in ((8192, {1}), (32768, {1, 2, 4}), (131072, {1, 2, 4, 8, 16})):

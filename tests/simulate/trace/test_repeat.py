@@ -48,6 +48,8 @@ LAYOUTS = {
     "interleaved-alone": replace(DEEP, schedule="interleaved", chunks=4, recompute=True),
     "unequal": replace(DEEP, stage_layers=(5, 3), recompute=True),
     "softmax": replace(BASE, kernels="softmax", tp=2),
+    "selective": replace(BASE, kernels="softmax", tp=2, sp=True, recompute="selective"),
+    "selective-stages": replace(DEEP, kernels="unfused", recompute="selective", zero=1),
     "unfused": replace(BASE, kernels="unfused", micro_batch=2),
     "unfused-stages": replace(DEEP, kernels="unfused", recompute=True),
     "reference": replace(BASE, kernels="reference"),

@@ -1,0 +1,75 @@
+"""Activations that one layer retains, traced, against the closed forms of 2205.05198, to the byte.
+
+Each difference is one saved tensor: a layer norm's statistics, or a mask of dropout that is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from repro.claims.formulas import layer_activation_bytes
+from repro.config import Layout, Model
+from repro.simulate.memory.live_bytes import measure_live_bytes
+from repro.simulate.trace.roles import roles, trace
+from tests.training import tiny
+
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "eq1": (1, {}),
+    "eq2": (2, {}),
+    "eq4": (2, {"sp": True}),
+    "selective": (1, {"recompute": "selective"}),
+    "selective-tp": (2, {"recompute": "selective"}),
+    "eq6": (4, {"recompute": "selective", "sp": True}),
+}
+
+
+def retained(layers: int, b: int, s: int, h: int, a: int, keys: dict[str, Any]) -> int:
+    """Activations and checkpoints of all layers when the forward pass ends, with those of the ends of the model."""
+    model = Model(name="m", layers=layers, hidden=h, heads=a, vocab=256, seq=s)
+    layout = Layout(**{"precision": "fp16", "kernels": "softmax", "micro_batch": b, **keys})
+    experiment = tiny(layout, model, dropout=0.1, attention_dropout=0.1)
+    most = measure_live_bytes(trace(experiment, roles(experiment)[0]).events).most
+    return most["activations"] + most["checkpoints"]
+
+
+def of_one_layer(*sizes: int, **keys: Any) -> int:
+    return retained(5, *sizes, keys) - retained(4, *sizes, keys)
+
+
+@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+@pytest.mark.parametrize(("b", "s", "h", "a"), [(1, 64, 64, 16), (2, 128, 96, 8)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_retains_the_papers_bytes_but_masks(
+    kind: str, b: int, s: int, h: int, a: int, kernels: str
+) -> None:
+    tp, keys = KINDS[kind]
+    selective, sp = keys.get("recompute") == "selective", bool(keys.get("sp"))
+    paper = layer_activation_bytes(b, s, h, a, tp, sp=sp, selective=selective)
+    split = tp if sp else 1
+    # The paper counts one byte per element of each mask; dropouts here compute their masks from a key.
+    masks_of_both_branches = 2 * s * b * h // split
+    mask_of_scores = 0 if selective else a * s * s * b // tp
+    # Both norms retain mean and inverse deviation of each token in fp32, which the paper neglects.
+    statistics = 2 * 2 * 4 * s * b // split
+    found = of_one_layer(b, s, h, a, tp=tp, kernels=kernels, **keys)
+    assert found - paper == statistics - masks_of_both_branches - mask_of_scores
+
+
+def test_a_layer_with_a_checkpoint_retains_its_input_alone() -> None:
+    """The paper's 2 s b h, also under tensor parallelism; sequence parallelism splits it."""
+    b, s, h, _ = sizes = 2, 128, 96, 8
+    assert of_one_layer(*sizes, tp=2, recompute="block") == 2 * s * b * h
+    assert of_one_layer(*sizes, tp=2, sp=True, recompute="block") == 2 * s * b * h // 2
+
+
+def test_a_softmax_without_its_fused_operator_retains_fp32_and_a_mask() -> None:
+    """Two heads of one sample on a rank: no multiple of four, so that the softmax runs in fp32, masked apart."""
+    b, s, h, a, tp = 1, 64, 64, 4, 2
+    scores = a * s * s * b // tp
+    difference = of_one_layer(b, s, h, a, tp=tp) - layer_activation_bytes(b, s, h, a, tp)
+    twice_as_wide, mask_of_future = (4 - 2) * scores, s * s
+    assert difference == twice_as_wide + mask_of_future - scores - 2 * s * b * h + 2 * 2 * 4 * s * b
+    kept = layer_activation_bytes(b, s, h, a, tp, selective=1)
+    assert of_one_layer(b, s, h, a, tp=tp, recompute="selective") - kept == -2 * s * b * h + 16 * s * b
