@@ -168,6 +168,7 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
     if cost:
         price = f" and costs {units.number(cost['cost'])}" if "cost" in cost else ""
         parts += [f"Training on {request.tokens:g} tokens takes {units.number(cost['days'])} days{price}."]
+    parts.append(request.model.longer_sequence_note(request.seq))
     return [*parts, unfused_attention_note(request.model, layout, system.device.compute_capability)]
 
 

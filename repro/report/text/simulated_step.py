@@ -67,6 +67,7 @@ def print_simulated_step(
         f"Layout: {words.describe_layout(e.layout, batches=True)}. Model: "
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
         *_describe_time(simulation, document),
+        e.model.longer_sequence_note(e.seq),
         "" if is_dropped else unfused_attention_note(e.model, e.layout, capability),
         _memory_table(simulation, document["memory"]),
         _traffic_table(document["comm"]),

@@ -160,7 +160,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
         for keys in _layout_keys(request, given, tp, cp, pp):
             try:
                 layout = Layout(**keys)
-                engines.check_layout_fits(layout, request.model)
+                engines.check_layout_fits(layout, request.model, request.seq)
                 found.append(layout)
             except ConfigError as error:  # fixed keys may exclude some combinations
                 refused.append(error)
