@@ -103,12 +103,8 @@ class Experiment:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check_engine(self.engine, self.layout, self.training, self.model)
-        require(
-            self.layout.cp == 1 or self.seq % (2 * self.layout.cp) == 0,
-            "seq",
-            self.seq,
-            f"a multiple of 2 cp = {2 * self.layout.cp}, two chunks a rank",
-        )
+        chunks = 2 * self.layout.cp if self.layout.cp > 1 else 1
+        require(self.seq % chunks == 0, "seq", self.seq, f"a multiple of 2 cp = {chunks}, two chunks a rank")
         require(
             not self.layout.cuda_graphs or self.training.untimed_steps > 1,
             "untimed_steps",

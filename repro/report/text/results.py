@@ -201,7 +201,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("throughput\n(tokens/s)", tokens, is_main=True),
             Column(f"rate per\nrank ({flops})", _numbers(rates, flop, most), note="rate: with recomputation"),
             Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01, most), is_main=True,
-                   note="MFU: model FLOP utilization"),
+                   note="MFU: model FLOP utilization, attention counted in full"),
             Column("basis of\nspeed", [BASIS_LABELS[basis] for basis in bases], left=True, is_main=True),
         ],
         [

@@ -46,8 +46,10 @@ def describe_step_time(time: dict[str, Any]) -> str:
     if found is not None:
         of = "90 % interval of this bound" if least else "90 % interval"
         text += f" ({of}: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
-    mfu = "" if time["mfu"] is None else f" MFU (model FLOP utilization): {most}{units.percent(time['mfu'])}."
-    return f"{text}.{mfu}"
+    if time["mfu"] is None:
+        return f"{text}."
+    mfu, causal = (f"{most}{units.percent(time[key])}" for key in ("mfu", "mfu_causal"))
+    return f"{text}. MFU (model FLOP utilization): {mfu} with attention counted in full, {causal} causally."
 
 
 def print_simulated_step(

@@ -7,14 +7,14 @@ its published point in the same case, so no uncertainty counts twice. No number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
-from repro.config import Experiment, models, systems
+from repro.config import Experiment, Model, models, systems
 from repro.config.system import System
 from repro.config.systems.unknowns import (
     BEST,
@@ -191,11 +191,10 @@ class Prediction:
         work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
-    @property
-    def utilisation(self) -> float | None:
-        """MFU, which excludes recomputation; None if the device's peak is unknown."""
+    def _utilisation(self, model_flops: Callable[[Model, int, int], float]) -> float | None:
+        """Return the MFU, which excludes recomputation; None if the device's peak is unknown."""
         e, layout = self.experiment, self.experiment.layout
-        work = counts.model_flops(e.model, e.seq, layout.global_batch)
+        work = model_flops(e.model, e.seq, layout.global_batch)
         return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
@@ -222,7 +221,8 @@ class Prediction:
             "interval": None if self.interval is None else self.interval.summary(self.step_s),
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
-            "mfu": self.utilisation,
+            "mfu": self._utilisation(counts.model_flops),
+            "mfu_causal": self._utilisation(counts.causal_flops),
             "formula": counts.flops_formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
