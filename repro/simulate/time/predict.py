@@ -33,7 +33,6 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.calibration import (
-    UNCALIBRATED_KERNELS,
     CalibrationPoint,
     Generation,
     MeasuredKernels,
@@ -55,12 +54,16 @@ MAX_GENERATIONS = 32
 
 
 @lru_cache(maxsize=MAX_GENERATIONS)
-def calibrated_kernels(generation: Generation) -> Kernels:
+def calibrated_kernels(generation: Generation | None) -> Kernels:
     """Return the kernels with which the published step takes its published time, or the measured kernels.
+
+    None stands for measured operators, which need no correction.
 
     Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
+    if generation is None:
+        return MODELLED_KERNELS
     return Kernels(*map(first_lane, calibrated_kernels_at(generation, {})))
 
 
@@ -108,12 +111,9 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 
 @lru_cache(maxsize=MAX_CASES)
-def kernels_in_cases(generation: Generation | None, found: tuple[Unknown, ...]) -> Kernels:
+def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
     """Return the kernels in each case of the unknowns `found` of the timed system and of its kernels."""
-    quantiles = quantiles_in_cases(found)
-    if generation is not None:
-        return calibrated_kernels_at(generation, quantiles)
-    return Kernels.alike(cast(float, UNCALIBRATED_KERNELS.values_at(quantiles[UNCALIBRATED_KERNELS.key])))
+    return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
 @lru_cache(maxsize=MAX_GENERATIONS)
@@ -259,10 +259,10 @@ def predict(
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     found = tuple(uncertain_numbers(system, generation)) if interval else ()
     in_cases = drawn(system, quantiles_in_cases(found)) if found else system
-    if found and kernels is None:
-        kernels = kernels_in_cases(generation, found)
-    elif kernels is None:
-        kernels = calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
+    if kernels is None:
+        kernels = (
+            kernels_in_cases(generation, found) if generation and found else calibrated_kernels(generation)
+        )
     if traces is None:
         traces = trace_roles(experiment)
     timeline = schedule_traces(experiment, in_cases, traces, kernels, record=record)
