@@ -202,8 +202,8 @@ def capture_obstacle(layout: Layout, training: Training) -> str:
     return ""
 
 
-def check_layout_fits(layout: Layout, model: Model) -> None:
-    """Raise `ConfigError` that names the layout's key if `layout` cannot divide `model`."""
+def check_layout_fits(layout: Layout, model: Model, seq: int) -> None:
+    """Raise `ConfigError` that names the layout's key if `layout` cannot divide `model` or samples of `seq` tokens."""
     for key, what in (("heads", "heads"), ("ffn_width", "ffn"), ("vocab", "vocab")):
         size = getattr(model, key)
         require(size % layout.tp == 0, "tp", layout.tp, f"a divisor of {what} = {size} ({model.name})")
@@ -214,11 +214,12 @@ def check_layout_fits(layout: Layout, model: Model) -> None:
     later = ", ".join(each for each in OperatorSet if each is not OperatorSet.UNFUSED)
     what = f"one of {later}: the software of 2019 has no {other} = {getattr(model, other, '')}"
     require(not other or layout.kernels is not OperatorSet.UNFUSED, "kernels", layout.kernels, what)
+    ranks, names = (layout.cp * layout.tp, "cp x tp") if layout.cp > 1 else (layout.tp, "tp")
     require(
-        not layout.sp or model.seq % layout.tp == 0,
+        not layout.sp or seq % ranks == 0,
         "sp",
         layout.sp,
-        says=f"needs tp = {layout.tp} to divide seq = {model.seq} ({model.name})",
+        says=f"needs {names} = {ranks} to divide seq = {seq}",
     )
     parts = layout.pp * layout.chunks
     what = f"layers = {model.layers} ({model.name})"

@@ -96,19 +96,15 @@ class Experiment:
         require(
             self.model.architecture == "gpt", "model", self.model.name, "a gpt; other models are only counted"
         )
-        require(
-            self.training.seq <= self.model.seq,
-            "seq",
-            self.training.seq,
-            f"at most the model's {self.model.seq} positions",
-        )
+        self.model.check_sequence(self.training.seq)
         try:
-            engines.check_layout_fits(self.layout, self.model)
+            engines.check_layout_fits(self.layout, self.model, self.seq)
         except ConfigError as error:
             raise error.within(where="layout") from None
         at_most("bytes of a layer's largest tensor", self._largest_tensor(), TENSOR_BYTES)
         engines.check_engine(self.engine, self.layout, self.training, self.model)
-        self._check_sequence()
+        chunks = 2 * self.layout.cp if self.layout.cp > 1 else 1
+        require(self.seq % chunks == 0, "seq", self.seq, f"a multiple of 2 cp = {chunks}, two chunks a rank")
         require(
             not self.layout.cuda_graphs or self.training.untimed_steps > 1,
             "untimed_steps",
@@ -120,22 +116,6 @@ class Experiment:
             raise ConfigError("checkpoint_every", self.training.checkpoint_every, right, where="training")
         if self.network is not None:
             self._check_network(self.network)
-
-    def _check_sequence(self) -> None:
-        cp, tp = self.layout.cp, self.layout.tp
-        require(
-            cp == 1 or self.seq % (2 * cp) == 0,
-            "seq",
-            self.seq,
-            f"a multiple of 2 cp = {2 * cp}, two chunks a rank",
-        )
-        ranks, names = (cp * tp, "cp x tp") if cp > 1 else (tp, "tp")
-        require(
-            not self.layout.sp or self.seq % ranks == 0,
-            "seq",
-            self.seq,
-            f"a multiple of {names} = {ranks} under sp",
-        )
 
     def _check_network(self, network: EmulatedNetwork) -> None:
         right = "local, or a file of `repro calibrate`, with a network, which joins processes of this machine"

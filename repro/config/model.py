@@ -40,7 +40,7 @@ class Model:
     vocab: int
     """Rows of the token embedding V, padding included."""
     seq: int
-    """Longest sequence s; where positions are learned, the rows of their embedding."""
+    """Sequence s of the model's training. Learned positions have an embedding of so many rows, its maximum."""
     ffn: int = 0
     """Width of the MLP; 0 means 4h."""
     architecture: str = "gpt"
@@ -154,6 +154,24 @@ class Model:
     def rotary_width(self) -> int:
         """Return the elements of a head that rotary positions rotate."""
         return int(self.head_width * self.rotary_fraction)
+
+    def check_sequence(self, seq: int) -> None:
+        """Raise `ConfigError` if samples of `seq` tokens are longer than the embedding of learned positions."""
+        learned = self.positions == "learned"
+        require(
+            seq <= self.seq or not learned, "seq", seq, f"at most the model's {self.seq} learned positions"
+        )
+        at_most("seq", seq, sizes.SEQ)
+
+    def longer_sequence_note(self, seq: int) -> str:
+        """Return one sentence if samples of `seq` tokens are longer than those of the model's training."""
+        if seq <= self.seq:
+            return ""
+        rule = {
+            "rotary": f"rotary wavelengths keep base {self.rotary_base:g}",
+            "alibi": "ALiBi's slopes remain",
+        }
+        return f"Samples of {seq} tokens are longer than the model's {self.seq}: {rule[self.positions]}."
 
     def departures(self) -> dict[str, Any]:
         """Return the values of a layer, of positions and of the head that differ from GPT-2's, by key."""

@@ -179,6 +179,15 @@ def model_flops(model: Model, seq: int, samples: int) -> int:
     return 3 * (layers_forward(model, seq, samples) + logits_forward(model, seq, samples))
 
 
+def causal_flops(model: Model, seq: int, samples: int) -> float:
+    """Return `model_flops` with half of the attention square: a token attends only to those before it.
+
+    Megatron-LM of 2025 and MaxText count causal attention in this way, 2104.04473 in full.
+    """
+    square = 3 * model.layers * samples * seq * _scores_per_token(model, seq)
+    return model_flops(model, seq, samples) - square / 2
+
+
 def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) -> int:
     """Return the FLOP that devices execute: with a layout's `recompute` the layers, or their scores, run twice."""
     repeated = layers_forward(model, seq, samples) if recompute else 0

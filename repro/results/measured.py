@@ -13,6 +13,7 @@ from statistics import median
 from repro.config import Experiment
 from repro.config.engines import NATIVE
 from repro.measure.statistics import ratio_interval, summarize
+from repro.model import counts
 from repro.results import metrics
 from repro.results.json_fields import finite
 from repro.results.metrics import Held, Metrics
@@ -59,10 +60,10 @@ def experiment_record(
         evidence=MEASURED,
         outcome=outcome,
         reason=reason,
-        metrics=_metrics(results, experiment.engine) if results else {},
+        metrics=_metrics(results, experiment) if results else {},
         series=_series(results) if results else StepSeries(),
         checkpoints=_checkpoints(results),
-        flops_formula=first.flops_formula if first else "",
+        flops_formula=counts.flops_formula(experiment.model) if first else "",
         memory_by_rank=[result.memory for result in results],
         comm=first.comm if first else [],
         comm_per_layer=first.comm_per_layer if first else [],
@@ -87,7 +88,8 @@ def comparison_record(
 
     `results`: the ranks' results of the baseline and of the subject, from one interleaved launch.
     """
-    rates = [_round_rates(ranks) for ranks in results]
+    sides = zip((baseline, subject), results, strict=True)
+    rates = [_round_rates(ranks, experiment.layout.global_batch) for experiment, ranks in sides]
     pairs = [list(pair) for pair in zip(*rates, strict=True)]
     if not pairs or not all(math.isfinite(rate) for pair in pairs for rate in pair):
         return None
@@ -118,12 +120,11 @@ def step_seconds(results: list[RankResult]) -> list[list[float]]:
     ]
 
 
-def _round_rates(results: list[RankResult]) -> list[float]:
-    samples = results[0].samples_per_step
+def _round_rates(results: list[RankResult], samples: int) -> list[float]:
     return [samples / median(steps) if steps else math.nan for steps in step_seconds(results)]
 
 
-def _metrics(results: list[RankResult], engine: str) -> Metrics:
+def _metrics(results: list[RankResult], experiment: Experiment) -> Metrics:
     first = results[0]
     found: Metrics = {
         "parameters": first.parameters,
@@ -133,8 +134,8 @@ def _metrics(results: list[RankResult], engine: str) -> Metrics:
     }
     if first.loss:
         found["loss.first"], found["loss.last"] = first.loss[0], first.loss[-1]
-    found |= _speed(results)
-    found |= _memory(results, marked=engine == NATIVE)
+    found |= _speed(results, experiment)
+    found |= _memory(results, marked=experiment.engine == NATIVE)
     resumed = _resumed(first)
     # A run that continued with one step left has no ordinary step.
     if not (resumed and not any(first.rounds)):
@@ -147,21 +148,12 @@ def _metrics(results: list[RankResult], engine: str) -> Metrics:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _speed(results: list[RankResult]) -> Metrics:
+def _speed(results: list[RankResult], experiment: Experiment) -> Metrics:
     seconds = [second for steps in step_seconds(results) for second in steps]
     if not seconds:
         return {}
     middle, p20, p80 = summarize(seconds)
-    first = results[0]
-    found = metrics.speed(
-        middle,
-        samples=first.samples_per_step,
-        tokens=first.tokens_per_step,
-        model_flops=first.model_flops_per_step,
-        hardware_flops=first.hardware_flops_per_step,
-        devices=len(results),
-    )
-    return {**found, "step_seconds.p20": p20, "step_seconds.p80": p80}
+    return {**metrics.speed(experiment, middle), "step_seconds.p20": p20, "step_seconds.p80": p80}
 
 
 def _memory(results: list[RankResult], marked: bool) -> Metrics:

@@ -20,6 +20,7 @@ of the slowest rank. Memory is the maximum over ranks. Communication is that of 
   ranks or programs kept a rank from its core while it computed, because waits for that rank do not depend on the
   schedule. With fewer than three undisturbed steps there is no interval and no bubble. A library whose stages also have
   tp or dp has no bubble, because its waits are measured from outside.
+- `model_flops_per_s` counts attention in full, as 2104.04473 does, and `causal_flops_per_s` only its causal half.
 - A step that does not fit has no time: `shown` omits the metrics that begin with an entry of `SPEED`. Claims that
   compare a published rate with a simulation that does not fit read the record itself and report the misfit.
 - `time.*` are the parts of the slowest stage's seconds in a simulation. `trace_seconds` is the duration of the
@@ -45,15 +46,10 @@ DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
 """Minimum share of a rank's compute time on its core; a step with a smaller share is disturbed."""
 STATES = ("parameters", "gradients", "optimizer")
-SPEED = (
-    *("step_seconds.", "tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s"),
-    "time.",
-)
-"""Prefixes of the metrics that depend on the step time."""
-
-
-RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s")
+RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "causal_flops_per_s", "hardware_flops_per_s")
 """Prefixes of the metrics that are an amount per step divided by the step time."""
+SPEED = ("step_seconds.", *RATES, "time.")
+"""Prefixes of the metrics that depend on the step time."""
 
 
 @dataclass(frozen=True)
@@ -173,17 +169,18 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
     ]
 
 
-def speed(
-    seconds: float, *, samples: int, tokens: int, model_flops: float, hardware_flops: float, devices: int
-) -> Metrics:
-    """Return the metrics of speed for a step of `seconds`; the other arguments are totals over all ranks."""
+def speed(experiment: Experiment, seconds: float) -> Metrics:
+    """Return the metrics of speed for a step of `seconds`, over all ranks."""
+    layout, sizes = experiment.layout, (experiment.model, experiment.seq, experiment.layout.global_batch)
+    samples, hardware_flops = layout.global_batch, counts.hardware_flops(*sizes, layout.recompute)
     return {
         STEP_SECONDS: seconds,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": samples * experiment.seq / seconds,
         "samples_per_s": samples / seconds,
-        "model_flops_per_s": model_flops / seconds,
+        "model_flops_per_s": counts.model_flops(*sizes) / seconds,
+        "causal_flops_per_s": counts.causal_flops(*sizes) / seconds,
         "hardware_flops_per_s": hardware_flops / seconds,
-        DEVICE_FLOPS_PER_S: hardware_flops / seconds / devices,
+        DEVICE_FLOPS_PER_S: hardware_flops / seconds / layout.world,
     }
 
 

@@ -205,11 +205,6 @@ class RankResult(RecordPart):
     comm_per_layer: list[LayerTraffic] = field(default_factory=list)
     network: RankOnNetwork | None = None
     """Measurements on an emulated network; None on other networks."""
-    tokens_per_step: int
-    samples_per_step: int
-    model_flops_per_step: float
-    hardware_flops_per_step: float
-    flops_formula: str
     parameters: int
     padding: int = 0
 

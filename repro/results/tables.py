@@ -35,7 +35,7 @@ def comparison_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
-    """Return the conditions, outcome and metrics of an experiment, and `mfu` where the device's peak is known.
+    """Return the conditions, outcome and metrics of an experiment, and MFUs where the device's peak is known.
 
     A step that does not fit has no time and no speed.
     """
@@ -55,8 +55,10 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
         "wall_s": record.wall_s,
         **metrics,
     }
-    mfu = _utilisation(experiment, metrics.get("model_flops_per_s"))
-    return found if mfu is None else {**found, "mfu": mfu}
+    for name, rate in (("mfu", "model_flops_per_s"), ("mfu_causal", "causal_flops_per_s")):
+        mfu = _utilisation(experiment, metrics.get(rate))
+        found |= {} if mfu is None else {name: mfu}
+    return found
 
 
 def comparison_row(record: ComparisonRecord) -> dict[str, Any]:

@@ -119,18 +119,10 @@ def _held(role: RoleResult) -> Held:
 
 
 def _time(experiment: Experiment, simulation: Simulation) -> Metrics:
-    prediction, layout = simulation.time, experiment.layout
+    prediction = simulation.time
     if prediction is None:
         return {}
-    model, samples = experiment.model, layout.global_batch
-    speed = metrics.speed(
-        prediction.step_s,
-        samples=samples,
-        tokens=samples * experiment.seq,
-        model_flops=counts.model_flops(model, experiment.seq, samples),
-        hardware_flops=counts.hardware_flops(model, experiment.seq, samples, layout.recompute),
-        devices=layout.world,
-    )
+    speed = metrics.speed(experiment, prediction.step_s)
     return {**speed, **metrics.parts(prediction.as_dict(), prediction.kernels.others)}
 
 

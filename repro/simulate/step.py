@@ -139,6 +139,7 @@ class Simulation:
             },
             "flops": {
                 "model": counts.model_flops(e.model, e.seq, e.layout.global_batch),
+                "model_causal": counts.causal_flops(e.model, e.seq, e.layout.global_batch),
                 "hardware": counts.hardware_flops(e.model, e.seq, e.layout.global_batch, e.layout.recompute),
                 "operators_of_busiest_rank": max(role.operator_flops for role in self.roles),
                 "formula": counts.flops_formula(e.model),

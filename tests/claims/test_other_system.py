@@ -20,7 +20,7 @@ from repro.claims.other_system import (
 from repro.config import ConfigError, Experiment, Layout, Model, OperatorSet, systems
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
-from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
+from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
 from tests.claims.made_up import record
 
@@ -166,6 +166,6 @@ def test_it_says_what_the_times_rest_on(tmp_path: Path) -> None:
     records = [on_h100("a", "fused-2024"), on_h100("b", "fused-2024")]
     assert answer(tmp_path, RATIO, *records).rests_on == PUBLISHED_POINT
     records[1] = on_h100("b", "unfused")
-    assert answer(tmp_path, RATIO, *records).rests_on == UPPER_BOUND
+    assert answer(tmp_path, RATIO, *records).rests_on == UNCALIBRATED
     memory = """value = 'metric("again/b", "memory.states_bytes") / 8e9'"""
     assert answer(tmp_path, memory, *records).rests_on == ""

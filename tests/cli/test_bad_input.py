@@ -74,7 +74,7 @@ CASES = {
     ),
     "too long": (
         EXPERIMENT + "training.seq = 1000",
-        'experiment "a": training.seq = 1000: must be at most the model\'s 16 positions',
+        'experiment "a": training.seq = 1000: must be at most the model\'s 16 learned positions',
     ),
     "nothing timed": (
         EXPERIMENT + "training = { steps = 3, untimed_steps = 3 }",

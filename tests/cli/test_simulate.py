@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config import systems
-from repro.simulate.time.calibration import PUBLISHED_POINT, UPPER_BOUND
+from repro.simulate.time.calibration import PUBLISHED_POINT, UNCALIBRATED
 from repro.util import units
 from tests.cli.predictions import FIT, GPT2, run
 from tests.config.system_texts import NODES, PROVENANCE
@@ -146,7 +146,7 @@ def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_m
 @pytest.mark.parametrize(
     ("system", "kernels", "basis"),
     [
-        ("dgx-h100", "unfused", UPPER_BOUND),
+        ("dgx-h100", "unfused", UNCALIBRATED),
         ("dgx2", "softmax", PUBLISHED_POINT),
         ("dgx-h100", "fused", PUBLISHED_POINT),
     ],
@@ -166,11 +166,7 @@ def test_a_prediction_says_what_it_rests_on(
     for text in (page, table):
         assert "MFU" in text
         assert re.search(f"Basis of the times?: {basis}; ", text)
-    line = next(line for line in table.splitlines() if re.match(r" +1 +2 +1 +2 ", line))
-    bound = basis == UPPER_BOUND
-    assert ("at least" in page, "≥" in line, "≤" in line) == (bound, bound, bound)
-    assert step["interval"]["low_s"] < step["step_s"]
-    assert ("90 % interval of this bound" in " ".join(page.split())) == bound
+    assert step["interval"]["low_s"] < step["step_s"] < step["interval"]["high_s"]
     assert max(map(len, table.splitlines())) <= 100
 
 

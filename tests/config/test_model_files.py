@@ -220,7 +220,7 @@ def test_shapes_are_the_printed_ones_and_split_as_published(name: str) -> None:
     layers, hidden, heads, degrees = TABLES[name]
     assert (model.layers, model.hidden, model.heads, model.ffn_width) == (layers, hidden, heads, 4 * hidden)
     for degree in degrees:
-        engines.check_layout_fits(Layout(tp=degree), model)
+        engines.check_layout_fits(Layout(tp=degree), model, model.seq)
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if name not in SMALL])

@@ -175,10 +175,5 @@ def _result(experiment: Any, rank: int, rounds: int) -> dict[str, Any]:
             }
         ],
         "comm_per_layer": [{"op": "all_reduce", "group": "tp", "calls": 4, "sent_bytes": 512}],
-        "tokens_per_step": 1024,
-        "samples_per_step": 8,
-        "model_flops_per_step": 10**9,
-        "hardware_flops_per_step": 12 * 10**8,
-        "flops_formula": "fake",
         "parameters": 1000,
     }

@@ -20,7 +20,6 @@ from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
 from repro.launch.rank.step_data import StepHistory
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StageWaits, StepClock
-from repro.model.counts import hardware_flops, model_flops
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
 from tests.training import tiny
@@ -49,10 +48,6 @@ def test_a_run_reports_all_that_it_saw() -> None:
     assert [len(round_) for round_ in result["rounds"]] == [3, 2]
     assert len(result["loss"]) == len(result["grad_norm"]) == 7
     assert all(math.isfinite(loss) for loss in result["loss"])
-    assert result["samples_per_step"] == 4
-    assert result["tokens_per_step"] == 4 * experiment.seq
-    assert result["model_flops_per_step"] == model_flops(experiment.model, experiment.seq, 4)
-    assert result["hardware_flops_per_step"] == hardware_flops(experiment.model, experiment.seq, 4, True)
     phases = result["phase_seconds"]
     mean = sum(map(sum, result["rounds"])) / 5
     assert sum(phases.values()) == pytest.approx(mean, rel=0.05)

@@ -90,6 +90,17 @@ def test_replicated_keys_under_zero(four: RankPool) -> None:
     assert_same(four.run(train, tiny(layout, model, **FAST)), alone(model=model, **FAST), 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_samples_longer_than_the_model_without_learned_positions(two: RankPool, family: str) -> None:
+    """Context parallelism trains samples of 4 times the model's sequence as one process does."""
+    model, training = FAMILIES[family], {**FAST, "seq": 4 * FAMILIES[family].seq}
+    layout = Layout(cp=2, micro_batch=4, global_batch=BATCH)
+    expected = alone(model=model, **training)
+    assert_same(two.run(train, tiny(layout, model, **training)), expected, 1e-5, 1e-5)
+    assert f"than the model's {model.seq}" in model.longer_sequence_note(training["seq"])
+    assert model.longer_sequence_note(model.seq) == ""
+
+
 def of_all_stages(found: list[Trained]) -> Trained:
     """The last stage's view, with the parameters of all."""
     parameters = {name: value for trained in found for name, value in trained.parameters.items()}
@@ -172,7 +183,7 @@ def test_what_is_refused(family: str, layout: dict[str, Any], engine: str, says:
 
 def test_heads_that_no_split_has() -> None:
     model = replace(TINY, heads=12, hidden=48, kv_heads=3)
-    engines.check_layout_fits(Layout(tp=3), model)
-    engines.check_layout_fits(Layout(tp=6), model)
+    engines.check_layout_fits(Layout(tp=3), model, model.seq)
+    engines.check_layout_fits(Layout(tp=6), model, model.seq)
     with pytest.raises(ConfigError, match="tp = 2: must be a divisor or a multiple of kv_heads = 3"):
-        engines.check_layout_fits(Layout(tp=2), model)
+        engines.check_layout_fits(Layout(tp=2), model, model.seq)

@@ -26,7 +26,7 @@ from repro.report.figures.values import View
 from repro.results.schema import ExperimentRecord
 from repro.simulate.record import failed_record
 from repro.simulate.time.breakdown import STAGE_SEND
-from repro.simulate.time.calibration import UPPER_BOUND
+from repro.simulate.time.calibration import UNCALIBRATED
 from tests.records import changed
 
 GB = 10**9
@@ -142,7 +142,7 @@ def test_the_parts_of_a_step_add_up_to_it(view: View) -> None:
     with figure_style():
         drawing = predicted_steps.draw_breakdown(view, [fine])
     assert words(drawing) == ["46.20 s", "50.00 s"]
-    assert drawing.caption.endswith(f"Times rest on: {UPPER_BOUND} (1)."), (
+    assert drawing.caption.endswith(f"Times rest on: {UNCALIBRATED} (1)."), (
         "made up for a machine that nobody calibrated"
     )
     assert "repro run suites/megatron_2021.toml --evidence simulated" in drawing.missing

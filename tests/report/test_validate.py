@@ -39,8 +39,7 @@ from repro.report.text import validate
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
 from repro.simulate.record import failed_record
-from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
-from repro.simulate.time.calibration import UPPER_BOUND as UPPER_BOUND
+from repro.simulate.time.calibration import BASES, PUBLISHED_POINT, UNCALIBRATED
 from tests import committed
 from tests.records import changed
 
@@ -89,9 +88,9 @@ def test_a_point_rests_on_the_weaker_of_its_runs() -> None:
     layout = {**zero.conditions["layout"], "kernels": "fused"}
     seen = found(megatron, changed(zero, experiment={**zero.conditions, "layout": layout}))
     bases = {(point.kind, point.runs): point.rests_on for point in seen}
-    assert bases[RATE, (zero.label,)] == UPPER_BOUND
+    assert bases[RATE, (zero.label,)] == UNCALIBRATED
     assert bases[RATE, (megatron.label,)] == PUBLISHED_POINT
-    assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UPPER_BOUND}
+    assert {basis for (kind, _), basis in bases.items() if kind == RATIO} == {UNCALIBRATED}
 
 
 def test_times_are_compared_as_rates() -> None:
@@ -190,7 +189,7 @@ def test_the_command(
     assert "Calibration: left out" in text
     assert re.search(r"8B: speed-up .* published *\n", text)
     assert BASES[PUBLISHED_POINT] in " ".join(text.split())
-    assert BASES[UPPER_BOUND] not in " ".join(text.split()), "nothing here rests on it"
+    assert BASES[UNCALIBRATED] not in " ".join(text.split()), "nothing here rests on it"
     assert picture.read_text().startswith("<svg")
     assert main(["validate", "--results", str(store), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -327,6 +326,6 @@ def test_measured_runs_are_predicted_on_a_system_file(
             opened.append(made)
     assert main(["validate", "--results", str(tmp_path), "--system", "dgx2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["machine"]
-    assert {pair["rests_on"] for pair in document["pairs"]} == {UPPER_BOUND}
+    assert {pair["rests_on"] for pair in document["pairs"]} == {UNCALIBRATED}
     assert document["median_error"] == pytest.approx(machine.median)
     assert validate.validation_document([], machine)["machine"] == document

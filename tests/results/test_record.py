@@ -43,8 +43,13 @@ def results(rounds: int = 1) -> list[dict[str, Any]]:
 def test_metrics_have_their_fixed_names() -> None:
     metrics = build(results()).metrics
     assert metrics["step_seconds.median"] == pytest.approx(0.101)  # rank 1 is the slower one
-    assert metrics["tokens_per_s"] == pytest.approx(1024 / 0.101)
-    assert metrics["model_flops_per_s"] == pytest.approx(1e9 / 0.101)
+    b, s, h, v = 2, MODEL.seq, MODEL.hidden, MODEL.vocab
+    assert metrics["tokens_per_s"] == pytest.approx(b * s / 0.101)
+    # 2104.04473 eq. 3 without recomputation, for l layers; the attention square is its second term.
+    flops = 72 * b * s * MODEL.layers * h**2 * (1 + s / (6 * h) + v / (12 * MODEL.layers * h))
+    assert metrics["model_flops_per_s"] == pytest.approx(flops / 0.101)
+    square = 72 * b * s * MODEL.layers * h**2 * s / (6 * h)
+    assert metrics["causal_flops_per_s"] == pytest.approx((flops - square / 2) / 0.101)
     assert metrics["hardware_flops_per_s.device"] == pytest.approx(metrics["hardware_flops_per_s"] / 2)
     assert metrics["memory.states_bytes"] == 16001  # of rank 1, the largest
     assert metrics["memory.parameters_bytes"] == 4001
@@ -220,9 +225,10 @@ def test_a_device_of_known_peak_has_a_utilisation() -> None:
     """Two of 125 TFLOP/s in half precision do 50 together; of a step that does not fit nothing is said."""
     layout = Layout(dp=2, precision="fp16")
     conditions = Experiment(name="a", model=MODEL, layout=layout, system="dgx2").as_dict()
-    metrics = {"model_flops_per_s": 50e12}
+    metrics = {"model_flops_per_s": 50e12, "causal_flops_per_s": 45e12}
     record = made_up("a", experiment=conditions, evidence="simulated", metrics=metrics)
-    assert tables.experiment_row(record)["mfu"] == pytest.approx(0.2)
+    row = tables.experiment_row(record)
+    assert (row["mfu"], row["mfu_causal"]) == (pytest.approx(0.2), pytest.approx(0.18))
     assert "mfu" not in tables.experiment_row(changed(record, outcome="oom"))
     assert "mfu" not in tables.experiment_row(changed(record, experiment={**conditions, "system": "local"}))
 

@@ -62,7 +62,6 @@ _MEASUREMENTS = (
     ("links.*.overlap_cost", "links.{link}.overlap_cost", BESIDE),
     ("links.inter-node.*", "links.inter-node.collectives", LINK),
     ("links.*", "links.{link}.collectives", LINK),
-    ("kernels", "device.operators", "seconds of the operators themselves, of each set of kernels"),
     ("*: operator_s", "device.time.launch_s", "a step that has nothing to compute, by operator"),
     ("*: attention", "device.operators", "seconds of every operator, attention among them"),
     ("*: passes", "device.operators", "seconds of every operator, passes over parameters among them"),

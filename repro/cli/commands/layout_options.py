@@ -109,7 +109,7 @@ QUESTION = [
         Annotated[
             int,
             typer.Option(
-                help="Tokens of a sample; the model's longest by default.",
+                help="Tokens of a sample; by default those of the model. Learned positions allow no more.",
                 callback=check_count,
                 show_default=False,
             ),

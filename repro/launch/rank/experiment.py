@@ -24,7 +24,6 @@ from repro.launch.rank.step_data import BatchLoader, Diverged, StepHistory
 from repro.measure.memory import MemoryTracker
 from repro.measure.operators import CollectiveCounter, KernelCounter
 from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
-from repro.model import counts
 from repro.model.data import open_stream
 from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
@@ -261,7 +260,6 @@ class ExperimentRun:
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
-        samples = e.layout.global_batch
         process = process_memory(self.device, self.mesh)
         return RankResult(
             rank=self.mesh.rank,
@@ -287,11 +285,6 @@ class ExperimentRun:
             comm=self.comm,
             comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
             network=self.network.report(self.link_bytes, timed) if self.network else None,
-            tokens_per_step=samples * e.seq,
-            samples_per_step=samples,
-            model_flops_per_step=counts.model_flops(e.model, e.seq, samples),
-            hardware_flops_per_step=counts.hardware_flops(e.model, e.seq, samples, e.layout.recompute),
-            flops_formula=counts.flops_formula(e.model),
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )

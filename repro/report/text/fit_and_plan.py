@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from repro.config import words
 from repro.config.engines import unfused_attention_note
-from repro.report.text.simulated_step import bound_marks, describe_step_time
+from repro.report.text.simulated_step import describe_step_time
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import BASES, describe_basis
@@ -17,7 +17,6 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from repro.simulate.plan.candidates import PlanRequest
@@ -141,8 +140,8 @@ def print_layouts(
         console,
         *_describe_best_layout(request, plan, shown[0]),
         _describe_ties([row for row in fits if row.interval is not None], top),
-        *_layout_table(console, shown, timed=not plan.no_time),
-        *(_plan_details(console, request, plan, shown, others) if details else ()),
+        *_layout_table(shown, timed=not plan.no_time),
+        *(_plan_details(request, plan, shown, others) if details else ()),
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
         command=f"repro simulate {question} {options}",
     )
@@ -168,10 +167,11 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
     if cost:
         price = f" and costs {units.number(cost['cost'])}" if "cost" in cost else ""
         parts += [f"Training on {request.tokens:g} tokens takes {units.number(cost['days'])} days{price}."]
+    parts.append(request.model.longer_sequence_note(request.seq))
     return [*parts, unfused_attention_note(request.model, layout, system.device.compute_capability)]
 
 
-def _layout_table(console: Console, rows: Sequence[PlanRow], *, timed: bool) -> list[Table | str]:
+def _layout_table(rows: Sequence[PlanRow], *, timed: bool) -> list[Table | str]:
     """Return the table of layouts, and the long forms of its abbreviations."""
     axes = words.axes(row.layout for row in rows)
     has_interval = timed and any(row.time["interval"] for row in rows)
@@ -182,11 +182,10 @@ def _layout_table(console: Console, rows: Sequence[PlanRow], *, timed: bool) -> 
         layout, time = row.layout, row.time
         cells = [] if timed else [units.number(row.ideal_s), f"{100 * row.bubble:.0f}"]
         if timed:
-            least, most = bound_marks(console, time["rests_on"])
             ends = [units.number((time["interval"] or {}).get(key)) for key in ("low_s", "high_s")]
             interval = " to ".join(ends) if time["interval"] else units.NO_VALUE
-            cells += [least + units.number(time["step_s"]), *[interval] * has_interval]
-            cells += [units.NO_VALUE if time["mfu"] is None else f"{most}{100 * time['mfu']:.0f}"]
+            cells += [units.number(time["step_s"]), *[interval] * has_interval]
+            cells += [units.NO_VALUE if time["mfu"] is None else f"{100 * time['mfu']:.0f}"]
         marks = " ".join(
             f"{mark} {value}" if isinstance(value, str) else mark
             for key, (mark, _) in SWITCHES.items()
@@ -229,7 +228,7 @@ def _join_places(places: Sequence[int]) -> str:
 
 
 def _plan_details(
-    console: Console, request: PlanRequest, plan: Plan, rows: Sequence[PlanRow], others: Sequence[PlanRow]
+    request: PlanRequest, plan: Plan, rows: Sequence[PlanRow], others: Sequence[PlanRow]
 ) -> list[str | Table]:
     """Return rates and losses of the shown layouts, tied pairs, the order, and the layouts that do not fit."""
     from repro.simulate.plan.rows import IDEAL_ORDER_RULE, TIME_ORDER_RULE, training_cost
@@ -246,11 +245,7 @@ def _plan_details(
         between = links.get("inter-node", 0)
         sent.add_row(str(place), gb(sum(links.values()) - between), gb(between))
         if time:
-            most = bound_marks(console, time["rests_on"])[1]
-            cells = [
-                f"{most}{time['flops_per_device'] / units.TERA:.1f}",
-                most + units.number(time["samples_per_s"]),
-            ]
+            cells = [f"{time['flops_per_device'] / units.TERA:.1f}", units.number(time["samples_per_s"])]
             cells += [f"{100 * time[key] / time['step_s']:.1f}" for key in losses.values()]
             cells += [units.number((training_cost(request, row) or {}).get("days"))] * bool(trained)
             rates.add_row(str(place), *cells)

@@ -204,7 +204,7 @@ def print_plan(
     sizes = models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
-    require(_training(seq).seq <= sizes.seq, "seq", seq, f"at most the model's {sizes.seq} positions")
+    sizes.check_sequence(_training(seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
     require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
-from repro.report.text.simulated_step import bound_marks
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
@@ -166,7 +165,6 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     """Return the column of names, and blocks of columns that share a table."""
     rows = [experiment_row(record) for record in group.records]
     bases = [basis_of_record(record) for record in group.records]
-    least, most = zip(*(bound_marks(console, basis) for basis in bases), strict=True)
     varied = [key for key in (*WORD_COLUMNS, *COUNT_COLUMNS) if len({row[key] for row in rows}) > 1]
     losses = [record.series.loss or [] for record in group.records]
     parts = ("parameters", "gradients", "optimizer", "activations", "peak")
@@ -180,7 +178,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
     curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
-    tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0, most)
+    tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0)
     memory = "memory: of the fullest rank, between steps for model states"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
@@ -196,12 +194,12 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("loss\ncurve", curves, left=True),
         ],
         [
-            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second, least)), is_main=True,
+            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second)), is_main=True,
                    note="step: median time of the slowest rank"),
             Column("throughput\n(tokens/s)", tokens, is_main=True),
-            Column(f"rate per\nrank ({flops})", _numbers(rates, flop, most), note="rate: with recomputation"),
-            Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01, most), is_main=True,
-                   note="MFU: model FLOP utilization"),
+            Column(f"rate per\nrank ({flops})", _numbers(rates, flop), note="rate: with recomputation"),
+            Column("MFU\n(%)", _numbers([row.get("mfu") for row in rows], 0.01), is_main=True,
+                   note="MFU: model FLOP utilization, attention counted in full"),
             Column("basis of\nspeed", [BASIS_LABELS[basis] for basis in bases], left=True, is_main=True),
         ],
         [
@@ -214,13 +212,13 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     ]  # fmt: skip
 
 
-def _numbers(values: Sequence[float | None], unit: float, marks: Sequence[str] = ()) -> list[str]:
+def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
     """Return three significant digits, but no more than three decimal places."""
     found = []
-    for value, mark in zip(values, marks or [""] * len(values), strict=True):
+    for value in values:
         size = 0.0 if value is None else value / unit
         text = units.number(size) if size >= 0.01 or not size else f"{size:.3f}"
-        found.append(units.NO_VALUE if value is None else mark + text)
+        found.append(units.NO_VALUE if value is None else text)
     return found
 
 

@@ -8,13 +8,12 @@ from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
 from repro.simulate.plan.closed_form import TERMS
-from repro.simulate.time.calibration import BASES, UPPER_BOUND, describe_basis
+from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
 from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from repro.simulate.step import Simulation
@@ -32,22 +31,15 @@ SHOWN_INPUTS = 5
 """Maximum number of uncertain inputs with a row."""
 
 
-def bound_marks(console: Console, basis: str) -> tuple[str, str]:
-    """Return the marks of a time and of a rate that are bounds; empty marks for other bases."""
-    if basis != UPPER_BOUND:
-        return "", ""
-    return ("≥", "≤") if console.encoding.startswith("utf") else (">=", "<=")
-
-
 def describe_step_time(time: dict[str, Any]) -> str:
     """Return the predicted step time, its interval and the MFU as sentences."""
-    least, most = ("at least ", "at most ") if time["rests_on"] == UPPER_BOUND else ("", "")
-    text, found = f"Predicted step time: {least}{units.seconds(time['step_s'])}", time["interval"]
+    text, found = f"Predicted step time: {units.seconds(time['step_s'])}", time["interval"]
     if found is not None:
-        of = "90 % interval of this bound" if least else "90 % interval"
-        text += f" ({of}: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
-    mfu = "" if time["mfu"] is None else f" MFU (model FLOP utilization): {most}{units.percent(time['mfu'])}."
-    return f"{text}.{mfu}"
+        text += f" (90 % interval: {units.seconds(found['low_s'])} to {units.seconds(found['high_s'])})"
+    if time["mfu"] is None:
+        return f"{text}."
+    mfu, causal = (units.percent(time[key]) for key in ("mfu", "mfu_causal"))
+    return f"{text}. MFU (model FLOP utilization): {mfu} with attention counted in full, {causal} causally."
 
 
 def print_simulated_step(
@@ -67,6 +59,7 @@ def print_simulated_step(
         f"Layout: {words.describe_layout(e.layout, batches=True)}. Model: "
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
         *_describe_time(simulation, document),
+        e.model.longer_sequence_note(e.seq),
         "" if is_dropped else unfused_attention_note(e.model, e.layout, capability),
         _memory_table(simulation, document["memory"]),
         _traffic_table(document["comm"]),
@@ -107,11 +100,10 @@ def _describe_time(simulation: Simulation, document: dict[str, Any]) -> list[str
     key = max(TIME_PARTS, key=lambda key: float(time[key]))
     waits = sorted(time["exposed_by_kind"].items(), key=lambda wait: -wait[1])
     cause = f", mostly {waits[0][0]}" if key == "exposed_s" else ""
-    most = "at most " if time["rests_on"] == UPPER_BOUND else ""
     slowest = " of the slowest stage" if len(simulation.time.timeline.stages) > 1 else ""
     is_exact = time["interval"] is None and simulation.time.system.device.operators
     return [
-        f"{describe_step_time(time)} Throughput: {most}{units.number(time['samples_per_s'])} samples/s.",
+        f"{describe_step_time(time)} Throughput: {units.number(time['samples_per_s'])} samples/s.",
         f"Limit: {TIME_PARTS[key]}, {units.percent(time[key] / time['step_s'])} of the step{slowest}{cause}.",
         f"Basis of the time: {time['rests_on']}; {BASES[time['rests_on']]}.",
         "No interval: measured inputs count as exact. repro validate --system shows the error."

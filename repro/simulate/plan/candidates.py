@@ -162,7 +162,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
         for keys in _layout_keys(request, given, tp, cp, pp):
             try:
                 layout = Layout(**keys)
-                engines.check_layout_fits(layout, request.model)
+                engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
             except ConfigError as error:  # fixed keys may exclude some combinations

@@ -25,7 +25,7 @@ from repro.simulate.plan.lower_bound import (
 )
 from repro.simulate.plan.rows import BOUND, FULL, OOM, OPEN, RETAINED, STATES, PlanRow, ideal_s
 from repro.simulate.time.calibration import Generation, calibration_point_of
-from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost, Kernels
+from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.network import Network
 from repro.util import units
 from repro.util.processes import pause_garbage_collection
@@ -144,7 +144,7 @@ def _kernels_in_worker(generation: Generation | None) -> Kernels:
     """Return `calibrated_kernels`, whose module needs torch."""
     from repro.simulate.time.predict import calibrated_kernels
 
-    return calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
+    return calibrated_kernels(generation)
 
 
 @pause_garbage_collection()

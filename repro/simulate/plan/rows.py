@@ -224,6 +224,7 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
         "comm": comm,
         "flops": {
             "model": counts.model_flops(model, request.seq, layout.global_batch),
+            "model_causal": counts.causal_flops(model, request.seq, layout.global_batch),
             "hardware": counts.hardware_flops(model, request.seq, layout.global_batch, layout.recompute),
             "formula": counts.flops_formula(model),
         },

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -169,13 +169,14 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
 
 
 def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | None:
-    """Return the calibration of a layout's kernels on a system's device, or None if none is known.
+    """Return the calibration of a layout's kernels on a system's device; None for a device with measured operators.
 
     Measured kernels have priority over published points, and a point of the device's card over other points.
     Megatron-LM's two generations differ by operators, which the trace shows. If one has no point on a device, the point
     of the other one shows how well the other kernels ran there (`unfused` on an A100, to predict the gain of fusing).
+    A device without any calibration has `uncalibrated_kernels`.
     """
-    if system.device.operators:  # measured operators need no correction
+    if system.device.operators:
         return None
     device, kernels = system.device, OperatorSet(kernels)
     for measured in measured_kernels():
@@ -187,48 +188,51 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
         if known.compute_capability == device.compute_capability and device.name.startswith(known.card)
     }
     other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
-    return points.get(kernels) or (points.get(other) if other else None)
+    return points.get(kernels) or (points.get(other) if other else None) or uncalibrated_kernels(system)
+
+
+def uncalibrated_kernels(system: System) -> MeasuredKernels:
+    """Return kernels that are as efficient on the system's device as calibrated kernels are on theirs.
+
+    The entry `uncalibrated` of the file has the median, the least and the most of all generations. Its `attention` is a
+    share of the device's peak.
+    """
+    found = build_dataclass(
+        MeasuredKernels, read_toml(CALIBRATION_FILE)["uncalibrated"], file=CALIBRATION_FILE.name
+    )
+    peaks = (system.device.peak_flops.get(precision) for precision in ("bf16", "fp16"))
+    peak = next((peak.value for peak in peaks if peak is not None and peak.value), 0.0)
+    low, share, high = found.attention.ends
+    attention = replace(found.attention, value=share * peak, low=low * peak, high=high * peak)
+    return replace(found, attention=attention)
 
 
 TIMING_KEY_PREFIXES = ("device.", "links.")
 """Prefixes of the keys on which time depends."""
-UNCALIBRATED_KERNELS = make_unknown(
-    "kernels",
-    Quantity(
-        value=1,
-        low=0.99,
-        high=1.6,
-        source="no run calibrates these kernels on this device, and they take what shapes and bandwidth allow; low: "
-        "the least that one of the generations takes which a published point calibrates; high: the most",
-    ),
-)
-"""Ratio of the time of kernels without a published point to the modelled time."""
 
 
 def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
     """Return the uncertain numbers on which the time of a step on `system` depends."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
-    if system.device.operators:
-        return found
-    return [*found, *((UNCALIBRATED_KERNELS,) if generation is None else generation.unknowns)]
+    return [*found, *(generation.unknowns if generation is not None else ())]
 
 
 CALIBRATED = "calibrated"
 KERNEL_TIMES = "kernel times"
 PUBLISHED_POINT = "published point"
-UPPER_BOUND = "bound"
+UNCALIBRATED = "uncalibrated"
 BASES = {
     CALIBRATED: "`repro calibrate` measured operators and messages on such a machine",
     KERNEL_TIMES: "a profile of a step on such a device calibrates the kernels",
     PUBLISHED_POINT: "one published run of one GPU or node calibrates the kernels",
-    UPPER_BOUND: "kernels are not calibrated on this device, so real steps take longer",
+    UNCALIBRATED: "no run calibrates the kernels on this device; calibrated kernels of other devices give the range",
 }
 """Meaning of each basis, the firmest first."""
 BASIS_LABELS = {
     CALIBRATED: "calibrated",
     KERNEL_TIMES: "kernels",
     PUBLISHED_POINT: "published",
-    UPPER_BOUND: "bound",
+    UNCALIBRATED: "other devices",
     "": "–",
 }
 """One word for each basis, as a table column; a dash without a prediction."""
@@ -236,12 +240,12 @@ BASIS_LABELS = {
 
 def prediction_basis(kernels: OperatorSet, system: System) -> str:
     """Return the basis (of `BASES`) of a prediction with these kernels on `system`."""
-    if system.device.operators:
-        return CALIBRATED
     generation = calibration_point_of(kernels, system)
     if generation is None:
-        return UPPER_BOUND
-    return KERNEL_TIMES if isinstance(generation, MeasuredKernels) else PUBLISHED_POINT
+        return CALIBRATED
+    if isinstance(generation, CalibrationPoint):
+        return PUBLISHED_POINT
+    return KERNEL_TIMES if generation.kernels else UNCALIBRATED
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:

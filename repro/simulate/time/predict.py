@@ -7,14 +7,14 @@ its published point in the same case, so no uncertainty counts twice. No number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
-from repro.config import Experiment, models, systems
+from repro.config import Experiment, Model, models, systems
 from repro.config.system import System
 from repro.config.systems.unknowns import (
     BEST,
@@ -33,7 +33,6 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.time.breakdown import StageTime
 from repro.simulate.time.calibration import (
-    UNCALIBRATED_KERNELS,
     CalibrationPoint,
     Generation,
     MeasuredKernels,
@@ -55,12 +54,16 @@ MAX_GENERATIONS = 32
 
 
 @lru_cache(maxsize=MAX_GENERATIONS)
-def calibrated_kernels(generation: Generation) -> Kernels:
+def calibrated_kernels(generation: Generation | None) -> Kernels:
     """Return the kernels with which the published step takes its published time, or the measured kernels.
+
+    None stands for measured operators, which need no correction.
 
     Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
     (tests/simulate/time/test_device.py).
     """
+    if generation is None:
+        return MODELLED_KERNELS
     return Kernels(*map(first_lane, calibrated_kernels_at(generation, {})))
 
 
@@ -108,12 +111,9 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 
 @lru_cache(maxsize=MAX_CASES)
-def kernels_in_cases(generation: Generation | None, found: tuple[Unknown, ...]) -> Kernels:
+def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
     """Return the kernels in each case of the unknowns `found` of the timed system and of its kernels."""
-    quantiles = quantiles_in_cases(found)
-    if generation is not None:
-        return calibrated_kernels_at(generation, quantiles)
-    return Kernels.alike(cast(float, UNCALIBRATED_KERNELS.values_at(quantiles[UNCALIBRATED_KERNELS.key])))
+    return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
 @lru_cache(maxsize=MAX_GENERATIONS)
@@ -191,11 +191,10 @@ class Prediction:
         work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
-    @property
-    def utilisation(self) -> float | None:
-        """MFU, which excludes recomputation; None if the device's peak is unknown."""
+    def _utilisation(self, model_flops: Callable[[Model, int, int], float]) -> float | None:
+        """Return the MFU, which excludes recomputation; None if the device's peak is unknown."""
         e, layout = self.experiment, self.experiment.layout
-        work = counts.model_flops(e.model, e.seq, layout.global_batch)
+        work = model_flops(e.model, e.seq, layout.global_batch)
         return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
 
     @property
@@ -222,7 +221,8 @@ class Prediction:
             "interval": None if self.interval is None else self.interval.summary(self.step_s),
             "samples_per_s": self.samples_per_s,
             "flops_per_device": self.flops_per_device,
-            "mfu": self.utilisation,
+            "mfu": self._utilisation(counts.model_flops),
+            "mfu_causal": self._utilisation(counts.causal_flops),
             "formula": counts.flops_formula(self.experiment.model),
             "rests_on": self.rests_on,
             "generation": self.generation.name if self.generation is not None else "",
@@ -259,10 +259,10 @@ def predict(
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     found = tuple(uncertain_numbers(system, generation)) if interval else ()
     in_cases = drawn(system, quantiles_in_cases(found)) if found else system
-    if found and kernels is None:
-        kernels = kernels_in_cases(generation, found)
-    elif kernels is None:
-        kernels = calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
+    if kernels is None:
+        kernels = (
+            kernels_in_cases(generation, found) if generation and found else calibrated_kernels(generation)
+        )
     if traces is None:
         traces = trace_roles(experiment)
     timeline = schedule_traces(experiment, in_cases, traces, kernels, record=record)

@@ -65,7 +65,7 @@ def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
         keys["global_batch"] = keys["dp"] * keys["micro_batch"] * choose.choice([1, 2, 4, 8])
         try:
             layout = Layout(**keys)
-            engines.check_layout_fits(layout, model)
+            engines.check_layout_fits(layout, model, model.seq)
         except ConfigError:
             continue
         limit = int(system.device.memory_bytes.value or 0)

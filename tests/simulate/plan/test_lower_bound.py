@@ -12,7 +12,7 @@ from repro.simulate.plan.lower_bound import memory_lower_bound, step_time_lower_
 from repro.simulate.plan.planner import plan_experiment
 from repro.simulate.step import simulate
 from repro.simulate.time import calibration
-from repro.simulate.time.device import MODELLED_KERNELS, DeviceCost
+from repro.simulate.time.device import DeviceCost
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import calibrated_kernels
 from tests.simulate.plan.layouts import random_layout
@@ -28,7 +28,7 @@ def shares(request: PlanRequest, layout: Layout) -> tuple[float, dict[str, float
     on = request.system
     found = simulate(plan_experiment(request, layout), on, time=True)
     generation = calibration.calibration_point_of(layout.kernels, on)
-    kernels = calibrated_kernels(generation) if generation is not None else MODELLED_KERNELS
+    kernels = calibrated_kernels(generation)
     cost = DeviceCost(on, layout.precision, kernels, layout.world)
     least_s = step_time_lower_bound(request.model, layout, request.seq, cost, Network(on, layout))
     least = memory_lower_bound(request.model, layout, request.seq)

@@ -17,7 +17,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
 from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows
-from repro.simulate.time.calibration import UPPER_BOUND
+from repro.simulate.time.calibration import UNCALIBRATED
 from repro.util.workers import Workers
 from tests.simulate.exact import have_exact_kernels
 
@@ -33,7 +33,7 @@ def row(step_s: float, draws: list[float], *moves: Sensitivity) -> PlanRow:
     found = PlanRow(Layout(precision="fp16"), OK, FULL, {"reserved_bytes": 10**9})
     found.interval = StepInterval(draws=draws, moves=list(moves))
     keys = ("flops_per_device", "samples_per_s", "exposed_s", "bubble_s")
-    found.time = {"step_s": step_s, "mfu": None, "rests_on": UPPER_BOUND, **dict.fromkeys(keys, 1.0)}
+    found.time = {"step_s": step_s, "mfu": None, "rests_on": UNCALIBRATED, **dict.fromkeys(keys, 1.0)}
     found.time["interval"] = found.interval.summary(step_s)
     return found
 

@@ -12,7 +12,7 @@ from repro.simulate.time.calibration import (
     CALIBRATED,
     KERNEL_TIMES,
     PUBLISHED_POINT,
-    UPPER_BOUND,
+    UNCALIBRATED,
     basis_of_record,
     count_bases,
     weakest_basis,
@@ -35,10 +35,10 @@ def record(system: str, **differs: object) -> ExperimentRecord:
         ("dgx-h100", PUBLISHED_POINT),
         ("dgx-h200", KERNEL_TIMES),
         ("yuan", PUBLISHED_POINT),
-        ("dgx2", UPPER_BOUND),
-        ("dgx-b200", UPPER_BOUND),
-        ("gb200-nvl72", UPPER_BOUND),
-        ("mi300x", UPPER_BOUND),
+        ("dgx2", UNCALIBRATED),
+        ("dgx-b200", UNCALIBRATED),
+        ("gb200-nvl72", UNCALIBRATED),
+        ("mi300x", UNCALIBRATED),
         ("gone.toml", ""),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_record_on_an_h200_stands_for_the_kernel_times_that_it_rests_on() -> N
 
 
 def test_what_is_made_of_several_rests_on_the_weakest() -> None:
-    assert weakest_basis([CALIBRATED, UPPER_BOUND, PUBLISHED_POINT]) == UPPER_BOUND
+    assert weakest_basis([CALIBRATED, UNCALIBRATED, PUBLISHED_POINT]) == UNCALIBRATED
     assert weakest_basis([CALIBRATED, KERNEL_TIMES, PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([CALIBRATED, "", PUBLISHED_POINT]) == PUBLISHED_POINT
     assert weakest_basis([]) == weakest_basis([""]) == ""
@@ -70,7 +70,7 @@ def test_what_is_made_of_several_rests_on_the_weakest() -> None:
 
 def test_they_are_counted_the_firmest_first() -> None:
     assert (
-        count_bases([UPPER_BOUND, PUBLISHED_POINT, "", PUBLISHED_POINT])
-        == "Times rest on: published point (2), bound (1)."
+        count_bases([UNCALIBRATED, PUBLISHED_POINT, "", PUBLISHED_POINT])
+        == "Times rest on: published point (2), uncalibrated (1)."
     )
     assert count_bases([""]) == ""

@@ -204,7 +204,9 @@ def test_a_generation_without_a_point_on_a_device_has_that_of_its_sister() -> No
         ("reference", a100),
         ("softmax", systems.load_system_file("dgx-h100")),
     ):
-        assert calibration.calibration_point_of(kernels, capability) is None
+        found = calibration.calibration_point_of(kernels, capability)
+        assert found is not None
+        assert found.name == "kernels of other devices"
 
 
 def test_a_card_that_has_a_point_of_its_own_is_calibrated_by_it() -> None:

@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.config import Experiment, Layout, Model, models
+from repro.config import Experiment, Layout, Model, OperatorSet, models
 from repro.config.quantity import Quantity
 from repro.config.suites import load_suite
 from repro.config.system import System
@@ -30,10 +31,11 @@ from repro.model import counts
 from repro.results.interval import StepInterval
 from repro.simulate.step import simulate
 from repro.simulate.time.calibration import (
-    UNCALIBRATED_KERNELS,
     Generation,
+    MeasuredKernels,
     calibration_point_of,
     calibration_points,
+    measured_kernels,
     uncertain_numbers,
 )
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels
@@ -312,11 +314,32 @@ def test_devices_differ_from_the_one_that_was_measured_and_kernels_without_a_poi
     fused = replace(experiment, layout=replace(experiment.layout, kernels="fused"))
     found = predict(fused, system, traces, interval=True)
     assert found.interval is not None
-    (kernels,) = (move for move in found.interval.moves if move.key == UNCALIBRATED_KERNELS.key)
-    assert kernels.low_s < found.step_s < kernels.high_s
-    factors = [calibrated_kernels(point).others for point in calibration_points()]
-    ends = (UNCALIBRATED_KERNELS.low, UNCALIBRATED_KERNELS.high)
-    assert ends == pytest.approx((min(factors), max(factors)), abs=0.01), "the least and the largest of them"
+    (products,) = (move for move in found.interval.moves if move.key == "kernels of other devices: products")
+    assert products.low_s < found.step_s < products.high_s
+
+
+def test_kernels_of_an_uncalibrated_device_have_twice_the_range_of_all_generations() -> None:
+    """Around the median, on a logarithmic scale; attention is a share of the device's peak, and at most the peak."""
+    b200 = load_system_file("dgx-b200")
+    found = calibration_point_of(OperatorSet.FUSED, b200)
+    assert isinstance(found, MeasuredKernels)
+    generations = [*calibration_points(), *measured_kernels()]
+    kernels = [calibrated_kernels(generation) for generation in generations]
+    peaks = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12}
+    shares = [
+        one.attention / peaks[generation.compute_capability]
+        for one, generation in zip(kernels, generations, strict=True)
+        if one.attention
+    ]
+    seen = {name: [getattr(one, name) for one in kernels] for name in ("products", "others", "passes")}
+    for name, values in {**seen, "attention": shares}.items():
+        unit = b200.peak("bf16") if name == "attention" else 1.0
+        low, middle, high = (end / unit for end in getattr(found, name).ends)
+        assert middle == pytest.approx(median(values), rel=0.01)
+        assert low == pytest.approx(min(values) ** 2 / middle, rel=0.03)
+        assert high == pytest.approx(
+            min(max(values) ** 2 / middle, 1.0 if name == "attention" else 9.0), rel=0.03
+        )
 
 
 def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
