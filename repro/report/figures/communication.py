@@ -4,86 +4,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from repro.report.figures.style import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    STAGE_NAMES,
-    VERMILION,
-    Drawing,
-    Record,
-    dp_degree,
-    draw_legend_above,
-    make_axes,
-    scatter_by,
-    set_grid,
-    successful_records,
-    zero_stage,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.results.schema import SIMULATED
+from repro.util import units
 
-VOLUME_TITLE = "Communication volume by stage"
-VOLUME_COMMAND = "repro run suites/smoke.toml"
+VOLUME = Drawing(
+    "communication",
+    "Communication volume by stage",
+    "No record of states-z0-dp2 and of stages to compare with it.",
+    missing="repro run suites/smoke.toml",
+)
 PUBLISHED_VOLUMES = {
-    STAGE_NAMES[0]: 1.0,
-    STAGE_NAMES[1]: 1.0,
-    STAGE_NAMES[2]: 1.0,
-    STAGE_NAMES[3]: 1.5,
-    f"{STAGE_NAMES[1]}, Feb 2020": 1.5,
+    style.STAGE_NAMES[0]: 1.0,
+    style.STAGE_NAMES[1]: 1.0,
+    style.STAGE_NAMES[2]: 1.0,
+    style.STAGE_NAMES[3]: 1.5,
+    f"{style.STAGE_NAMES[1]}, Feb 2020": 1.5,
 }
 """1910.02054 sec. 7.1-7.2; the release of February 2020 reduced with an all-reduce, 3 Psi for 2 Psi."""
-DEGREE_COLOURS = (BLUE, ORANGE, GREEN)
+DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
     """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
-    candidates = [
-        r
-        for r in successful_records(records, "states-") + successful_records(records, "comm-z1-allreduce")
-        if dp_degree(r) > 1
-    ]
-    base = {
-        (_model_name(r), dp_degree(r)): sent_bytes(r)
-        for r in candidates
-        if zero_stage(r) == 0 and sent_bytes(r) > 0
-    }
-    shown = sorted(
-        (r for r in candidates if (_model_name(r), dp_degree(r)) in base),
-        key=lambda r: (_stage_column(r), dp_degree(r)),
+    ended = style.successful_records(records, "states-") + style.successful_records(
+        records, "comm-z1-allreduce"
     )
+    divided = [r for r in ended if style.dp_degree(r) > 1]
+    base = {
+        _model_and_degree(r): sent_bytes(r) for r in divided if style.zero_stage(r) == 0 and sent_bytes(r) > 0
+    }
+    shown = [r for r in divided if _model_and_degree(r) in base]
+    shown.sort(key=lambda r: (_stage_column(r), style.dp_degree(r)))
     if not shown:
-        return Drawing(
-            "communication",
-            VOLUME_TITLE,
-            "No record of states-z0-dp2 and of stages to compare with it.",
-            (),
-            VOLUME_COMMAND,
-        )
+        return VOLUME
     import pandas as pd
     import seaborn as sns
 
-    degrees = sorted({dp_degree(r) for r in shown})
+    degrees = sorted({style.dp_degree(r) for r in shown})
     names = list(PUBLISHED_VOLUMES)
 
     frame = pd.DataFrame(
         {
             "stage": [names[_stage_column(r)] for r in shown],
-            "ratio": [sent_bytes(r) / base[_model_name(r), dp_degree(r)] for r in shown],
-            "degree": [f"measured, Nd = {dp_degree(r)}" for r in shown],
+            "ratio": [sent_bytes(r) / base[_model_and_degree(r)] for r in shown],
+            "degree": [f"measured, Nd = {style.dp_degree(r)}" for r in shown],
         }
     )
-    figure, axes = make_axes(3.3)
+    figure, axes = style.make_axes(3.3)
     look: dict[str, Any] = {"palette": DEGREE_COLOURS[: len(degrees)], "saturation": 1, "lw": 0, "gap": 0.08}
     sns.barplot(frame, x="stage", y="ratio", hue="degree", order=names, errorbar=None, ax=axes, **look)
     for bars in axes.containers:
         axes.bar_label(bars, fmt="%.4f", padding=3, fontsize=8)
     ends = ([place + side for place in range(len(names))] for side in (-0.45, 0.45))
-    axes.hlines(list(PUBLISHED_VOLUMES.values()), *ends, color=INK, lw=2, zorder=3, label="published")
+    axes.hlines(list(PUBLISHED_VOLUMES.values()), *ends, color=style.INK, lw=2, zorder=3, label="published")
     axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1.85), yticks=[0, 0.5, 1, 1.5])
     axes.set(xlabel="", ylabel="bytes sent, relative to DP")
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
     axes.legend(ncols=len(degrees) + 1, loc="upper left", bbox_to_anchor=(0, 1.12))
 
     caption = (
@@ -92,9 +70,9 @@ def draw_volume(records: list[Record]) -> Drawing:
         "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as that of the "
         "gradient norm, count."
     )
-    return Drawing(
-        "communication", VOLUME_TITLE, caption, tuple(r.label for r in shown), _missing_command(shown), figure
-    )
+    wanted = {(column, nd) for column in range(len(names)) for nd in (2, 4)}
+    missing = not wanted <= {(_stage_column(r), style.dp_degree(r)) for r in shown}
+    return VOLUME.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
 def sent_bytes(record: Record) -> float:
@@ -102,32 +80,29 @@ def sent_bytes(record: Record) -> float:
     return float(sum(row.sent_bytes for row in record.comm if row.group == "dp"))
 
 
-def _model_name(record: Record) -> str:
-    return record.experiment.model.name
+def _model_and_degree(record: Record) -> tuple[str, int]:
+    return record.experiment.model.name, style.dp_degree(record)
 
 
 def _stage_column(record: Record) -> int:
     if record.experiment.layout.zero1_reduce == "all-reduce":
         return len(PUBLISHED_VOLUMES) - 1
-    return zero_stage(record)
+    return style.zero_stage(record)
 
 
-def _missing_command(shown: list[Record]) -> str:
-    have = {(_stage_column(r), dp_degree(r)) for r in shown}
-    return (
-        ""
-        if {(column, nd) for column in range(len(PUBLISHED_VOLUMES)) for nd in (2, 4)} <= have
-        else VOLUME_COMMAND
-    )
-
-
-LINKS_ID, LINKS_TITLE = "links", "Communication by class of link"
 LINKS_MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
 """Models of ZeRO's Figure 2."""
 LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'"
+LINKS = Drawing(
+    "links",
+    "Communication by class of link",
+    "No simulated record of ZeRO's Figure 2 in the store.",
+    missing=LINKS_COMMAND,
+    evidence=SIMULATED,
+)
 LINK_NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}
-LINK_STYLES = {LINK_NAMES["nvlink"]: (BLUE, "o"), LINK_NAMES["inter-node"]: (VERMILION, "s")}
+LINK_STYLES = {LINK_NAMES["nvlink"]: (style.BLUE, "o"), LINK_NAMES["inter-node"]: (style.VERMILION, "s")}
 """Colour and marker of a class of links."""
 
 
@@ -141,14 +116,7 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
         if (name := f"zero_throughput/fig2-{model}-{system}") in records
     }
     if not found:
-        return Drawing(
-            LINKS_ID,
-            LINKS_TITLE,
-            "No simulated record of ZeRO's Figure 2 in the store.",
-            (),
-            LINKS_COMMAND,
-            evidence=SIMULATED,
-        )
+        return LINKS
     import pandas as pd
 
     rows = [
@@ -157,31 +125,29 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
         for name, value in sample_bytes_by_link(record).items()
     ]
     sent = pd.DataFrame(rows, columns=["bytes", "place", "class", "system"])
-    figure, grid = make_axes(3.6, 1, 2, sharex=True, sharey=True)
+    figure, grid = style.make_axes(3.6, 1, 2, sharex=True, sharey=True)
     for axes, (system, title) in zip(grid, LINKS_PANELS, strict=True):
         for y, model in enumerate(LINKS_MODELS):
             if (model, system) not in found:
-                at = {"xycoords": ("axes fraction", "data"), "color": MUTED, "fontsize": 8}
+                at = {"xycoords": ("axes fraction", "data"), "color": style.MUTED, "fontsize": 8}
                 axes.annotate("no record", (0.5, y), **at)
         shown = sent[sent["system"] == system]
         ends = shown.groupby("place")["bytes"].agg(["min", "max"])
-        axes.hlines(ends.index, ends["min"], ends["max"], color=MUTED, lw=1, zorder=1)
-        scatter_by(axes, shown, "class", LINK_STYLES, s=42, edgecolor=INK, lw=0.5)
+        axes.hlines(ends.index, ends["min"], ends["max"], color=style.MUTED, lw=1, zorder=1)
+        style.scatter_by(axes, shown, "class", LINK_STYLES, s=42, edgecolor=style.INK, lw=0.5)
         axes.set(title=title, xscale="log", xlabel="bytes that all GPUs send for one sample", ylabel="")
-        axes.xaxis.set_major_formatter(_format_bytes)
-        set_grid(axes, "x")
+        axes.xaxis.set_major_formatter(lambda value, _: units.size(value))
+        style.set_grid(axes, "x")
     grid[0].set_yticks(range(len(LINKS_MODELS)), [model.upper() for model in LINKS_MODELS])
     grid[0].set_ylim(len(LINKS_MODELS) - 0.5, -0.5)
-    draw_legend_above(figure, LINK_STYLES, ncols=2)
+    style.draw_legend_above(figure, LINK_STYLES, ncols=2)
     caption = (
         "Simulated, not measured: counted where the step calls its collectives, by the slowest class of links that a "
         "group crosses, ring algorithms, over the samples of a step; layouts of the paper's Figure 2. Where model "
         "parallelism leaves the node, all of its traffic does. No source prints these bytes."
     )
-    missing = LINKS_COMMAND if len(found) < len(LINKS_MODELS) * len(LINKS_PANELS) else ""
-    return Drawing(
-        LINKS_ID, LINKS_TITLE, caption, tuple(r.label for r in found.values()), missing, figure, SIMULATED
-    )
+    missing = len(found) < len(LINKS_MODELS) * len(LINKS_PANELS)
+    return LINKS.drawn(figure, caption, (r.label for r in found.values()), missing=missing)
 
 
 def sample_bytes_by_link(record: Record) -> dict[str, float]:
@@ -190,9 +156,3 @@ def sample_bytes_by_link(record: Record) -> dict[str, float]:
     ranks = layout.dp * layout.tp * layout.pp
     sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in LINK_NAMES}
     return {name: ranks * value / layout.global_batch for name, value in sent.items() if value}
-
-
-def _format_bytes(value: float, _: object = None) -> str:
-    from repro.util import units
-
-    return units.size(value)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from repro.report.figures.style import GREY, INK, MUTED, VERMILION
+from repro.report.figures.style import GREY, INK, MUTED, VERMILION, write_near
 from repro.report.figures.values import Ours, Value
 from repro.results.schema import SIMULATED
 
@@ -45,14 +45,10 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
         if spread:
             axes.errorbar(left, printed.value / size, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
     else:
-        axes.annotate(
-            "?", (left, 0), (0, 2), textcoords="offset points", ha="center", color=MUTED, fontsize=8
-        )
+        write_near(axes, "?", (left, 0), (0, 2), ha="center", color=MUTED, fontsize=8)
     if ours:
         axes.bar(right, ours.value / size, half, zorder=2, **_fill(ours, colour))
-        _interval(axes, right, ours, size)
-        if not ours.fits:
-            _cross(axes, right, ours.value / size)
+        _draw_interval_and_misfit(axes, right, ours, size)
     elif printed and not value.of_kind("analytic"):
         outline: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linestyle": (0, (3, 2))}
         axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
@@ -70,30 +66,16 @@ def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float)
     quarter = at.width / 4
     left, right = at.middle - quarter, at.middle + quarter
     printed, ours = value.published, value.predicted
+    square: dict[str, Any] = {"s": 40, "marker": "s", "facecolor": "white"}
     if printed and ours:
         axes.plot([left, right], [printed.value / size, ours.value / size], color=colour, lw=1.2, zorder=2)
     if printed:
         axes.scatter(left, printed.value / size, s=44, color=colour, lw=0, zorder=3)
     if ours:
-        filled = _fill(ours, colour)
-        face, edge = filled["facecolor"], filled["edgecolor"]
-        axes.scatter(
-            right, ours.value / size, s=40, marker="s", facecolor=face, edgecolor=edge, lw=1.4, zorder=3
-        )
-        _interval(axes, right, ours, size)
-        if not ours.fits:
-            _cross(axes, right, ours.value / size)
+        axes.scatter(right, ours.value / size, edgecolor=colour, lw=1.4, zorder=3, **square)
+        _draw_interval_and_misfit(axes, right, ours, size)
     elif printed:
-        axes.scatter(
-            right,
-            printed.value / size,
-            s=40,
-            marker="s",
-            facecolor="white",
-            edgecolor=GREY,
-            ls="--",
-            zorder=1,
-        )
+        axes.scatter(right, printed.value / size, edgecolor=GREY, ls="--", zorder=1, **square)
 
 
 def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
@@ -114,20 +96,11 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     face = colour if ours.agrees else "white"
     edge = GREY if calibrates else colour
     axes.scatter(at.middle, shown, s=26, facecolor=face, edgecolor=edge, lw=1.4, zorder=3)
-    words = (
-        "cal." if calibrates else f"{off:+.0%}".replace("-", "−").replace("−0%", "0%").replace("+0%", "0%")
-    ) + "?" * ours.possible
-    above = shown >= 0
-    axes.annotate(
-        words,
-        (at.middle, shown),
-        (0, 4 if above else -4),
-        textcoords="offset points",
-        ha="center",
-        va="bottom" if above else "top",
-        fontsize=6.5,
-        color=MUTED if ours.agrees else INK,
-    )
+    percent = f"{off:+.0%}".replace("-", "−").replace("−0%", "0%").replace("+0%", "0%")
+    words = ("cal." if calibrates else percent) + "?" * ours.possible
+    offset, side = ((0, 4), "bottom") if shown >= 0 else ((0, -4), "top")
+    look: dict[str, Any] = {"ha": "center", "va": side, "fontsize": 6.5}
+    write_near(axes, words, (at.middle, shown), offset, color=MUTED if ours.agrees else INK, **look)
     return shown
 
 
@@ -137,8 +110,10 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    def mark(sign: str, label: str, **look: Any) -> None:
+        handles.append(Line2D([], [], marker=sign, linestyle="none", label=label, **look))
+
     handles: list[Artist] = []
-    plain: dict[str, Any] = {"linestyle": "none"}
     if len(colours) > 1:
         handles += [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     if any(value.published for value in values):
@@ -150,77 +125,46 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         if kind in kinds
     ]
     if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
-        beside = "simulated, beside measured"
-        handles.append(
-            Line2D([], [], marker="s", color=INK, mfc="white", markersize=5, label=beside, **plain)
-        )
+        mark("s", "simulated, beside measured", color=INK, mfc="white", markersize=5)
     if any(value.of_kind("analytic") for value in values):
-        handles.append(Line2D([], [], marker="D", color=INK, markersize=5, label="analytic", **plain))
+        mark("D", "analytic", color=INK, markersize=5)
     if any(value.published and not value.ours for value in values):
         handles.append(Patch(facecolor="none", edgecolor=GREY, linestyle="--", label="not run"))
     if any(value.published is None for value in values):
-        handles.append(Line2D([], [], marker="$?$", color=MUTED, markersize=6, label="not printed", **plain))
+        mark("$?$", "not printed", color=MUTED, markersize=6)
     if any(ours.kind == SIMULATED and not ours.fits for value in values for ours in value.ours):
-        handles.append(
-            Line2D(
-                [], [], marker="x", color=VERMILION, markersize=6, label="does not fit, simulated", **plain
-            )
-        )
+        mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
     compared = [value.predicted for value in values if value.published and value.predicted]
     if any(ours.possible for ours in compared):
-        words = "?: possible, unknown inputs decide"
-        handles.append(Line2D([], [], marker="o", color=MUTED, mfc="white", label=words, **plain))
+        mark("o", "?: possible, unknown inputs decide", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
-        handles.append(
-            Line2D(
-                [], [], marker="o", color=GREY, mfc="white", label="cal.: calibrates, no prediction", **plain
-            )
-        )
+        mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):
-        handles.append(
-            Line2D([], [], marker="o", color=MUTED, mfc="white", label="beyond the tolerance", **plain)
-        )
+        mark("o", "beyond the tolerance", color=MUTED, mfc="white")
     names = [str(handle.get_label()) for handle in handles]
-    both: list[Any] = []
+    signs: dict[str, Line2D] = {}
     if dots:
-        disc = Line2D([], [], marker="o", color=MUTED, markersize=6, **plain)
-        square = Line2D([], [], marker="s", color=MUTED, mfc="white", markersize=6, **plain)
-        signs = {"published": disc} | dict.fromkeys(kinds, square)
-        both += [
-            (handle, signs[name]) if name in signs else handle
-            for handle, name in zip(handles, names, strict=True)
-        ]
-    else:
-        both = [*handles]
-    figure.legend(
-        both,
-        names,
-        loc="outside upper center",
-        ncols=len(both) if len(both) <= 5 else (len(both) + 1) // 2,
-        handlelength=1.6,
-        handler_map={tuple: HandlerTuple(ndivide=None)},
-    )
+        signs["published"] = Line2D([], [], marker="o", color=MUTED, markersize=6, linestyle="none")
+        square = Line2D([], [], marker="s", color=MUTED, mfc="white", markersize=6, linestyle="none")
+        signs |= dict.fromkeys(kinds, square)
+    both: list[Any] = [
+        (handle, signs[name]) if name in signs else handle
+        for handle, name in zip(handles, names, strict=True)
+    ]
+    columns = len(both) if len(both) <= 5 else (len(both) + 1) // 2
+    look: dict[str, Any] = {"handlelength": 1.6, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
+    figure.legend(both, names, loc="outside upper center", ncols=columns, **look)
 
 
-def _interval(axes: Axes, x: float, ours: Ours, size: float) -> None:
-    """Draw the interval of the evidence, if it has one."""
+def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:
+    """Draw the interval of the evidence if it has one, and a cross if a run does not fit."""
+    y = ours.value / size
     if ours.high > ours.low:
         spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]
-        axes.errorbar(x, ours.value / size, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
+        axes.errorbar(x, y, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
+    if not ours.fits:
+        write_near(axes, "×", (x, y), (0, 0), ha="center", va="bottom", color=VERMILION, fontsize=11)
 
 
 def _fill(ours: Ours, colour: str) -> dict[str, Any]:
     return {"facecolor": "white", "edgecolor": colour, "hatch": KIND_HATCHES[ours.kind], "linewidth": 0.9}
-
-
-def _cross(axes: Axes, x: float, y: float) -> None:
-    axes.annotate(
-        "×",
-        (x, y),
-        (0, 0),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        color=VERMILION,
-        fontsize=11,
-    )

@@ -145,14 +145,10 @@ def draw_actions(
             corners[fill].append([(left, low), (right, low), (right, high), (left, high), (left, low)])
             size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
             if size >= MIN_NUMBER_POINTS:
-                look: dict[str, Any] = {
-                    "ha": "center",
-                    "va": "center",
-                    "color": ink,
-                    "fontsize": size,
-                    "in_layout": False,
-                }
-                axes.text((left + right) / 2, stage, str(action.micro_batch), **look)
+                look: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
+                axes.text(
+                    (left + right) / 2, stage, str(action.micro_batch), color=ink, fontsize=size, **look
+                )
     for fill, found in corners.items():
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
@@ -199,16 +195,11 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
         for kind in (FORWARD, BACKWARD)
     ]
     names = [f"forward{by_chunk}", f"backward{by_chunk}", "idle"]
-    figure.legend(
-        [*signs, Patch(facecolor=GRID)],
-        names,
-        loc="outside upper right",
-        ncols=3,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )
+    joined = {tuple: HandlerTuple(ndivide=None, pad=0)}
+    handles = [*signs, Patch(facecolor=GRID)]
+    figure.legend(handles, names, loc="outside upper right", ncols=3, handler_map=joined)
 
 
-SCHEDULES_ID, SCHEDULES_TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8
 """Size of the paper's figures."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
@@ -218,12 +209,20 @@ TWIN_ROWS = {
     "interleaved": "meg2-bubble/interleaved, p = 2, m = 4, v = 2: idle over compute time",
 }
 SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
+PAPER_SCHEDULES = Drawing(
+    "schedules",
+    "Pipeline schedules, and what they leave idle",
+    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
+    "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
+    "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",
+    missing=SCHEDULES_COMMAND,
+)
 
 
 def draw_schedules(view: View) -> Drawing:
     """Draw one panel per schedule and one row per stage, with the counted bubble and the bubble measured on a twin."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
-    records: list[str] = []
+    records: dict[str, None] = {}
     missing, longest = False, 0.0
     for axes, (name, title, chunks) in zip(grid, SCHEDULES, strict=True):
         schedule = build_schedule(name, STAGES, MICRO_BATCHES, chunks)
@@ -235,11 +234,10 @@ def draw_schedules(view: View) -> Drawing:
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
         if measured is not None and isinstance(measured.value, int | float):
-            twin = (
-                f"twin of {row.row.label.partition(': ')[0].partition(', ')[2]}: measured {measured.text} %"
-            )
+            sizes = row.row.label.partition(": ")[0].partition(", ")[2]
+            twin = f"twin of {sizes}: measured {measured.text} %"
             twin += f", formula {units.number(float(measured.expected or 0))} %"
-            records += [name for name in measured.experiments if name not in records]
+            records |= dict.fromkeys(measured.experiments)
         missing = missing or twin == "twin not measured"
         most = max(in_flight(actions) for actions in schedule)
         idle = float(bubble_ratio(schedule))
@@ -255,11 +253,4 @@ def draw_schedules(view: View) -> Drawing:
         axes.tick_params(length=0)
     grid[-1].set_xlim(0, longest)
     grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
-    caption = (
-        f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
-        "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
-        "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
-    )
-    return Drawing(
-        SCHEDULES_ID, SCHEDULES_TITLE, caption, tuple(records), SCHEDULES_COMMAND if missing else "", figure
-    )
+    return PAPER_SCHEDULES.drawn(figure, PAPER_SCHEDULES.caption, records, missing=missing)

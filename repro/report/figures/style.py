@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from repro.results.schema import ExperimentRecord
@@ -50,13 +50,16 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure, the records that it shows, and the commands for missing records."""
+    """Figure, the records that it shows, and the commands for missing records.
+
+    A module defines each of its figures as a drawing without records, and `drawn` adds the picture.
+    """
 
     id: str
     """File name without its suffix, and the anchor in the page."""
     title: str
     caption: str
-    records: tuple[str, ...]
+    records: tuple[str, ...] = ()
     """`suite/name` of every record that the figure shows."""
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
@@ -64,6 +67,11 @@ class Drawing:
     """Picture; None without data to draw."""
     evidence: str = "measured"
     """Kind of evidence of the records, which selects their place on the page."""
+
+    def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
+        """Return the drawing with its picture. `missing`: whether records are missing, or the commands for them."""
+        command = self.missing if missing is True else missing or ""
+        return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
 
 def fix_layout(figure: Figure) -> None:
@@ -200,6 +208,13 @@ def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **whe
 
     handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
     figure.legend(handles=handles, loc="outside upper center", **where)
+
+
+def write_near(
+    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
+) -> None:
+    """Write `words` at an `offset` in points from a place of the axes."""
+    axes.annotate(words, at, offset, textcoords="offset points", **look)
 
 
 def set_grid(axes: Axes, axis: str) -> None:

@@ -36,7 +36,7 @@ class Ours:
     value: float
     low: float
     high: float
-    agrees: bool | None
+    agrees: bool | None = None
     """Whether the judge accepts the value; None if it calibrates the time model, is `possible` or is not judged."""
     runs: tuple[str, ...]
     """`suite/name` of the records that give the value."""
@@ -120,18 +120,17 @@ class View:
         else:
             value, low, high = (float(v) / UNITS[unit] for v in (result.value, result.low, result.high))
             runs = tuple(experiments_read(parsed, {}))
-            ours = (
-                Ours(
-                    kind=SIMULATED,
-                    value=value,
-                    low=low,
-                    high=high,
-                    agrees=None,
-                    runs=runs,
-                    fits=self._fit(runs),
-                    rests_on=self._rests_on(expression, runs),
-                ),
+            basis = self._rests_on(expression, runs)
+            found = Ours(
+                kind=SIMULATED,
+                value=value,
+                low=low,
+                high=high,
+                runs=runs,
+                fits=self._fit(runs),
+                rests_on=basis,
             )
+            ours = (found,)
         return Value(at=at, published=None, error=0.0, metric="", unit=unit, ours=ours, remedy=remedy)
 
     def _value(self, at: str, result: RowResult) -> Value:
@@ -155,26 +154,24 @@ class View:
         itself.
         """
         value = finding.value
-        scale = PUBLISHED_SCALE if finding.kind == "measured" else finding.scale
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
-        if finding.scale != scale or (finding.kind == "analytic" and finding.itself):
+        if finding.kind == "measured" and finding.scale != PUBLISHED_SCALE:
             return None
+        if finding.kind == "analytic" and finding.itself:
+            return None
+        is_simulated, runs = finding.kind == SIMULATED, finding.experiments
+        is_search = bool(parse(finding.expression).calls & _CHOOSE)  # in which some runs do not fit
         return Ours(
             kind=finding.kind,
             value=float(value),
             low=float(value if finding.low is None else finding.low),
             high=float(value if finding.high is None else finding.high),
             agrees=finding.verdict in GOOD if finding.verdict in (*GOOD, *BAD) else None,
-            runs=finding.experiments,
+            runs=runs,
             possible=finding.verdict == POSSIBLE,
-            # In a search for the largest or smallest fit, some runs do not fit.
-            fits=finding.kind != SIMULATED
-            or bool(parse(finding.expression).calls & _CHOOSE)
-            or self._fit(finding.experiments),
-            rests_on=self._rests_on(finding.expression, finding.experiments)
-            if finding.kind == SIMULATED
-            else "",
+            fits=not is_simulated or is_search or self._fit(runs),
+            rests_on=self._rests_on(finding.expression, runs) if is_simulated else "",
         )
 
     def _rests_on(self, expression: str, runs: Sequence[str]) -> str:
