@@ -258,7 +258,7 @@ class EvaluationRecord(RecordHead):
     """Format of the weight files (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
     way: dict[str, Any]
-    """Fields of `repro.quality.evaluate.protocols.Protocol`: `name`, `source`, rules and unspecified rules."""
+    """Fields of `repro.quality.evaluate.samples.EvaluationProtocol`: `name`, `source`, rules and unspecified rules."""
     data: dict[str, Any]
     """`name`, `bytes` and `sha256` of the text."""
     tokenizer: dict[str, Any]

@@ -26,6 +26,7 @@ from repro.quality.weights.tensor_files import read_safetensors, read_torch_file
 from repro.util.files import write_file
 
 CONFIG_FILE = "config.json"
+SIZES = ("layers", "hidden", "heads", "head_width", "vocab", "seq", "ffn_width")
 MAX_SHARD_BYTES = 5_000_000_000
 """Maximum size of a file of an export, which is the default of transformers."""
 
@@ -76,22 +77,11 @@ def family_of_model(model: Model) -> Family | None:
             again = family.model(family.document(model, model.vocab), model.name)
         except ConfigError:
             continue
-        if _sizes(again) == _sizes(model):
+        if all(getattr(again, size) == getattr(model, size) for size in SIZES) and (
+            again.departures() == model.departures()
+        ):
             return family
     return None
-
-
-def _sizes(model: Model) -> tuple[Any, ...]:
-    return (
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.head_width,
-        model.vocab,
-        model.seq,
-        model.ffn_width,
-        model.departures(),
-    )
 
 
 def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:

@@ -45,7 +45,7 @@ def print_scores(
 
 def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
     """Write the weights and name the files; return 0. Raises `ConfigError` before any file is written."""
-    from repro.quality.weights.formats import open_weights
+    from repro.quality.weights import open_weights
     from repro.quality.weights.huggingface import export_huggingface
 
     source = open_weights(weights, models.load_model(model) if model else None)
