@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from repro.accuracy.calibrate import fit, link_tables
+from repro.accuracy.calibrate import fit
 from repro.accuracy.calibrate.fit import TimedCall, quantity, round_digits
 from repro.config.network import core_share
 from repro.config.timing import EXCHANGE, MESSAGE, UNALIGNED_MATMUL, OperatorRate
@@ -62,7 +62,7 @@ def system_tables(
     peak = max(row["flops"] / row["median"] for row in rows if _is_aligned_product(row))
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
-    links = link_tables.link_tables(ranks, device.pop("links"), together)
+    links = fit.link_tables(ranks, device.pop("links"), together)
     facts = {
         "device": device["name"],
         "precision": precision,
@@ -76,7 +76,7 @@ def system_tables(
         "spread_of_calls": round_digits(statistics.median([row["spread"] for row in rows])),
         "error_of_rates": round_digits(statistics.median(errors)),
         "error_of_rates_90": round_digits(quantile(errors, 0.9)),
-        **link_tables.link_facts(ranks),
+        **fit.link_facts(ranks),
         **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(ranks)),
         **site,
         **({"quick": 1} if quick else {}),
