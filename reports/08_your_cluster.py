@@ -25,7 +25,7 @@ import seaborn as sns
 
 from repro.config.words import describe_layout
 from repro.report import evidence
-from repro.report.exports.compare import compare_results
+from repro.report.compare import compare_results
 from repro.report.records import Machines
 
 RESULTS: Path | None = None

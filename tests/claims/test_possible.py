@@ -21,7 +21,7 @@ from repro.claims.verdicts import (
     InputUncertainty,
     RowResult,
 )
-from repro.report.exports.compare import BETTER, SAME, WORSE, _judge_verdicts
+from repro.report.compare import BETTER, SAME, WORSE, _judge_verdicts
 from repro.report.text.claims import print_claim_details
 from repro.report.verdicts import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval

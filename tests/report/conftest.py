@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from repro.claims import reader, run_commands
-from repro.report import evidence
+from repro.report import artifact, evidence
 from repro.report.evidence import JudgedStore
-from repro.report.exports import artifact
 
 if TYPE_CHECKING:
     from repro.report.page.build import Report
