@@ -11,12 +11,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from repro.config import words
 from repro.config.engines import FUSED_HEAD_MULTIPLE
 from repro.launch.doctor import LIMITED, NO, YES, Check
 from repro.measure.provenance import gpus
 from repro.util import units
 
 NO_GPU_REASON = "no NVIDIA GPU or driver found"
+_OTHER_TORCH_HINT = "`make KEEP_TORCH=1` uses the machine's own torch, PYTHON= says whose"
 _BINDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 """Options of sbatch and srun that bind GPUs; a task has them in its environment (`SLURM_GPUS_PER_TASK`)."""
 _BINDING_MEANING = (
@@ -29,40 +31,30 @@ def check_gpus(torch: Any) -> list[Check]:
     """Check CUDA, then each GPU that torch sees."""
     if reason := _missing_cuda_reason(torch):
         without = "claims that need a GPU stay `not run`"
-        return [
-            Check(
-                "CUDA",
-                NO,
-                reason,
-                without if reason == NO_GPU_REASON else f"{without}; {_other_torch_hint()}",
-            )
-        ]
+        hint = "" if reason == NO_GPU_REASON else f"; {_OTHER_TORCH_HINT}"
+        return [Check("CUDA", NO, reason, f"{without}{hint}")]
     in_machine = gpus()
     driver = in_machine[0]["driver"] if in_machine else "unknown"
     count = torch.cuda.device_count()
-    ranks = (
-        "one rank each: ZeRO, data and tensor parallelism" if count > 1 else "one rank: single-device runs"
-    )
-    checks = [Check("CUDA", YES, f"{count} device{'s' if count > 1 else ''}, driver {driver}", ranks)]
+    several, one = "one rank each: ZeRO, data and tensor parallelism", "one rank: single-device runs"
+    found = f"{words.count_noun(count, 'device')}, driver {driver}"
+    checks = [Check("CUDA", YES, found, several if count > 1 else one)]
     checks += check_task_binding(os.environ, count)
     for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        text = (
-            f"{properties.name}, {units.size(properties.total_memory)}, compute capability "
-            f"{capability[0]}.{capability[1]}"
-        )
+        device = torch.cuda.get_device_properties(index)
+        capability = (device.major, device.minor)
+        text = f"{device.name}, {units.size(device.total_memory)}, compute capability "
+        text += f"{device.major}.{device.minor}"
         lacking = _missing_kernels_reason(torch, capability)
-        checks.append(
-            Check(f"cuda:{index}", NO if lacking else YES, text, lacking or supported_precisions(capability))
-        )
+        enables = lacking or supported_precisions(capability)
+        checks.append(Check(f"cuda:{index}", NO if lacking else YES, text, enables))
     return checks
 
 
 def unusable_reason(torch: Any) -> str:
     """Return in one line why this torch cannot use a GPU of this machine, with advice; empty if it can use all."""
     if reason := _missing_cuda_reason(torch):
-        return reason if reason == NO_GPU_REASON else f"{reason}; {_other_torch_hint()}"
+        return reason if reason == NO_GPU_REASON else f"{reason}; {_OTHER_TORCH_HINT}"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         if lacking := _missing_kernels_reason(torch, (properties.major, properties.minor)):
@@ -83,10 +75,6 @@ def _missing_cuda_reason(torch: Any) -> str:
     return f"{names} in the machine, but torch cannot use it (driver too old, or CUDA_VISIBLE_DEVICES?)"
 
 
-def _other_torch_hint() -> str:
-    return "`make KEEP_TORCH=1` uses the machine's own torch, PYTHON= says whose"
-
-
 def _missing_kernels_reason(torch: Any, capability: tuple[int, int]) -> str:
     """Return the missing kernels of this torch for a GPU; empty if there are none."""
     if has_kernels_for(capability, torch.cuda.get_arch_list()):
@@ -101,19 +89,12 @@ def has_kernels_for(capability: tuple[int, int], architectures: list[str]) -> bo
     Machine code runs on the same major version with the same or a later minor version. Intermediate code
     (`compute_`) runs on all later devices. An empty list counts as support.
     """
-    if not architectures:
-        return True
-    for architecture in architectures:
-        kind, _, digits = architecture.partition("_")
-        digits = "".join(character for character in digits if character.isdigit())
-        if not digits:
-            continue
-        built = (int(digits[:-1]), int(digits[-1]))
-        if kind == "compute" and built <= capability:
-            return True
-        if kind == "sm" and built[0] == capability[0] and built[1] <= capability[1]:
-            return True
-    return False
+    parts = (re.match(r"(sm|compute)_(\d+)(\d)", architecture) for architecture in architectures)
+    built = [(found[1], int(found[2]), int(found[3])) for found in parts if found]
+    return not architectures or any(
+        (major, minor) <= capability and (kind == "compute" or major == capability[0])
+        for kind, major, minor in built
+    )
 
 
 def supported_precisions(capability: tuple[int, int]) -> str:
@@ -122,9 +103,8 @@ def supported_precisions(capability: tuple[int, int]) -> str:
         return "fp32, fp16 and bf16 by tensor cores"
     if capability >= (7, 0):
         heads = f"fused attention in fp16 for heads of a multiple of {FUSED_HEAD_MULTIPLE}"
-        return (
-            f"fp32 and fp16 (with loss scaling) by tensor cores; no bf16, although torch emulates it; {heads}"
-        )
+        no_bf16 = "no bf16, although torch emulates it"
+        return f"fp32 and fp16 (with loss scaling) by tensor cores; {no_bf16}; {heads}"
     return "fp32; fp16 without tensor cores, slow; no bf16"
 
 

@@ -32,23 +32,12 @@ def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        checks.append(
-            Check("torch", NO, reason, "no training and no tracing; install torch >= 2.6", fatal=True)
-        )
-        return [*checks, *_engines(), _lab(), _slurm(), _tokenizer(), _git()]
-    return [
-        *checks,
-        _torch(torch),
-        _gloo(torch),
-        *check_gpus(torch),
-        _nccl(torch),
-        *check_kernels(torch, compile_for),
-        *_engines(),
-        _lab(),
-        _slurm(),
-        _tokenizer(),
-        _git(),
-    ]
+        needed = "no training and no tracing; install torch >= 2.6"
+        checks.append(Check("torch", NO, reason, needed, fatal=True))
+    else:
+        checks += [_torch(torch), _gloo(torch), *check_gpus(torch), _nccl(torch)]
+        checks += check_kernels(torch, compile_for)
+    return [*checks, *_engines(), _lab(), _slurm(), _tokenizer(), _git()]
 
 
 def _python() -> Check:
@@ -103,9 +92,8 @@ def _torch(torch: Any) -> Check:
     if () < major_minor(version) < MIN_TORCH_VERSION:
         return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
     if not torch.distributed.is_available():
-        return Check(
-            "torch", NO, f"{text}, without torch.distributed", "no rank can talk to another", fatal=True
-        )
+        text += ", without torch.distributed"
+        return Check("torch", NO, text, "no rank can talk to another", fatal=True)
     return Check("torch", YES, text, "the training step, on real devices and on meta tensors")
 
 
@@ -128,9 +116,8 @@ def _nccl(torch: Any) -> Check:
 def _slurm() -> Check:
     sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
     if not sbatch or not srun:
-        return Check(
-            "SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`"
-        )
+        meaning = "runs stay on this machine; `make slurm-lab`"
+        return Check("SLURM", NO, "no sbatch and srun on the path", meaning)
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
@@ -152,14 +139,8 @@ def _engines() -> list[Check]:
         version = versions((distribution,)).get(distribution)
         meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
         if version is None:
-            found.append(
-                Check(
-                    name,
-                    LIMITED,
-                    f"not installed: {missing_library(engine).partition(': ')[2]}",
-                    f'no `engine = "{engine}"`',
-                )
-            )
+            lacking = f"not installed: {missing_library(engine).partition(': ')[2]}"
+            found.append(Check(name, LIMITED, lacking, f'no `engine = "{engine}"`'))
         else:
             found.append(Check(name, YES, version, meaning))
     return found
@@ -177,9 +158,8 @@ def _tokenizer() -> Check:
 def _git() -> Check:
     version = _first_line(["git", "--version"])
     if version:
-        return Check(
-            "git", YES, version.removeprefix("git version "), "records name the commit they come from"
-        )
+        found = version.removeprefix("git version ")
+        return Check("git", YES, found, "records name the commit they come from")
     return Check("git", LIMITED, "not found", "records cannot name the commit they come from")
 
 
