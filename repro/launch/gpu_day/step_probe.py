@@ -180,10 +180,11 @@ def _event(event: dict[str, Any]) -> list[Any]:
 
 if __name__ == "__main__":
     _kind, *_rest = sys.argv[1:]
-    _paths: Any = list(map(Path, _rest[:3]))
     if _kind == "facts":
-        write_facts(*_paths)
-    elif _kind == "profile":
-        profile_steps(*_paths, _rest[3:])
+        write_facts(Path(_rest[0]))
     else:
-        snapshot_step(*_paths, _rest[3])
+        _suite, _target, _measurements = map(Path, _rest[:3])
+        if _kind == "profile":
+            profile_steps(_suite, _target, _measurements, _rest[3:])
+        else:
+            snapshot_step(_suite, _target, _measurements, _rest[3])
