@@ -1,7 +1,7 @@
 """Conversion of weights between the suite's GPT, Hugging Face, Megatron-LM and checkpoints of the suite.
 
-Every format is a `source` of parameter elements on demand, so a rank reads only its part. No code named in a file is
-imported or called. `open_weights` detects the format of a folder.
+Every format is a `source` of parameter elements on demand, so a rank reads only its part. `open_weights` detects the
+format of a folder, and no code named in a file is imported or called.
 """
 
 from __future__ import annotations
