@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from repro.claims.independence import count_independent
 from repro.claims.judge import judge
-from repro.claims.ledger import ITSELF, KINDS, Ledger
+from repro.claims.ledger import ITSELF, KINDS
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import (
     EvidenceCommand,
@@ -51,15 +50,6 @@ tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifac
 """
 
 
-@dataclass(frozen=True)
-class GpuHours:
-    """Range of the GPU-hours of one command."""
-
-    least: float | None
-    """Time of the steps' arithmetic at peak rate; None where the peak is unknown."""
-    most: float
-
-
 def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     """Write the appendix to `output`, or print it, and return 0.
 
@@ -67,8 +57,8 @@ def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
     """
     if output is None:
         sys.stdout.write(appendix(own))
-        return 0
-    files.write_file(output, appendix(own))
+    else:
+        files.write_file(output, appendix(own))
     return 0
 
 
@@ -76,25 +66,26 @@ def appendix(own: Sequence[Path] = ()) -> str:
     """Return the appendix as Markdown."""
     ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
     results = judge(ledger, [])
-    parts = [INTRODUCTION]
-    groups = dict.fromkeys(ledger.about[result.claim.file] for result in results)
-    parts += [_independent(results), _overview(results, ledger, catalogue)]
-    for about in groups:
-        parts.append(f"## {about}\n")
-        for result in results:
-            if ledger.about[result.claim.file] == about:
-                parts.append(_claim(result, catalogue))
+    parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]
+    groups: dict[str, list[ClaimResult]] = {}
+    for result in results:
+        groups.setdefault(ledger.about[result.claim.file], []).append(result)
+    for about, members in groups.items():
+        parts += [f"## {about}\n", *(_claim(result, catalogue) for result in members)]
     return "\n".join(parts)
 
 
-def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> GpuHours:
-    """Return the total GPU-hours of a measured command's experiments."""
+def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> tuple[float | None, float]:
+    """Return the range of the GPU-hours of a measured command's experiments.
+
+    The lower end is the time of the steps' arithmetic at peak rate, None where the peak is unknown.
+    """
     known = catalogue.suites[found.suite]
     chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
     # An experiment that is expected to run out of memory has no steps.
     least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
     most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
-    return GpuHours(None if None in least else sum(hours or 0.0 for hours in least), most)
+    return None if None in least else sum(hours or 0.0 for hours in least), most
 
 
 def _arithmetic_hours(experiment: Experiment) -> float | None:
@@ -107,28 +98,26 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
     return work * training.steps / float(peak.value) / HOUR_S
 
 
-def _overview(results: list[ClaimResult], ledger: Ledger, catalogue: SuiteCatalogue) -> str:
+def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
     """Return a table with one row per suite and system: the total cost for all claims."""
     wanted = [entry for result in results for entry in experiments_of(result.claim.rows)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
         if found.kind == "measured":
-            lines.append(
-                f"| {found.suite} | {found.needs or 'this machine'} | {len(found.names)} | {_hours(found, catalogue)} |"
-            )
+            cells = found.suite, found.needs or "this machine", len(found.names), _hours(found, catalogue)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(["## What the measured evidence costs\n", *lines, ""])
 
 
 def _independent(results: list[ClaimResult]) -> str:
     """Return the paragraph with the number of independent quantities among the ledger's values, by kind of evidence."""
     found = count_independent(results, possible=True)
-    values = sum(len(result.rows) for result in results)
     kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
-    rows = [row.findings for result in results for row in result.rows if row.findings]
-    itself = sum(all(finding.itself for finding in findings) for findings in rows)
+    rows = [row.findings for result in results for row in result.rows]
+    itself = sum(all(finding.itself for finding in findings) for findings in rows if findings)
     tested = sum(found[kind].tested for kind in KINDS)
     return f"""\
-{len(results)} claims have {values} values. Many are one formula or one run again: what can be tested are {tested}
+{len(results)} claims have {len(rows)} values. Many are one formula or one run again: what can be tested are {tested}
 independent things ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be held
 against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
 A predicted time that misses is `possible` where the published value lies in what unknown numbers of its system leave.
@@ -144,18 +133,10 @@ def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
             return "\n".join([*lines, ""])
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
-    commands = [
-        *catalogue.commands(experiments_of(claim.rows)),
-        *evaluation_commands(claim),
-        *device_commands(claim),
-    ]
-    lines += [
-        "",
-        "```",
-        *(f"{c.text}    # {_note(c, catalogue)}" for c in commands),
-        f"repro claims {claim.id}",
-        "```",
-    ]
+    commands = [*catalogue.commands(experiments_of(claim.rows)), *evaluation_commands(claim)]
+    commands += device_commands(claim)
+    lines += ["", "```", *(f"{command.text}    # {_note(command, catalogue)}" for command in commands)]
+    lines += [f"repro claims {claim.id}", "```"]
     if claim.needs:
         lines += ["", f"Needs: {claim.needs}."]
     return "\n".join([*lines, ""])
@@ -166,10 +147,8 @@ def _row(row: RowResult, result: ClaimResult) -> str:
     if row.verdict == NOT_COMPARABLE and not row.findings:
         return f"| {_plain(view['label'])} | {_plain(view['published'])} | not comparable: {_plain(row.reason)} |"
     rules: dict[str, list[str]] = {}
-    for kind in KINDS:
-        for finding in row.findings:
-            if finding.kind == kind:
-                rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else kind)
+    for finding in sorted(row.findings, key=lambda finding: KINDS.index(finding.kind)):
+        rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else finding.kind)
     rule = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
     return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'no expression tests it yet'} |"
 
@@ -179,19 +158,15 @@ def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
         return found.needs
     if found.kind == "simulated":
         return f"{count_noun(len(found.names), 'simulation')} on this machine"
-    return (
-        f"{found.needs}, {_hours(found, catalogue)} GPU-hours"
-        if found.needs
-        else "on processors of this machine"
-    )
+    on_gpus = f"{found.needs}, {_hours(found, catalogue)} GPU-hours"
+    return on_gpus if found.needs else "on processors of this machine"
 
 
 def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
     if found.suite not in catalogue.suites or not found.needs:
         return "0"
-    price = gpu_hours(found, catalogue)
-    least = "?" if price.least is None else number(price.least)
-    return f"{least} to {number(price.most)}"
+    least, most = gpu_hours(found, catalogue)
+    return f"{'?' if least is None else number(least)} to {number(most)}"
 
 
 def _plain(words: str) -> str:

@@ -90,13 +90,8 @@ def _markdown(frame: pd.DataFrame) -> str:
 
 
 def _latex(frame: pd.DataFrame) -> str:
-    shown = _filled(frame)
-    return str(
-        shown.style.hide(axis="index")
-        .format(escape="latex")
-        .format_index(escape="latex", axis=1)
-        .to_latex(hrules=True)
-    )
+    shown = _filled(frame).style.hide(axis="index").format(escape="latex")
+    return str(shown.format_index(escape="latex", axis=1).to_latex(hrules=True))
 
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:

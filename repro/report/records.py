@@ -26,13 +26,9 @@ class Machines:
             written = sorted(record.written[:19].replace("T", " ") for record in members)
             newest = max(members, key=lambda record: record.order)
             provenance = newest.provenance
-            found = {
-                "records": len(members),
-                "first": written[0],
-                "last": written[-1],
-                "provenance": provenance,
-            }
-            entries.append((newest.order, origin, {**describe_origin(provenance), **found}))
+            found = {"records": len(members), "first": written[0], "last": written[-1]}
+            entry = {**describe_origin(provenance), **found, "provenance": provenance}
+            entries.append((newest.order, origin, entry))
         entries.sort(key=lambda entry: entry[0], reverse=True)
         self.entries = [{"number": number, **entry} for number, (_, _, entry) in enumerate(entries, 1)]
         """Newest first."""
@@ -117,14 +113,13 @@ def _measured_facts(record: ExperimentRecord) -> dict[str, str]:
 def _simulated_facts(record: ExperimentRecord, basis: str) -> dict[str, str]:
     metrics, layout = record.metrics, record.experiment.layout
     fullest = max(record.roles or (), key=lambda role: role.peak["total"], default=None)
+    sent = metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None
     return {
         "Step time rests on": basis,
         "Peak memory in": _peak_place(fullest),
         "Reserved memory": units.size(metrics.get("memory.reserved_bytes")),
         "Memory limit": units.size(metrics.get("memory.limit_bytes")),
-        "Sent between nodes": units.size(
-            metrics.get("comm.link.inter-node.sent_bytes", 0) if metrics else None
-        ),
+        "Sent between nodes": units.size(sent),
         "System": f"{units.number(layout.world)} x {record.experiment.system}",
     }
 

@@ -195,27 +195,25 @@ def _again(found: Mapping[str, Sequence[Answer]], ledger: Ledger) -> dict[str, A
         }
         for answers in zip(*found.values(), strict=True)
     ]
-    return {
-        "words": PREDICTIONS,
-        "systems": list(found),
-        "lines": lines,
-        "command": simulation_command("SYSTEM"),
-    }
+    command = simulation_command("SYSTEM")
+    return {"words": PREDICTIONS, "systems": list(found), "lines": lines, "command": command}
 
 
 def render_site(values: dict[str, Any]) -> dict[str, str]:
     """Return every file of the site, except for the figures, by its path."""
     site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
     site["records.js"] = f"const STORE = {json.dumps(_records(values['rows']), separators=(',', ':'))};\n"
+
+    def add(path: str, name: str, **own: Any) -> None:
+        root = "../" * path.count("/")
+        site[path] = template(name).render(**values, root=root, page=path, **own)
+
     for name in ("index.html", "claims.html", "experiments.html", "machines.html"):
-        site[name] = template(name).render(**values, root="", page=name)
+        add(name, name)
     for source in values["sources"]:
-        site[source["page"]] = template("source.html").render(
-            **values, root="", page=source["page"], source=source
-        )
+        add(source["page"], "source.html", source=source)
     for claim in values["claims"]:
-        path = f"claims/{claim['id']}.html"
-        site[path] = template("claim.html").render(**values, root="../", page=path, claim=claim)
+        add(f"claims/{claim['id']}.html", "claim.html", claim=claim)
     return site
 
 
@@ -239,17 +237,12 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    signs, slugs = (
-        verdicts.VERDICT_SIGNS,
-        {verdict: verdict.replace(" ", "-") for verdict in verdicts.VERDICT_SIGNS},
-    )
-    filters = {
+    environment.filters |= {
         "code": _code,
         "counted": count_noun,
-        "sign": signs.get,
-        "slug": slugs.get,
+        "sign": verdicts.VERDICT_SIGNS.get,
+        "slug": lambda verdict: verdict.replace(" ", "-"),
     }
-    environment.filters.update(filters)
     return environment.get_template(name)
 
 
