@@ -28,7 +28,7 @@ from repro.config import Experiment
 from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.model import counts
-from repro.report.verdicts import row_view
+from repro.report.views import row_view
 from repro.util import files
 from repro.util.units import number
 

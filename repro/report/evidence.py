@@ -114,7 +114,7 @@ class JudgedStore:
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
-        from repro.report.verdicts import VERDICT_SIGNS, row_view
+        from repro.report.views import VERDICT_SIGNS, row_view
 
         rows = []
         for result in self._judged(pattern):
@@ -249,7 +249,7 @@ def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.records import describe_origin
+    from repro.report.views import describe_origin
 
     names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
     row = {name: getattr(record, name, None) for name in names}

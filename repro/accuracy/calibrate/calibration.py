@@ -201,14 +201,9 @@ class ClusterNodes:
         from repro.launch.slurm.submission import submit
         from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 
-        slurm = self.site.slurm
-        shape = ArrayShape(
-            nodes=self.nodes,
-            tasks_per_node=self.per_node,
-            time_min=parse_time_limit(slurm.time_limit),
-            partition=slurm.partition,
-        )
-        array = JobArray(shape=shape, bundles=())
+        slurm, sizes = self.site.slurm, {"nodes": self.nodes, "tasks_per_node": self.per_node}
+        limit = parse_time_limit(slurm.time_limit)
+        array = JobArray(shape=ArrayShape(**sizes, time_min=limit, partition=slurm.partition), bundles=())
         folder = Path(tempfile.mkdtemp(prefix=".repro-calibrate-", dir=self.folder))
         answer: dict[str, Any] = {"outcome": "error"}
         try:
@@ -228,8 +223,5 @@ class ClusterNodes:
 
 def allocation_facts(place: dict[str, Any]) -> dict[str, Any]:
     """Return job, partition and nodes of an allocation as facts of a system file."""
-    return {
-        "slurm_job": place["job_id"],
-        **({"slurm_partition": place["partition"]} if place["partition"] else {}),
-        "slurm_nodes": ",".join(place["nodes"]),
-    }
+    partition = {"slurm_partition": place["partition"]} if place["partition"] else {}
+    return {"slurm_job": place["job_id"], **partition, "slurm_nodes": ",".join(place["nodes"])}

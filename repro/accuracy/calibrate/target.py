@@ -111,13 +111,8 @@ def _measure(
             payloads = QUICK_PAYLOADS if quick else PAYLOADS
             bench = LinkBench(clock, payloads[-1])
             measured = groups if collectives else dict(list(groups.items())[:1])
-            result["links"] = bench.by_payload(
-                measured,
-                chains,
-                payloads,
-                beat,
-                COLLECTIVES if collectives else (RING_COLLECTIVE,),
-            )
+            timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
+            result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
             if not collectives:  # a measured collective includes these seconds
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, whole)
                 exchanged = [bench.message_s(op, whole) for op in EXCHANGED]
@@ -127,10 +122,10 @@ def _measure(
             for where in (INSIDE, BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)
                 if largest is not None:
-                    result["overlap"][where] = {
-                        op: bench.overlap_cost(op, payloads[-1] // 4, largest, beat)
-                        for op in (OVERLAPPED if collectives else (RING_COLLECTIVE,))
-                    }
+                    ops = OVERLAPPED if collectives else (RING_COLLECTIVE,)
+                    size = payloads[-1] // 4
+                    costs = {op: bench.overlap_cost(op, size, largest, beat) for op in ops}
+                    result["overlap"][where] = costs
             result["links_s"] = time.perf_counter() - began
         if clock.load:
             result["gpu_state"] = clock.load.medians()
@@ -178,17 +173,10 @@ def operators(
         few = QUICK_CALLS_PER_OPERATOR if quick else CALLS_PER_OPERATOR
         most = 2 * few if any(call.operator.shapes for call in calls) else few
         for call in choose(calls, most):
-            found = clock.time(lambda call=call: bind(call, clock.device, generator), call.nbytes)  # type: ignore[misc]
-            rows.append(
-                {
-                    "name": name,
-                    "nbytes": call.nbytes,
-                    "flops": call.operator.flops,
-                    "shapes": call.operator.shapes,
-                    "is_unaligned": is_unaligned,
-                    **found._asdict(),
-                }
-            )
+            found = clock.time(partial(bind, call, clock.device, generator), call.nbytes)
+            row = {"name": name, "nbytes": call.nbytes, "flops": call.operator.flops}
+            row |= {"shapes": call.operator.shapes, "is_unaligned": is_unaligned}
+            rows.append(row | found._asdict())
             beat()
         between()
     return rows

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from repro.config.suites import load_suite
-from repro.launch.doctor.gpu import unusable_reason
+from repro.launch.doctor.machine import unusable_reason
 from repro.launch.gpu_day.result_files import MAX_FILE_BYTES, append_durably, append_measurement
 from repro.launch.gpu_day.steps import CHECKOUT
 from repro.launch.rank.experiment import ExperimentRun

@@ -12,7 +12,7 @@ from repro.accuracy.validate import published
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.report import evidence, verdicts
+from repro.report import evidence, views
 from repro.report.page.context import context, render_site
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
@@ -112,7 +112,7 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
+        "records": {name: views.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
         "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
         "is_drawn": drawing.figure is not None,

@@ -33,12 +33,8 @@ def print_scores(
         print(f"  {name}  {shown}")
     way = record.way
     print(f"protocol {way['name']}: {way['source']}")
-    for name, lines in (
-        ("", way["rules"]),
-        ("left open: ", way["left_open"]),
-        ("published so: ", way["published"]),
-    ):
-        for line in lines:
+    for name, key in (("", "rules"), ("left open: ", "left_open"), ("published so: ", "published")):
+        for line in way[key]:
             print(f"  {name}{line}")
     return int(record.outcome != "ok")
 
@@ -54,9 +50,8 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
     if json:
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0
-    print(
-        f"{source.kind}: {source.model.layers} layers of {source.model.hidden}, {source.model.vocab} tokens"
-    )
+    sizes = source.model
+    print(f"{source.kind}: {sizes.layers} layers of {sizes.hidden}, {sizes.vocab} tokens")
     for path in written:
         print(f"{path}  {units.size(path.stat().st_size)}")
     return 0

@@ -20,12 +20,7 @@ from repro.accuracy.validate.published import (
     family_statistics,
     points,
 )
-from repro.accuracy.validate.unknowns import (
-    LISTED_INPUTS,
-    UncertainInput,
-    count_by_claim,
-    format_range,
-)
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, UncertainInput, count_by_claim, format_range
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
@@ -38,6 +33,7 @@ if TYPE_CHECKING:
 
     from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.machine import MachineErrors
+    from repro.report.evidence import JudgedStore
 
 
 WIDER_INTERVAL_NOTE = (
@@ -55,11 +51,7 @@ def print_validation(
 
     `own`: additional ledger files.
     """
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
+    seen = _read_store(results, own)
     found = points(seen.judged, seen.records)
     machine = None
     if system:
@@ -81,11 +73,7 @@ def print_validation(
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
     """Print how many published rates and ratios lie in their intervals; return 0 if both shares lie in `between`."""
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
+    seen = _read_store(results, own)
     console, least, most = stdout(), *between
     found = family_statistics(points(seen.judged, seen.records))
     together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
@@ -99,6 +87,16 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     text = f"{' and '.join(counts)} lie in their wider 90 % intervals: {shares}, "
     print_page(console, f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.")
     return 0 if as_promised else 1
+
+
+def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
+    """Return the judged store, and name its unreadable lines on standard error."""
+    from repro.report.evidence import read_store
+    from repro.results.store import print_remarks
+
+    seen = read_store(results, own)
+    print_remarks(seen.torn)
+    return seen
 
 
 def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
@@ -159,22 +157,14 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
     if ratios:
         text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
     headings = (
-        *(
-            "family",
-            "rows",
-            "median\nerror (%)",
-            "error below\n25 %",
-            "in 90 %\ninterval",
-            "in wider\ninterval",
-        ),
-        *("largest\nerror (%)", "row of the largest error"),
+        *("family", "rows", "median\nerror (%)", "error below\n25 %", "in 90 %\ninterval"),
+        *("in wider\ninterval", "largest\nerror (%)", "row of the largest error"),
     )
     left = (headings[0], headings[-1])
     rows = (_statistics_cells(family) for family in families)
     statistics = new_table(*headings, left=left, wrap=left, rows=rows)
-    parts = (
-        _point_tables(found) if details else ["--details lists all rows, and the reasons of large errors."]
-    )
+    more = "--details lists all rows, and the reasons of large errors."
+    parts = _point_tables(found) if details else [more]
     print_page(console, text.strip(), statistics, WIDER_INTERVAL_NOTE, *parts)
 
 
@@ -260,19 +250,14 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
     with style.figure_style():
         drawing = validation.draw_validation(found)
     if drawing.figure is None:
-        raise ConfigError(
-            "--svg", str(path), says=f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
-        )
+        says = f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
+        raise ConfigError("--svg", str(path), says=says)
     files.write_file(path, style.to_svg(drawing))
 
 
 def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
+    seen = _read_store(results, own)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
         return 0
@@ -280,18 +265,20 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
     answer = "No input is uncertain."
     for first in found[:1]:
         answer = f"Largest uncertainty: {words.describe_input(first.key)} of {first.system}, "
-        answer += (
-            f"{units.percent(first.share)} of the width of all intervals. {len(found)} inputs are uncertain."
-        )
+        answer += f"{units.percent(first.share)} of the width of all intervals. "
+        answer += f"{len(found)} inputs are uncertain."
     headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
-    rows = (
+    rows = [
         (
-            *(one.key, one.system, format_range(one), str(len(one.rows))),
+            one.key,
+            one.system,
+            format_range(one),
+            str(len(one.rows)),
             str(len(one.settles)),
             f"{100 * one.share:.1f}",
         )
         for one in found[: None if details else MAX_INPUTS]
-    )
+    ]
     print_page(
         stdout(PAGE_COLUMNS),
         answer,
@@ -308,13 +295,10 @@ def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInp
     for one in found[:LISTED_INPUTS]:
         how, facts = one.measured_by, new_facts_table()
         facts.add_row("input", f"{one.key} of {one.system}")
-        facts.add_row(
-            "verdicts",
-            f"{len(one.possible)} possible{': ' * bool(one.possible)}{count_by_claim(one.possible)}",
-        )
-        facts.add_row(
-            "measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
-        )
+        claims = f"{': ' * bool(one.possible)}{count_by_claim(one.possible)}"
+        facts.add_row("verdicts", f"{len(one.possible)} possible{claims}")
+        command = f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
+        facts.add_row("measured by", command)
         facts.add_row("", how.how)
         facts.add_row("source", one.source)
         parts += [facts]

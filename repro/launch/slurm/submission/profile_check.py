@@ -12,7 +12,8 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.config.words import count_noun
-from repro.launch.doctor import LIMITED, NO, YES, Check, gpu
+from repro.launch.doctor import LIMITED, NO, YES, Check
+from repro.launch.doctor.machine import check_profile_binding
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import (
     Partition,
@@ -131,7 +132,7 @@ def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
-    yield from gpu.check_profile_binding(site.slurm.options, site.gpus_per_node)
+    yield from check_profile_binding(site.slurm.options, site.gpus_per_node)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:
