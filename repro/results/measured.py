@@ -112,10 +112,8 @@ def step_seconds(results: list[RankResult]) -> list[list[float]]:
 
     Ranks that diverge may stop one step apart. Only steps of all ranks count.
     """
-    return [
-        [max(step) for step in zip(*ranks, strict=False)]
-        for ranks in zip(*(result.rounds for result in results), strict=False)
-    ]
+    rounds = zip(*(result.rounds for result in results), strict=False)
+    return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]
 
 
 def _round_rates(results: list[RankResult]) -> list[float]:
@@ -152,15 +150,8 @@ def _speed(results: list[RankResult]) -> Metrics:
     if not seconds:
         return {}
     middle, p20, p80 = summarize(seconds)
-    first = results[0]
-    found = metrics.speed(
-        middle,
-        samples=first.samples_per_step,
-        tokens=first.tokens_per_step,
-        model_flops=first.model_flops_per_step,
-        hardware_flops=first.hardware_flops_per_step,
-        devices=len(results),
-    )
+    work = {key: getattr(results[0], f"{key}_per_step") for key in metrics.AMOUNTS}
+    found = metrics.speed(middle, devices=len(results), **work)
     return {**found, "step_seconds.p20": p20, "step_seconds.p80": p80}
 
 

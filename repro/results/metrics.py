@@ -45,15 +45,12 @@ DEVICE_FLOPS_PER_S = "hardware_flops_per_s.device"
 UNDISTURBED = 0.95
 """Minimum share of a rank's compute time on its core; a step with a smaller share is disturbed."""
 STATES = ("parameters", "gradients", "optimizer")
-SPEED = (
-    *("step_seconds.", "tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s"),
-    "time.",
-)
-"""Prefixes of the metrics that depend on the step time."""
-
-
-RATES = ("tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s")
+AMOUNTS = ("tokens", "samples", "model_flops", "hardware_flops")
+"""Amounts of a step."""
+RATES = tuple(f"{amount}_per_s" for amount in AMOUNTS)
 """Prefixes of the metrics that are an amount per step divided by the step time."""
+SPEED = ("step_seconds.", *RATES, "time.")
+"""Prefixes of the metrics that depend on the step time."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,9 @@ def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
     }
     if not marked:
         return found
+    kept = ("activations", "checkpoints")  # checkpoints are activations that forward keeps
     return found | {
-        # Checkpoints are activations that forward keeps.
-        "memory.activations_bytes": max(
-            rank.peak["activations"] + rank.peak["checkpoints"] for rank in ranks
-        ),
+        "memory.activations_bytes": max(sum(rank.peak[part] for part in kept) for rank in ranks),
         "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
         "memory.host_bytes": max(rank.most["host"] for rank in ranks),
         "memory.gathered_bytes": max(rank.most["parameters"] - rank.states["parameters"] for rank in ranks),
@@ -173,18 +168,10 @@ def per_layer(experiment: Experiment, stage: int, rows: Iterable[TrafficRow]) ->
     ]
 
 
-def speed(
-    seconds: float, *, samples: int, tokens: int, model_flops: float, hardware_flops: float, devices: int
-) -> Metrics:
-    """Return the metrics of speed for a step of `seconds`; the other arguments are totals over all ranks."""
-    return {
-        STEP_SECONDS: seconds,
-        "tokens_per_s": tokens / seconds,
-        "samples_per_s": samples / seconds,
-        "model_flops_per_s": model_flops / seconds,
-        "hardware_flops_per_s": hardware_flops / seconds,
-        DEVICE_FLOPS_PER_S: hardware_flops / seconds / devices,
-    }
+def speed(seconds: float, *, devices: int, **amounts: float) -> Metrics:
+    """Return the metrics of speed for a step of `seconds`, and of `AMOUNTS` over all ranks."""
+    rates = {f"{amount}_per_s": amounts[amount] / seconds for amount in AMOUNTS}
+    return {STEP_SECONDS: seconds, **rates, DEVICE_FLOPS_PER_S: rates["hardware_flops_per_s"] / devices}
 
 
 def parts(found: Mapping[str, float], factor: float) -> Metrics:

@@ -273,19 +273,9 @@ class EvaluationRecord(RecordHead):
 
 
 Record: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord | KernelsRecord | EvaluationRecord
-_KINDS: dict[
-    str,
-    type[ExperimentRecord]
-    | type[ComparisonRecord]
-    | type[FitRecord]
-    | type[KernelsRecord]
-    | type[EvaluationRecord],
-] = {
-    "experiment": ExperimentRecord,
-    "comparison": ComparisonRecord,
-    "fit": FitRecord,
-    "kernels": KernelsRecord,
-    "evaluation": EvaluationRecord,
+_KINDS: dict[str, type[Record]] = {
+    record.kind: record
+    for record in (ExperimentRecord, ComparisonRecord, FitRecord, KernelsRecord, EvaluationRecord)
 }
 _CONDITIONS = ("model", "layout", "system", "engine")
 """Conditions of every experiment in all versions of the record."""

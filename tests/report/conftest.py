@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from repro.claims import reader, run_commands
-from repro.report import artifact, evidence
+from repro.report import evidence
+from repro.report import export as artifact
 from repro.report.evidence import JudgedStore
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def artifact(
     ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
-    from repro.report.artifact import write_appendix
+    from repro.report.export import write_appendix
 
     return write_appendix(output, tuple(ledger or ()))
 

@@ -115,10 +115,8 @@ class Gpt2Tokenizer:
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
-        return {
-            "name": "GPT-2 byte pairs",
-            **{path.name: f"sha256 {sha256_digest(path)}" for path in self._files},
-        }
+        digests = {path.name: f"sha256 {sha256_digest(path)}" for path in self._files}
+        return {"name": "GPT-2 byte pairs", **digests}
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:

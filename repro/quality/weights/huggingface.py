@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,8 @@ def family_of_model(model: Model) -> Family | None:
             again = family.model(family.document(model, model.vocab), model.name)
         except ConfigError:
             continue
-        if all(getattr(again, size) == getattr(model, size) for size in SIZES) and (
-            again.departures() == model.departures()
-        ):
+        same_sizes = all(getattr(again, size) == getattr(model, size) for size in SIZES)
+        if same_sizes and again.departures() == model.departures():
             return family
     return None
 
@@ -151,17 +150,14 @@ def export_huggingface(
     for name in rows:
         shapes[name][0] = vocab
     groups = list(_group_by_file(shapes, shard_bytes))
+    read: Callable[[str], Iterator[Tensor]] = lambda name: pairs[name].read_slices(source, rows.get(name, 0))
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     where: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{part}.safetensors"
-        write_safetensors(
-            path,
-            {name: shapes[name] for name in group},
-            lambda name: pairs[name].read_slices(source, rows.get(name, 0)),
-        )
+        write_safetensors(path, {name: shapes[name] for name in group}, read)
         where |= dict.fromkeys(group, path.name)
         written.append(path)
     if len(groups) > 1:

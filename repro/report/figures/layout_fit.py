@@ -73,13 +73,8 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
     for x, p in enumerate(stages):
         for y, t in enumerate(tensor[::-1]):
             if (t, p) not in every:
-                words: dict[str, Any] = {
-                    "color": style.MUTED,
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 7.5,
-                }
-                axes.text(x + 0.5, y + 0.5, "no such\nlayout", **words)
+                words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5}
+                axes.text(x + 0.5, y + 0.5, "no such\nlayout", color=style.MUTED, **words)
             elif (t, p) == PUBLISHED_LAYOUT:
                 frame_look: dict[str, Any] = {"fill": False, "edgecolor": "black", "lw": 2.2}
                 axes.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, **frame_look))
@@ -174,11 +169,8 @@ def _bar_position(prefix: str, degree: int) -> float:
 def _draw_memory(axes: Axes, found: DegreeRecords, whole: float) -> None:
     top = MAX_HEIGHT_IN_MEMORIES * whole / units.GB
     for (prefix, degree), record in found.items():
-        x, size, colour = (
-            _bar_position(prefix, degree),
-            style.required_bytes(record) / units.GB,
-            SERIES[prefix][1],
-        )
+        x, colour = _bar_position(prefix, degree), SERIES[prefix][1]
+        size = style.required_bytes(record) / units.GB
         look: dict[str, Any] = {"color": colour, "lw": 0}
         if record.outcome != "ok":
             look = {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "lw": 0.9}
@@ -205,9 +197,8 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
         axes.bar(x, samples, 0.38, color=SERIES[prefix][1], lw=0, zorder=2)
         rate = record.metrics.get("hardware_flops_per_s.device")
         words = f"{samples}" + (f" ({rate / units.TERA:.0f} TF)" if rate else "")
-        style.write_near(
-            axes, words, (x, samples), (0, 3), fontsize=7.5, ha="center", va="bottom", rotation=90
-        )
+        place: dict[str, Any] = {"ha": "center", "va": "bottom", "rotation": 90}
+        style.write_near(axes, words, (x, samples), (0, 3), fontsize=7.5, **place)
     axes.set_ylim(0, 1.3 * max(axes.dataLim.y1, 1))
     _set_degree_axis(axes, "model-parallel degree", "samples at a time on a node")
 

@@ -85,10 +85,8 @@ def draw_peaks(records: list[Record]) -> Drawing:
         caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
     if others:
         engines = ", ".join(sorted({r.experiment.engine for r in others}))
-        caption += (
-            f" Left out: {len(others)} experiments of engine {engines}, of whose memory the total and the model "
-            "states alone are known."
-        )
+        known = "of whose memory the total and the model states alone are known"
+        caption += f" Left out: {len(others)} experiments of engine {engines}, {known}."
     return PEAK.drawn(figure, caption, (r.label for r in shown), missing=False)
 
 

@@ -159,11 +159,8 @@ MeasuredPairs = list[tuple[str, float, float]]
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
     """Draw one panel per quantity: the prediction's relative error over the measured value."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
-    missing = " && ".join(
-        command
-        for command, metric in ((MACHINE_COMMAND, "memory.peak_bytes"), (MACHINE_TIMES_COMMAND, STEP_SECONDS))
-        if not found[metric]
-    )
+    commands = {"memory.peak_bytes": MACHINE_COMMAND, STEP_SECONDS: MACHINE_TIMES_COMMAND}
+    missing = " && ".join(command for metric, command in commands.items() if not found[metric])
     if not any(found.values()):
         return replace(MACHINE, missing=missing)
     figure, grid = style.make_axes(2.9, 1, len(MACHINE_PANELS))

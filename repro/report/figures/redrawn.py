@@ -27,9 +27,18 @@ from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
-from repro.report.figures import evidence_marks, style
+from repro.report.figures import style
 from repro.report.figures.style import Drawing
-from repro.report.figures.values import Value, View
+from repro.report.figures.values import (
+    BarPair,
+    Value,
+    View,
+    bar_pair,
+    draw_bars,
+    draw_error,
+    draw_legend,
+    draw_points,
+)
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
 
@@ -140,11 +149,11 @@ class Panel:
         """Width of the panel in bars."""
         return max(4, 2 * len(self.places) * self.crowd)
 
-    def slot(self, value: Value, series: str) -> evidence_marks.BarPair:
+    def slot(self, value: Value, series: str) -> BarPair:
         """Return the position of a series' bars at a place, next to the other series at that place."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
-        return evidence_marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
+        return bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
@@ -182,7 +191,7 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
         if lower is not None:
             _draw_errors(lower, panel, colours, view)
     figure.align_ylabels()
-    evidence_marks.draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
     runs = sorted(run for run, kind in shown.items() if kind == evidence)
     drawn = empty.drawn(figure, _caption(entry, values), runs, missing=empty.missing)
     return replace(drawn, evidence=evidence)
@@ -231,9 +240,9 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
         for value in values:
             at = panel.slot(value, name)
             if panel.entry.log:
-                evidence_marks.draw_points(axes, at, value, colours[name], size)
+                draw_points(axes, at, value, colours[name], size)
             else:
-                evidence_marks.draw_bars(axes, at, value, colours[name], size)
+                draw_bars(axes, at, value, colours[name], size)
     if panel.entry.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -263,7 +272,7 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
-            errors.append(evidence_marks.draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
+            errors.append(draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
     low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
     axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))

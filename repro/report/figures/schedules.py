@@ -53,9 +53,8 @@ def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str
         mixed = (a + (b - a) * chunk / (chunks - 1) for a, b in zip(first, last, strict=True))
         fill = "#" + "".join(f"{round(channel):02x}" for channel in mixed)
     # Relative luminance (WCAG 2): black text reads better than white above about 0.18.
-    linear = [
-        c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in _channels(fill)
-    ]
+    parts = [value / 255 for value in _channels(fill)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return ("#000000" if light > 0.18 else "#ffffff"), fill
 
