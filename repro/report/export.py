@@ -13,17 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from repro.claims import run_commands
 from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS
 from repro.claims.reader import load_ledger
-from repro.claims.run_commands import (
-    EvidenceCommand,
-    SuiteCatalogue,
-    device_commands,
-    evaluation_commands,
-    experiments_of,
-)
+from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
 from repro.config import ConfigError, Experiment
 from repro.config.words import count_noun
@@ -210,7 +205,7 @@ def _arithmetic_hours(experiment: Experiment) -> float | None:
 
 def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
     """Return a table with one row per suite and system: the total cost for all claims."""
-    wanted = [entry for result in results for entry in experiments_of(result.claim.rows)]
+    wanted = [entry for result in results for entry in run_commands.experiments_of(result.claim.rows)]
     lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
     for found in catalogue.commands(dict.fromkeys(wanted)):
         if found.kind == "measured":
@@ -243,8 +238,8 @@ def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
             return "\n".join([*lines, ""])
     lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
     lines += [_row(row, result) for row in result.rows]
-    commands = [*catalogue.commands(experiments_of(claim.rows)), *evaluation_commands(claim)]
-    commands += device_commands(claim)
+    commands = [*catalogue.commands(run_commands.experiments_of(claim.rows))]
+    commands += [*run_commands.evaluation_commands(claim), *run_commands.device_commands(claim)]
     lines += ["", "```", *(f"{command.text}    # {_note(command, catalogue)}" for command in commands)]
     lines += [f"repro claims {claim.id}", "```"]
     if claim.needs:

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from repro.claims import verdicts
 from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
 from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
 from repro.claims.table import count_text, why
-from repro.claims.verdicts import (
-    BAD,
-    CONSISTENT,
-    INCONSISTENT,
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    POSSIBLE,
-    REPRODUCED,
-)
 from repro.config import words
 from repro.results.metrics import STEP_SECONDS
 from repro.results.record_parts import Provenance, SimulatedRole
@@ -32,13 +23,13 @@ if TYPE_CHECKING:
     from repro.claims.verdicts import ClaimResult, Finding, InputUncertainty, RowResult
 
 VERDICT_SIGNS = {
-    REPRODUCED: "✓",
-    POSSIBLE: "?",
-    NOT_REPRODUCED: "✗",
-    CONSISTENT: "≈",
-    INCONSISTENT: "≉",
-    NOT_COMPARABLE: "≠",
-    NOT_RUN: "○",
+    verdicts.REPRODUCED: "✓",
+    verdicts.POSSIBLE: "?",
+    verdicts.NOT_REPRODUCED: "✗",
+    verdicts.CONSISTENT: "≈",
+    verdicts.INCONSISTENT: "≉",
+    verdicts.NOT_COMPARABLE: "≠",
+    verdicts.NOT_RUN: "○",
 }
 """Sign of each verdict, because colour alone must not distinguish verdicts."""
 
@@ -48,29 +39,32 @@ def anchor(kind: str, name: str) -> str:
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
+CLAIM_FIELDS = (
+    "id",
+    "title",
+    "file",
+    "published",
+    "conditions",
+    "certainty",
+    "contradictions",
+    "note",
+    "needs",
+)
+"""Fields of a claim that the page shows unchanged."""
+
+
 def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
     """Return all data that the page shows about one claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
-        "id": claim.id,
-        "title": claim.title,
-        "file": claim.file,
-        "published": claim.published,
-        "conditions": claim.conditions,
+        **{key: getattr(claim, key) for key in CLAIM_FIELDS},
+        **{key: getattr(result, key) for key in ("verdict", "basis", "reason", "disagreements")},
         "sources": [_source(text, ledger) for text in claim.source],
-        "certainty": claim.certainty,
         "certainty_meaning": CERTAINTIES[claim.certainty],
         "predicted": claim.prediction,
-        "contradictions": claim.contradictions,
-        "note": claim.note,
-        "needs": claim.needs,
-        "verdict": result.verdict,
-        "basis": result.basis,
         "kinds": [kind.kind for kind in result.kinds if kind.decided and kind.kind in KINDS] or ["none"],
         "why": why(result),
-        "reason": result.reason,
-        "disagreements": result.disagreements,
         "cells": {kind: _cell(result, kind) for kind in (*KINDS, ITSELF)},
         "rows": [row_view(row, claim) for row in result.rows],
         "experiments": [{"name": name, "kind": kind, "anchor": anchor(kind, name)} for kind, name in read],
@@ -97,15 +91,21 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
         return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
     if name == ITSELF:
-        shown = CONSISTENT if kind.reproduced == kind.decided else INCONSISTENT
+        shown = verdicts.CONSISTENT if kind.reproduced == kind.decided else verdicts.INCONSISTENT
     else:
         if len(values) == 1:
             words = _value(*values[0])
         elif kind.decided < kind.rows:
             words += f" ({kind.rows - kind.decided} not run)"
         # Missing runs alone are not a failure if all executed rows agree.
-        missed = any(f.verdict in BAD for f, _ in values)
-        shown = REPRODUCED if kind.reproduced == kind.decided else NOT_REPRODUCED if missed else POSSIBLE
+        missed = any(f.verdict in verdicts.BAD for f, _ in values)
+        shown = (
+            verdicts.REPRODUCED
+            if kind.reproduced == kind.decided
+            else verdicts.NOT_REPRODUCED
+            if missed
+            else verdicts.POSSIBLE
+        )
     return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
 
 
@@ -118,13 +118,10 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
     return {
         "label": row.label,
         "published": published + (f" ± {row.error:g}" if row.error else ""),
-        "certainty": row.certainty,
+        **{key: getattr(row, key) for key in ("certainty", "note", "given", "main")},
         "verdict": result.verdict,
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
-        "note": row.note,
-        "given": row.given,
         "blind": append_unit(row.blind.text, row.unit) if row.blind else "",
-        "main": row.main,
         "findings": [_finding(finding, result) for finding in result.findings],
     }
 
@@ -132,17 +129,13 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
 def _finding(finding: Finding, result: RowResult) -> dict[str, Any]:
     at_scale = finding.decided and isinstance(finding.expected, int | float)
     return {
-        "kind": finding.kind,
+        **{key: getattr(finding, key) for key in ("kind", "origin", "itself", "expression", "verdict")},
         "scale": finding.scale_label,
-        "origin": finding.origin,
         "machine": finding.machine if finding.decided else "",
-        "itself": finding.itself,
         "value": "not run" if finding.value is None else _value(finding, result),
         "number": "" if finding.value is None else f"{finding.value}",
         "tolerance": finding.reason if at_scale else finding.tolerance,
         "reason": "" if at_scale else _beside_the_rule(finding),
-        "expression": finding.expression,
-        "verdict": finding.verdict,
         "disagrees": finding in result.disagrees,
         "tornado": tornado(finding.doubt) if finding.doubt is not None else [],
     }

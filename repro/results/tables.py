@@ -41,18 +41,14 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
     """
     experiment, metrics = record.experiment, shown(record.metrics, record.outcome)
     found = {
-        "suite": record.suite,
-        "name": record.name,
-        "key": record.key,
+        **{name: getattr(record, name) for name in ("suite", "name", "key")},
         "evidence": record.shown_as,
         "written": record.written,
         "model": experiment.model.name,
         "engine": experiment.engine,
         "system": experiment.system,
         **{name: getattr(experiment.layout, name) for name in _LAYOUT},
-        "outcome": record.outcome,
-        "reason": record.reason,
-        "wall_s": record.wall_s,
+        **{name: getattr(record, name) for name in ("outcome", "reason", "wall_s")},
         **metrics,
     }
     mfu = _utilisation(experiment, metrics.get("model_flops_per_s"))

@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 
+from repro.accuracy.calibrate import plan
 from repro.accuracy.calibrate.calls import Call, bind, calls_of, choose
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.accuracy.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
-from repro.accuracy.calibrate.plan import (
-    BETWEEN,
-    INSIDE,
-    PAYLOADS,
-    QUICK_PAYLOADS,
-    QUICK_REPEATS,
-    group_kinds,
-    pipeline_groups,
-)
 from repro.accuracy.calibrate.timed_steps import LaunchBench, time_silent_step
 from repro.config import Experiment
 from repro.config.enums import Phase
@@ -58,12 +50,12 @@ def _measure(
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank. The result of the first experiment holds everything; the others are only traced."""
     place = rank_device(device)
-    quick = job.experiments[0].training.steps == QUICK_REPEATS
+    quick = job.experiments[0].training.steps == plan.QUICK_REPEATS
     cores, carrying = usable_cores(), 0
     with joined_process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
-        groups = group_kinds(world, per_node, device)
-        chains = pipeline_groups(world, per_node, device)
+        groups = plan.group_kinds(world, per_node, device)
+        chains = plan.pipeline_groups(world, per_node, device)
         if not collectives:
             processes.keep_freed_memory()
             divided = CoreAssignment(rank)
@@ -108,7 +100,7 @@ def _measure(
         result["operators_s"] = time.perf_counter() - began
         if world > 1:
             began = time.perf_counter()
-            payloads = QUICK_PAYLOADS if quick else PAYLOADS
+            payloads = plan.QUICK_PAYLOADS if quick else plan.PAYLOADS
             bench = LinkBench(clock, payloads[-1])
             measured = groups if collectives else dict(list(groups.items())[:1])
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
@@ -119,7 +111,7 @@ def _measure(
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], whole.size)
                 beat()
             result["overlap"] = {}
-            for where in (INSIDE, BETWEEN):
+            for where in (plan.INSIDE, plan.BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)
                 if largest is not None:
                     ops = OVERLAPPED if collectives else (RING_COLLECTIVE,)

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ MIN_TORCH_VERSION = (2, 6)
 LIBRARY_ENGINES = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
 """Engine, name of its project, and its distribution."""
 MIN_FREE_DISK_BYTES = 10**9
-_COMMAND_TIMEOUT_S = 5.0
 NO_GPU_REASON = "no NVIDIA GPU or driver found"
 _OTHER_TORCH_HINT = "`make KEEP_TORCH=1` uses the machine's own torch, PYTHON= says whose"
 _BINDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
@@ -178,12 +177,16 @@ def _git() -> Check:
 
 
 def _first_line(arguments: list[str]) -> str:
-    """Return the first line that a command prints; empty after a failure or a timeout."""
+    return command_output(arguments).partition("\n")[0].strip()
+
+
+def command_output(command: Sequence[str], timeout_s: float = 5.0) -> str:
+    """Return the output of a command; empty if it is missing, fails or does not end in time."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def check_gpus(torch: Any) -> list[Check]:

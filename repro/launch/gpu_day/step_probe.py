@@ -12,7 +12,6 @@ import gzip
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from repro.config.suites import load_suite
-from repro.launch.doctor.machine import unusable_reason
+from repro.launch.doctor.machine import command_output, unusable_reason
 from repro.launch.gpu_day.result_files import MAX_FILE_BYTES, append_durably, append_measurement
 from repro.launch.gpu_day.steps import CHECKOUT
 from repro.launch.rank.experiment import ExperimentRun
@@ -48,6 +47,7 @@ MAX_FRAMES = 4
 def write_facts(path: Path) -> None:
     """Write machine, driver, packages, their places, and the kit."""
     kit = CHECKOUT / KIT_FILE
+    state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),
         "kit": json.loads(kit.read_text(encoding="utf-8")) if kit.is_file() else None,
@@ -56,8 +56,8 @@ def write_facts(path: Path) -> None:
         "available_bytes": available_bytes(),
         "gpu_unusable": unusable_reason(torch),
         "tools": {name: shutil.which(name) for name in ("compute-sanitizer", "nvcc", "gcc", "ncu", "nsys")},
-        "nvidia_smi": _output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"),
-        "topology": _output("nvidia-smi", "topo", "-m"),
+        "nvidia_smi": command_output(state, QUERY_TIMEOUT_S),
+        "topology": command_output(["nvidia-smi", "topo", "-m"], QUERY_TIMEOUT_S),
     }
     write_json(path, found)
     print(json.dumps(found["modules"], indent=1))
@@ -70,15 +70,6 @@ def _place(name: str) -> str:
     except ImportError as error:
         return f"not importable: {error}"
     return str(module.__file__ or next(iter(module.__path__), ""))
-
-
-def _output(*command: str) -> str:
-    """Return the output of a command; empty where it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def start_run(suite: Path, name: str) -> ExperimentRun:

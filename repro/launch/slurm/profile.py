@@ -169,24 +169,14 @@ class Profile:
                 self.slurm.leave_time(f"case {entry.match}.time_limit", entry.time_limit)
 
     @property
-    def gpus_per_node(self) -> int:
-        """Return the GPUs of a node; 0: ranks run on processor cores."""
-        return self.slurm.gpus_per_node
-
-    @property
     def ranks_per_node(self) -> int:
         """Return the maximum number of ranks of a node."""
         return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
 
     @property
-    def private(self) -> bool:
-        """Return whether only the user can read the files."""
-        return self.storage.private
-
-    @property
     def umask(self) -> int:
         """Return the file mode mask of a job's processes."""
-        return 0o077 if self.private else 0o022
+        return 0o077 if self.storage.private else 0o022
 
     @property
     def gpu_type_prefix(self) -> str:

@@ -13,15 +13,8 @@ from functools import partial
 from typing import Any
 
 from repro.config import ConfigError, Model
-from repro.quality.weights.family import (
-    Config,
-    Family,
-    first_value,
-    fused_layer,
-    linear_counterparts,
-    norm_counterparts,
-    rotary_sizes,
-)
+from repro.quality.weights import family
+from repro.quality.weights.family import Config, Family
 from repro.quality.weights.source import Counterpart, RowRange, counterpart
 
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -40,7 +33,7 @@ def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
         ("mlp", "ln_2", (("up", "mlp.c_fc", h, f), ("down", "mlp.c_proj", f, h))),
     ):
         ours, theirs = f"blocks.{i}.{part}", f"h.{i}"
-        yield from norm_counterparts(f"{theirs}.{name}", f"{ours}.norm", model)
+        yield from family.norm_counterparts(f"{theirs}.{name}", f"{ours}.norm", model)
         for matrix, conv, inputs, outputs in linears:
             yield counterpart(f"{theirs}.{conv}.weight", f"{ours}.{matrix}", inputs, outputs, transposed=True)
             yield counterpart(f"{theirs}.{conv}.bias", f"{ours}.{matrix}_bias", outputs)
@@ -106,7 +99,7 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
         "norm": "rms",
         "mlp": "swiglu",
         "biases": "qkv" if qwen2 else "none",
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
@@ -114,12 +107,12 @@ def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"layers.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
     h, f, biased = model.hidden, model.ffn_width, model.biases == "qkv"
     inner = model.heads * model.head_width
-    yield from norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
+    yield from family.norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     for k, name in enumerate("qkv"):
         rows = _qkv_rows(attention, model, k)
-        yield from linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, *rows, biased=biased)
+        yield from family.linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, *rows, biased=biased)
     yield counterpart(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
-    yield from norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
+    yield from family.norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
     for name, first in (("gate", 0), ("up", f)):
         yield Counterpart(f"{theirs}.mlp.{name}_proj.weight", (f, h), (RowRange(f"{mlp}.up", first, f),))
     yield counterpart(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
@@ -180,7 +173,7 @@ def _neox_sizes(config: Config) -> dict[str, Any]:
     return {
         "blocks": "parallel" if config.get("use_parallel_residual", True) else "sequential",
         "rotary_fraction": float(rope.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)),
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
@@ -208,7 +201,7 @@ NEOX = Family(
     gelu=("hidden_act", "gelu"),
     tied=False,
     sizes=_neox_sizes,
-    layer=partial(fused_layer, stem="layers", attention="attention", norms=NORMS),
+    layer=partial(family.fused_layer, stem="layers", attention="attention", norms=NORMS),
     configuration=_neox_configuration,
     ignored=re.compile(r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)"),
 )
@@ -237,7 +230,7 @@ BLOOM = Family(
         "positions": "alibi",
         "embedding_norm": True,
     },
-    layer=partial(fused_layer, stem="h", attention="self_attention", norms=NORMS),
+    layer=partial(family.fused_layer, stem="h", attention="self_attention", norms=NORMS),
     configuration=lambda model: {"seq_length": model.seq},
 )
 
@@ -246,7 +239,7 @@ BLOOM = Family(
 
 
 def _falcon_sizes(config: Config) -> dict[str, Any]:
-    heads = first_value(config, "num_attention_heads", "n_head")
+    heads = family.first_value(config, "num_attention_heads", "n_head")
     is_later = bool(config.get("new_decoder_architecture"))
     has_one_key_head = not is_later and config.get("multi_query", True)
     keys = 1 if has_one_key_head else config.get("num_kv_heads") or heads
@@ -257,13 +250,13 @@ def _falcon_sizes(config: Config) -> dict[str, Any]:
         "seq": config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS,
         "blocks": "parallel" if has_two_norms else "parallel-one-norm",
         "biases": "all" if config.get("bias") else "none",
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
 def _falcon_layer(model: Model, i: int) -> Iterator[Counterpart]:
     norms = ("ln_attn", "ln_mlp") if model.blocks == "parallel" else ("input_layernorm",)
-    yield from fused_layer(model, i, stem="h", attention="self_attention", norms=norms)
+    yield from family.fused_layer(model, i, stem="h", attention="self_attention", norms=norms)
 
 
 def _falcon_configuration(model: Model) -> dict[str, Any]:

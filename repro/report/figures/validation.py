@@ -6,22 +6,9 @@ from collections.abc import Sequence
 from math import log10
 from typing import TYPE_CHECKING, Any
 
+from repro.accuracy.validate import published
 from repro.accuracy.validate.implied_inputs import ImpliedInput
-from repro.accuracy.validate.published import (
-    A100_MEGATRON,
-    CLUSTER,
-    FAMILIES,
-    NODE,
-    OTHER,
-    RATE,
-    RATIO,
-    TIMES,
-    V100_MEGATRON,
-    V100_ZERO,
-    YUAN,
-    Point,
-    family_statistics,
-)
+from repro.accuracy.validate.published import Point
 from repro.claims.published import UNITS
 from repro.config.systems.unknowns import PACE, SPREAD
 from repro.config.words import count_noun as count_nouns
@@ -44,13 +31,13 @@ VALIDATION = Drawing(
     evidence=SIMULATED,
 )
 FAMILY_STYLES = {
-    V100_MEGATRON: (style.VERMILION, "o"),
-    V100_ZERO: (style.BLUE, "s"),
-    A100_MEGATRON: (style.GREEN, "^"),
-    YUAN: (style.PURPLE, "D"),
-    NODE: (style.ORANGE, "P"),
-    CLUSTER: (style.SKY, "X"),
-    OTHER: (style.GREY, "v"),
+    published.V100_MEGATRON: (style.VERMILION, "o"),
+    published.V100_ZERO: (style.BLUE, "s"),
+    published.A100_MEGATRON: (style.GREEN, "^"),
+    published.YUAN: (style.PURPLE, "D"),
+    published.NODE: (style.ORANGE, "P"),
+    published.CLUSTER: (style.SKY, "X"),
+    published.OTHER: (style.GREY, "v"),
 }
 """Colour and marker of each family."""
 MAX_NAMED_POINTS = 4
@@ -62,15 +49,15 @@ MAX_LINE_CHARACTERS = 40
 def draw_validation(found: Sequence[Point]) -> Drawing:
     """Draw rates in TFLOP/s per GPU (left) and ratios (right) of the points that count."""
     judged = [point for point in found if not point.left_out]
-    rates = [point for point in judged if point.kind == RATE and point.device_flops]
-    ratios = [point for point in judged if point.kind == RATIO]
+    rates = [point for point in judged if point.kind == published.RATE and point.device_flops]
+    ratios = [point for point in judged if point.kind == published.RATIO]
     if not rates:
         return VALIDATION
     import pandas as pd
 
     # Some families have only ratios, so the legend covers both panels.
     seen = {point.family for point in [*rates, *ratios]}
-    look = {family: FAMILY_STYLES[family] for family in FAMILIES if family in seen}
+    look = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
     figure, (left, right) = style.make_axes(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
@@ -94,7 +81,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
 def _position(point: Point) -> tuple[float, float]:
     """Return the published and the predicted value, in TFLOP/s per GPU or as a plain ratio."""
-    if point.kind == RATE:
+    if point.kind == published.RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
     return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
@@ -104,7 +91,7 @@ def _interval_of(point: Point) -> tuple[float, float]:
     """Return the interval from unknown inputs, in the unit of `_position`."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
-    if point.unit in TIMES:  # the longest time gives the smallest rate
+    if point.unit in published.TIMES:  # the longest time gives the smallest rate
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
@@ -150,7 +137,7 @@ def _validation_caption(found: Sequence[Point]) -> str:
     parts = [
         f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
         f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
-        for family in family_statistics(found)
+        for family in published.family_statistics(found)
     ]
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "

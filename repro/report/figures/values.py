@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.accuracy.validate.published import TIMED
 from repro.claims.evidence import run_command
@@ -195,8 +195,7 @@ PLACE_WIDTH = 0.84
 """Total width of the bars at a place, in units of the axis."""
 
 
-@dataclass(frozen=True)
-class BarPair:
+class BarPair(NamedTuple):
     """Position of a series' pair of bars at a place: the centre, and the width of both bars."""
 
     middle: float

@@ -1,4 +1,6 @@
-"""`repro simulate`, `repro fit` and `repro plan`: check the input, compute the result, print it.
+"""Commands on one model: check the input, compute the result, print it.
+
+These are `repro simulate`, `repro fit`, `repro plan`, `repro evaluate` and `repro export-weights`.
 
 Invalid input is reported before the import of torch.
 """
@@ -12,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from repro.config import Experiment, Training, models
+from repro.config import Experiment, Layout, Training, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
@@ -26,6 +28,7 @@ from repro.simulate.plan.candidates import (
     device_memory_limit,
     parse_memory_size,
 )
+from repro.util import units
 from repro.util.console import print_json, show_progress
 
 
@@ -236,3 +239,50 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
     else:
         print_plan_map(request, cells, limits)
     return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1
+
+
+def print_scores(
+    weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
+) -> int:
+    """Score and print the result, or the record (`json`); return 1 if the ranks failed. Raises `ConfigError`."""
+    from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
+
+    options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
+    try:
+        record, signal = run_evaluation(options, results)
+    except ConfigError as error:
+        known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
+        raise error.for_key(f"--{error.key.replace('_', '-')}") if known else error from None
+    if signal:
+        return 128 + signal
+    if json:
+        print_json(record.as_dict())
+        return int(record.outcome != "ok")
+    print(f"{record.name}: {record.outcome}  {record.reason}".rstrip())
+    for name, value in record.metrics.items():
+        shown = units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}"
+        print(f"  {name}  {shown}")
+    way = record.way
+    print(f"protocol {way['name']}: {way['source']}")
+    for name, key in (("", "rules"), ("left open: ", "left_open"), ("published so: ", "published")):
+        for line in way[key]:
+            print(f"  {name}{line}")
+    return int(record.outcome != "ok")
+
+
+def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
+    """Write the weights and name the files; return 0. Raises `ConfigError` before any file is written."""
+    from repro.quality.weights import open_weights
+    from repro.quality.weights.huggingface import export_huggingface
+
+    source = open_weights(weights, models.load_model(model) if model else None)
+    source.check()
+    written = export_huggingface(source, output, vocab)
+    if json:
+        print_json({"weights": source.kind, "files": [str(path) for path in written]})
+        return 0
+    sizes = source.model
+    print(f"{source.kind}: {sizes.layers} layers of {sizes.hidden}, {sizes.vocab} tokens")
+    for path in written:
+        print(f"{path}  {units.size(path.stat().st_size)}")
+    return 0

@@ -6,20 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.published import (
-    ALL_RATES,
-    CALIBRATION,
-    CLOSE_ERROR,
-    FAMILIES,
-    RATE,
-    RATIO,
-    RATIOS,
-    FamilyStatistics,
-    Point,
-    claim_statistics,
-    family_statistics,
-    points,
-)
+from repro.accuracy.validate import published
+from repro.accuracy.validate.published import FamilyStatistics, Point
 from repro.accuracy.validate.unknowns import LISTED_INPUTS, UncertainInput, count_by_claim, format_range
 from repro.config import words
 from repro.config.errors import ConfigError
@@ -52,7 +40,7 @@ def print_validation(
     `own`: additional ledger files.
     """
     seen = _read_store(results, own)
-    found = points(seen.judged, seen.records)
+    found = published.points(seen.judged, seen.records)
     machine = None
     if system:
         from repro.accuracy.validate.machine import predict_measured_runs
@@ -75,8 +63,10 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     """Print how many published rates and ratios lie in their intervals; return 0 if both shares lie in `between`."""
     seen = _read_store(results, own)
     console, least, most = stdout(), *between
-    found = family_statistics(points(seen.judged, seen.records))
-    together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
+    found = published.family_statistics(published.points(seen.judged, seen.records))
+    together = [
+        family for family in found if family.name in (published.ALL_RATES, published.RATIOS) and family.wider
+    ]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
         print_page(console, "Too little is predicted in this store.", command=SIMULATE_COMMAND)
@@ -101,7 +91,7 @@ def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
 
 def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
     """Return the validation as JSON data."""
-    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
+    ratios = [point for point in found if point.kind == published.RATIO and not point.left_out]
     document: dict[str, Any] = {
         "points": [
             {
@@ -115,11 +105,11 @@ def validation_document(found: Sequence[Point], machine: MachineErrors | None = 
             }
             for point in found
         ],
-        "families": [_statistics_of(family) for family in family_statistics(found)],
-        "claims": [_statistics_of(claim) for claim in claim_statistics(found)],
+        "families": [_statistics_of(family) for family in published.family_statistics(found)],
+        "claims": [_statistics_of(claim) for claim in published.claim_statistics(found)],
         "ratios_on_the_right_side_of_1": sum(point.right_side for point in ratios),
         "ratios": len(ratios),
-        "calibration": [point.name for point in found if point.left_out == CALIBRATION],
+        "calibration": [point.name for point in found if point.left_out == published.CALIBRATION],
     }
     if machine is not None:
         document["machine"] = {
@@ -149,9 +139,10 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
     if not found:
         print_page(console, "This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
-    families, ratios = family_statistics(found), [p for p in found if p.kind == RATIO and not p.left_out]
+    families = published.family_statistics(found)
+    ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
     text = ""
-    for rates in (family for family in families if family.name == ALL_RATES):
+    for rates in (family for family in families if family.name == published.ALL_RATES):
         text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
         text += "in the 90 % interval of uncertain inputs. "
     if ratios:
@@ -171,20 +162,23 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
     """Return the points by family, those that do not count, the reasons of large errors, and the counts by claim."""
     counted = [point for point in found if not point.left_out]
-    groups = {name: [p for p in counted if (p.kind, p.family) == (RATE, name)] for name in FAMILIES}
+    groups = {
+        name: [p for p in counted if (p.kind, p.family) == (published.RATE, name)]
+        for name in published.FAMILIES
+    }
     groups |= {
-        "Ratios": [point for point in counted if point.kind == RATIO],
-        "Calibration: left out": [point for point in found if point.left_out == CALIBRATION],
+        "Ratios": [point for point in counted if point.kind == published.RATIO],
+        "Calibration: left out": [point for point in found if point.left_out == published.CALIBRATION],
         "Not counted: bounds, means, and other rows about a run above": [
-            point for point in found if point.left_out not in ("", CALIBRATION)
+            point for point in found if point.left_out not in ("", published.CALIBRATION)
         ],
     }
     reasons: dict[str, list[str]] = {}
     for point in counted:
-        if abs(point.error) > CLOSE_ERROR:
+        if abs(point.error) > published.CLOSE_ERROR:
             reasons.setdefault(point.note or "unknown", []).append(f"{point.claim} {point.label}")
-    left = f"rows with an error above {units.number(100 * CLOSE_ERROR)} %", "known reason"
-    by_claim = ((c.name, str(c.points), *_interval_counts(c)) for c in claim_statistics(found))
+    left = f"rows with an error above {units.number(100 * published.CLOSE_ERROR)} %", "known reason"
+    by_claim = ((c.name, str(c.points), *_interval_counts(c)) for c in published.claim_statistics(found))
     used = {point.rests_on for point in found}
     return [
         *(part for title, group in groups.items() if group for part in (title, _point_table(group))),
@@ -198,7 +192,11 @@ def _point_tables(found: Sequence[Point]) -> list[str | Table]:
 
 def _point_table(group: Sequence[Point]) -> Table:
     left = ("claim", "row", "unit", "basis")
-    wrong = [point for point in group if point.kind == RATIO and not point.left_out and not point.right_side]
+    wrong = [
+        point
+        for point in group
+        if point.kind == published.RATIO and not point.left_out and not point.right_side
+    ]
     headings = ("published", "predicted", "90 % interval", "wider interval", "unit", "error (%)", "basis")
     rows = (
         (

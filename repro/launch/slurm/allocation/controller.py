@@ -177,7 +177,7 @@ def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
     """Return the reason why these nodes are not the profile's system; empty if they are."""
     if site.system in systems.LOCAL_SYSTEMS:
         return ""
-    return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.gpus_per_node)
+    return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.slurm.gpus_per_node)
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:

@@ -117,7 +117,7 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
 def setup_lines(profile: Profile) -> list[str]:
     """Return the shell lines that run before the ranks start."""
     environment = profile.environment
-    lines = ["umask 077"] if profile.private else []
+    lines = ["umask 077"] if profile.storage.private else []
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
     lines += environment.setup
     return lines + [f"export {key}={shlex.quote(value)}" for key, value in environment.variables.items()]

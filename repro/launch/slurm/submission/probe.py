@@ -39,9 +39,9 @@ def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]
         *site.slurm.options.items(),
     ):
         command += [f"--{option.replace('_', '-')}={value}"] if value else []
-    if site.gpus_per_node and site.slurm.gpu_request != "none":
+    if site.slurm.gpus_per_node and site.slurm.gpu_request != "none":
         option = "--gres=gpu:" if site.slurm.gpu_request == "gres" else "--gpus-per-node="
-        command.append(f"{option}{site.gpu_type_prefix}{site.gpus_per_node}")
+        command.append(f"{option}{site.gpu_type_prefix}{site.slurm.gpus_per_node}")
     python = shlex.quote(site.environment.python or sys.executable)
     lines = [*job_array.setup_lines(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
     try:
@@ -97,7 +97,7 @@ def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     same = all(node["versions"].get("torch") == here for node in seen)
     meaning = "ranks start" if same else f"{here} is here: set environment.python or setup"
     yield Check("torch", YES if same else LIMITED, "; ".join(other), meaning)
-    if site.gpus_per_node:
+    if site.slurm.gpus_per_node:
         yield from _devices(site, seen)
 
 
@@ -122,8 +122,10 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     for node in seen:
         gpus = node["gpus"] or []
         text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"
-        if len(gpus) < site.gpus_per_node:
-            yield Check("GPUs there", NO, text, f"slurm.gpus_per_node is {site.gpus_per_node}", fatal=True)
+        if len(gpus) < site.slurm.gpus_per_node:
+            yield Check(
+                "GPUs there", NO, text, f"slurm.gpus_per_node is {site.slurm.gpus_per_node}", fatal=True
+            )
         elif system is not None and any(is_other_gpu(gpu, system) for gpu in gpus):
             meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
             yield Check("GPUs there", NO, text, meaning, fatal=True)

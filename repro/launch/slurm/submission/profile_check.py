@@ -105,8 +105,8 @@ def _refusal(site: Profile, key: str, value: object, expected: str) -> ConfigErr
 
 def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     """Yield all checks of a profile; the first fatal failure of a query ends them."""
-    gpus = f"{site.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node"
-    gpus = gpus if site.gpus_per_node else "gloo"
+    gpus = f"{site.slurm.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node"
+    gpus = gpus if site.slurm.gpus_per_node else "gloo"
     yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "cases of this system run here")
     missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
@@ -132,7 +132,7 @@ def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
-    yield from check_profile_binding(site.slurm.options, site.gpus_per_node)
+    yield from check_profile_binding(site.slurm.options, site.slurm.gpus_per_node)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:
@@ -182,7 +182,7 @@ def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> 
 
 
 def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
-    if not site.gpus_per_node:
+    if not site.slurm.gpus_per_node:
         return
     if site.slurm.gpu_request == "none":
         yield Check("GPUs", LIMITED, "not asked for (gpu_request = none)", "nodes come with all they have")
@@ -190,8 +190,8 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
     types = ", ".join(partition.gpu_types) or "no type"
     found = f"{partition.gpus} a node, {types}"
     wanted = site.slurm.gpu_type
-    if site.gpus_per_node > partition.gpus:
-        found += f"; slurm.gpus_per_node is {site.gpus_per_node}"
+    if site.slurm.gpus_per_node > partition.gpus:
+        found += f"; slurm.gpus_per_node is {site.slurm.gpus_per_node}"
         yield Check("GPUs", NO, found, "lower it", fatal=True)
     elif wanted and wanted.lower() not in [kind.lower() for kind in partition.gpu_types]:
         yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "name one of these", fatal=True)

@@ -72,7 +72,7 @@ class SubmissionPlan:
 
         On processor cores, the unit is core-hours, one core per rank.
         """
-        per_node = self.profile.gpus_per_node
+        per_node = self.profile.slurm.gpus_per_node
         most = sum(array.node_hours() * (per_node or array.shape.tasks_per_node) for array in self.arrays)
         known = [self.predictions[e.name].gpu_hours for e in self.cases if e.name in self.predictions]
         times = [hours for hours in known if hours is not None]
@@ -185,7 +185,7 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool)
         print(_text(planned, results, place, array))
     print_left_out(planned)
     most, predicted, count = planned.gpu_hours()
-    what = "GPU-hours" if planned.profile.gpus_per_node else "core-hours"
+    what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
     print(
         f"{count_noun(len(planned.cases), 'case')} in {count_noun(len(planned.arrays), 'job array')};"
         f" at most {units.number(most)} {what}" + _price(planned, most)
@@ -193,7 +193,7 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool)
     if count:
         predicts = f"the time model predicts {units.number(predicted)} {what} of steps for {count} of them"
         print(predicts + _price(planned, predicted))
-    elif planned.cases and planned.profile.gpus_per_node:
+    elif planned.cases and planned.profile.slurm.gpus_per_node:
         print("no predicted times in the store: `repro run SUITE --evidence simulated` makes them")
     print("nothing was submitted (--dry-run)")
 

@@ -62,7 +62,7 @@ def submit_suite(
         planned = plan_submission(suite, site, Store(results), only=only, move=move, rerun=rerun)
         submission_plan.print_submission_plan(planned, results, json=json)
         return 0
-    if site.private:
+    if site.storage.private:
         os.umask(site.umask)
     extras.require_extras("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
