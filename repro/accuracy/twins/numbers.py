@@ -120,21 +120,22 @@ _SIMULATED = "the above with latency, embedding, head, and all that is sent"
 def tp_number(prediction: Prediction) -> float:
     """Return compute over tensor-parallel communication of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    if layout.tp == 1:
-        return 0.0
-    rate = Network(prediction.system, layout).bus_bandwidth("tp")
-    sent = (layout.tp - 1) * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
-    return 8 * e.model.hidden * rate / sent
+    return _over_ring(prediction, "tp", 8 * e.model.hidden, layout.tp - 1)
 
 
 def dp_number(prediction: Prediction) -> float:
     """Return compute over the all-reduce of gradients of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    if layout.dp == 1:
+    return _over_ring(prediction, "dp", 4 * layout.replica_batch * e.seq, _hops(layout.dp))
+
+
+def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
+    """Return work W / (hops e F) for the rate W of the ring of `group`; 0 for a group of one rank."""
+    if not hops:
         return 0.0
-    rate = Network(prediction.system, layout).bus_bandwidth("dp")
-    sent = (layout.dp - 1) / layout.dp * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
-    return 4 * layout.replica_batch * e.seq * rate / sent
+    layout = prediction.experiment.layout
+    rate = Network(prediction.system, layout).bus_bandwidth(group)
+    return work * rate / (hops * ELEMENT_BYTES[layout.precision] * useful_rate(prediction))
 
 
 def communication_shares(prediction: Prediction) -> dict[str, float]:

@@ -166,9 +166,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
     """Return the unknown inputs of the rows of `judged` that simulated `records` predict."""
     seen = simulated_records(records)
     found: dict[tuple[str, str], UncertainInput] = {}
-    rows: list[tuple[str, Finding]] = [
-        (row_name(result, row), one) for result, row, one in uncertain_rows(judged)
-    ]
+    rows = [(row_name(result, row), finding) for result, row, finding in uncertain_rows(judged)]
     for row, finding in rows:
         assert finding.doubt is not None
         for key, share in finding.doubt.shares.items():

@@ -66,9 +66,8 @@ def _processor() -> Check:
     if quota is not None and quota < cores:
         text += f", limited to the time of {quota:g}"
         cores = max(1, int(quota))
-    meaning = (
-        f"up to {cores} ranks with a core each; more ranks are right in memory, bytes and loss, not in time"
-    )
+    more = "more ranks are right in memory, bytes and loss, not in time"
+    meaning = f"up to {cores} ranks with a core each; {more}"
     return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
 
 

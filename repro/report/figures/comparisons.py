@@ -36,17 +36,14 @@ def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
     for y, record in enumerate(shown):
         low, high, ratio = record.low, record.high, record.ratio
         rounds = _round_ratios(record)
-        axes.scatter(
-            rounds, [y + 0.24] * len(rounds), s=12, color=style.MUTED, alpha=0.55, linewidths=0, zorder=2
-        )
+        small: dict[str, Any] = {"s": 12, "color": style.MUTED, "alpha": 0.55, "linewidths": 0, "zorder": 2}
+        axes.scatter(rounds, [y + 0.24] * len(rounds), **small)
         known = low is not None and high is not None
         colour = style.ORANGE if high is not None and high < 1 else style.BLUE
         if known:
             axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
-        fill = colour if known else "white"
-        axes.scatter(
-            ratio, y, s=46, color=fill, edgecolors=style.INK if known else colour, linewidths=1, zorder=4
-        )
+        fill, edge = (colour, style.INK) if known else ("white", colour)
+        axes.scatter(ratio, y, s=46, color=fill, edgecolors=edge, linewidths=1, zorder=4)
         words = f"{ratio:.2f} {units.interval(low, high)}"
         axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
     axes.axvline(1, color=style.INK, linewidth=1.2)
@@ -117,15 +114,12 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         low, high = (1 / end if end else None for end in (c.high, c.low))
         times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
-    from matplotlib.patches import Patch
-
     figure, panels = style.make_axes(6.6, rows=3)
     _draw_grouped_bars(panels[0], times, "seconds a step, ours = 1")
     _draw_grouped_bars(panels[1], held, "MB of model states")
     _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends a step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
-    handles = [Patch(color=ENGINE_STYLES[name][1], label=ENGINE_STYLES[name][0]) for name in here]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(here))
+    style.draw_fills_above(figure, dict(ENGINE_STYLES[name] for name in here), ncols=len(here))
 
     libraries = {str(r.software["name"]) for r in members.values() if r.software} - {"repro"}
     rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
@@ -170,10 +164,8 @@ def _strategy_of(record: Record) -> str:
 
 def _describe_setup(members: list[Record]) -> str:
     one = members[0].experiment
-    return (
-        f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, "
-        f"{one.layout.global_batch} samples of {one.seq} tokens a step."
-    )
+    samples = f"{one.layout.global_batch} samples of {one.seq} tokens a step"
+    return f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, {samples}."
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"

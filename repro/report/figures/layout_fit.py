@@ -63,10 +63,8 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
     rows = [(t, p, _memory_share(record), _cell_label(record)) for (t, p), record in cells.items()]
     frame = pd.DataFrame(rows, columns=["t", "p", "share", "label"])
     tensor, stages = (sorted({place[axis] for place in every}) for axis in (0, 1))
-    shares, labels = (
-        frame.pivot(index="t", columns="p", values=name).reindex(index=tensor[::-1], columns=stages)
-        for name in ("share", "label")
-    )
+    grid = frame.pivot(index="t", columns="p").reindex(index=tensor[::-1])
+    shares, labels = (grid[name].reindex(columns=stages) for name in ("share", "label"))
     colours = [*sns.light_palette(style.SKY, 9)[1:6], *sns.light_palette(style.VERMILION, 9)[1:6]]
     look = {"annot_kws": {"color": "black", "fontsize": 8}, "linewidths": 3, "cbar": False}
     sns.heatmap(shares, annot=labels, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
@@ -216,10 +214,9 @@ def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
 def _draw_degrees_legend(figure: Figure, whole: float) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label=name) for name, colour in SERIES.values()]
-    handles.append(Patch(facecolor="white", edgecolor=style.MUTED, hatch="//////", label="does not fit"))
-    handles.append(Patch(facecolor=style.VERMILION, label=f"memory of the GPU, {units.size(whole)}"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    misfit = Patch(facecolor="white", edgecolor=style.MUTED, hatch="//////", label="does not fit")
+    limit = Patch(facecolor=style.VERMILION, label=f"memory of the GPU, {units.size(whole)}")
+    style.draw_fills_above(figure, dict(SERIES.values()), misfit, limit, ncols=4)
 
 
 def _degrees_caption(found: DegreeRecords) -> str:

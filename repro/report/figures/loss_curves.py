@@ -134,13 +134,11 @@ PRECISION_COLOURS = {"fp16": style.VERMILION, "bf16": style.BLUE}
 def draw_convergence(records: Sequence[Record]) -> Drawing:
     """Draw losses, distances of fp32 layouts from one process, and distances of 16 bits and other seeds from fp32."""
     found = style.successful_records([record for record in records if record.suite == "convergence"], "")
-    ran = [
-        r for r in found if r.series.loss and None not in r.series.loss and not r.name.startswith("batch-")
-    ]
+    every = [r for r in found if r.series.loss and None not in r.series.loss]
+    ran = [record for record in every if not record.name.startswith("batch-")]
     reference = next((record for record in ran if record.name == "fp32"), None)
-    controls, faults, seeds = (
-        style.successful_records(ran, prefix) for prefix in ("order-", "fault-", "seed-")
-    )
+    prefixes = ("order-", "fault-", "seed-")
+    controls, faults, seeds = (style.successful_records(ran, prefix) for prefix in prefixes)
     if reference is None or not controls:
         return CONVERGENCE
     fine = {id(record) for record in (reference, *controls, *faults, *seeds)}

@@ -47,9 +47,8 @@ def draw_peaks(records: list[Record]) -> Drawing:
     models = sorted(panels, key=lambda name: (-len(panels[name]), name))
     heights = [len(panels[name]) + 2.0 for name in models]
 
-    figure, grid = style.make_axes(
-        0.6 + 0.205 * sum(heights), len(models), 1, squeeze=False, height_ratios=heights
-    )
+    size = 0.6 + 0.205 * sum(heights), len(models), 1
+    figure, grid = style.make_axes(*size, squeeze=False, height_ratios=heights)
     for axes, model in zip(grid[:, 0], models, strict=True):
         rows = panels[model]
         totals = [peak_of_fullest_rank(r)["total"] + peak_of_fullest_rank(r).get("host", 0) for r in rows]
@@ -144,12 +143,10 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     for axes in grid[-1]:
         axes.set_xlabel("device's busy time")
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     colours = {name: colour for name, colour in style.CATEGORY_COLOURS.items() if name in seen}
-    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     limit = Line2D([], [], color=style.INK, ls="--", lw=1.2, label="limit of the allocator")
-    figure.legend(handles=[*handles, limit], loc="outside upper center", ncols=8, columnspacing=1.1)
+    style.draw_fills_above(figure, colours, limit, ncols=8, columnspacing=1.1)
     first = shown[0].experiment.model.name
     caption = (
         f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "

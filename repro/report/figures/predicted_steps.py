@@ -57,8 +57,6 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
     """Draw the seconds of Yuan's step (left), and the parts' shares of the step in other published layouts (right)."""
-    from matplotlib.patches import Patch
-
     records = {record.label: record for record in simulated if STEP_SECONDS in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
@@ -74,8 +72,9 @@ def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
         seen |= _draw_yuan(grid[0, 0], view, yuan)
     if others:
         seen |= _draw_shares(grid[0, -1], others)
-    handles = [Patch(facecolor=colour, label=name) for name, colour in PART_COLOURS.items() if name in seen]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    style.draw_fills_above(
+        figure, {part: PART_COLOURS[part] for part in PART_COLOURS if part in seen}, ncols=4
+    )
     shown = ([yuan] if yuan is not None else []) + list(others.values())
     caption = (
         "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
@@ -174,10 +173,9 @@ def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
             continue
         _draw_machine_panel(axes, points, what, words)
         errors = [abs(predicted / measured - 1) for _, measured, predicted in points]
-        parts.append(
-            f"{what}: {count_nouns(len(points), 'run')}, median error {units.percent(median(errors))}, "
-            f"largest {units.percent(max(errors))}"
-        )
+        middle, largest = units.percent(median(errors)), units.percent(max(errors))
+        runs = count_nouns(len(points), "run")
+        parts.append(f"{what}: {runs}, median error {middle}, largest {largest}")
     shown = {name for points in found.values() for name, _, _ in points}
     newest, timed = _newest_simulations(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (

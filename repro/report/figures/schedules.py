@@ -89,9 +89,8 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         span = float(int(span)) if span >= 10 else span
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
-        titles[0] += (
-            "\nThe whole step: in every part the colours of what the stage does, mixed by share of time"
-        )
+        mixed = "in every part the colours of what the stage does, mixed by share of time"
+        titles[0] += f"\nThe whole step: {mixed}"
         titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
 
     tall = [stages * height for height in heights]
@@ -145,9 +144,8 @@ def draw_actions(
             size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
             if size >= MIN_NUMBER_POINTS:
                 look: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
-                axes.text(
-                    (left + right) / 2, stage, str(action.micro_batch), color=ink, fontsize=size, **look
-                )
+                number = str(action.micro_batch)
+                axes.text((left + right) / 2, stage, number, color=ink, fontsize=size, **look)
     for fill, found in corners.items():
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
@@ -164,9 +162,8 @@ def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> Non
     import numpy as np
     from matplotlib.colors import to_rgb
 
-    forward, backward, idle = (
-        np.array(to_rgb(c)) for c in (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
-    )
+    fills = (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
+    forward, backward, idle = (np.array(to_rgb(fill)) for fill in fills)
     shares = np.array([busy_shares(row, total, columns) for row in rows])  # [stage, column, F and B]
     colours = shares[..., :1] * forward + shares[..., 1:] * backward
     colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from repro.results.schema import ExperimentRecord
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame
@@ -86,12 +87,7 @@ def fix_layout(figure: Figure) -> None:
 
 def to_svg(drawing: Drawing) -> str:
     """Return the figure as an `<svg>` element with real text, which takes the colours of a light or a dark page."""
-    assert drawing.figure is not None
-    out = io.StringIO()
-    with figure_style():
-        fix_layout(drawing.figure)
-        drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
+    text = _render(drawing, format="svg", metadata={"Date": None, "Creator": None}).decode()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
@@ -111,11 +107,15 @@ def _dark_rules() -> str:
 
 def to_png(drawing: Drawing) -> bytes:
     """Return the figure as a PNG of 160 dots per inch on white."""
+    return _render(drawing, format="png", dpi=160, metadata={"Software": None})
+
+
+def _render(drawing: Drawing, **options: Any) -> bytes:
     assert drawing.figure is not None
     out = io.BytesIO()
     with figure_style():
         fix_layout(drawing.figure)
-        drawing.figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
+        drawing.figure.savefig(out, **options)
     return out.getvalue()
 
 
@@ -200,6 +200,14 @@ def scatter_by(
     looks: dict[str, Any] = {"palette": list(colours), "markers": list(markers), **style}
     if len(frame):
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **looks)
+
+
+def draw_fills_above(figure: Figure, fills: Mapping[str, str], *more: Artist, **where: Any) -> None:
+    """Draw the legend of the colours of bars, and of `more` signs, above all axes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
+    figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
 
 
 def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:

@@ -207,9 +207,8 @@ def _draw_implied_panel(axes: Axes, one: ImpliedInput) -> None:
         if need.value is not None:
             axes.plot(need.value, y, "o", color=colour, ms=3.2)
     few = len(one.needs) <= MAX_LABELLED_ROWS
-    named = {
-        y: need.row.replace("/", " ", 1) for y, need in enumerate(one.needs) if few or need.row in against
-    }
+    rows = {y: need.row for y, need in enumerate(one.needs) if few or need.row in against}
+    named = {y: row.replace("/", " ", 1) for y, row in rows.items()}
     axes.set_yticks([*named], [*named.values()], fontsize=6)
     axes.set_ylabel(count_nouns(len(one.needs), "row"))
     logarithmic = one.searched[0] > 0

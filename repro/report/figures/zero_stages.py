@@ -141,9 +141,8 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
             style.draw_stacked_bar(axes, y, sizes, PART_COLOURS, 0.56, across=True)
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=style.INK, lw=1.3, zorder=3)
         if formula:
-            axes.scatter(
-                formula.value, y, s=30, marker="D", color=style.INK, edgecolors="white", lw=0.8, zorder=4
-            )
+            look: dict[str, Any] = {"s": 30, "marker": "D", "edgecolors": "white", "lw": 0.8}
+            axes.scatter(formula.value, y, color=style.INK, zorder=4, **look)
         end = max([printed.value, *(found.value for found in value.ours)])
         style.write_near(axes, _value_label(value), (end, y), (9, 0), va="center", fontsize=8.5)
     axes.set_yticks(range(len(values)), [style.STAGE_NAMES[stage] for stage in range(len(values))])
@@ -151,11 +150,10 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
     axes.set_xlim(0, 1.5 * max(value.published.high for value in values if value.published))
     axes.set_xlabel("GB per GPU")
     style.set_grid(axes, "x")
-    shown = STATE_PARTS if drawn else ()
-    handles = [Patch(facecolor=style.CATEGORY_COLOURS[part], label=f"{part}, simulated") for part in shown]
-    handles.append(Patch(facecolor="none", edgecolor=style.INK, label="published"))
+    fills = {f"{part}, simulated": colour for part, colour in PART_COLOURS.items() if drawn}
+    outline = Patch(facecolor="none", edgecolor=style.INK, label="published")
     diamond = Line2D([], [], marker="D", color=style.INK, ls="none", markersize=5, label="formula (analytic)")
-    figure.legend(handles=[*handles, diamond], loc="outside upper center", ncols=5)
+    style.draw_fills_above(figure, fills, outline, diamond, ncols=5)
     missing = len(drawn) < len(values)
     return PUBLISHED_STATES.drawn(figure, PUBLISHED_STATES.caption, drawn, missing=missing)
 
@@ -187,13 +185,11 @@ DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 def draw_volume(records: list[Record]) -> Drawing:
     """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
-    ended = style.successful_records(records, "states-") + style.successful_records(
-        records, "comm-z1-allreduce"
-    )
+    prefixes = ("states-", "comm-z1-allreduce")
+    ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
     divided = [r for r in ended if style.dp_degree(r) > 1]
-    base = {
-        _model_and_degree(r): sent_bytes(r) for r in divided if style.zero_stage(r) == 0 and sent_bytes(r) > 0
-    }
+    plain = [r for r in divided if style.zero_stage(r) == 0 and sent_bytes(r) > 0]
+    base = {_model_and_degree(r): sent_bytes(r) for r in plain}
     shown = [r for r in divided if _model_and_degree(r) in base]
     shown.sort(key=lambda r: (_stage_column(r), style.dp_degree(r)))
     if not shown:

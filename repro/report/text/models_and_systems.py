@@ -26,7 +26,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 def print_models(name: str | None, json: bool, details: bool = False) -> int:
     """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
-    models = [load_model(name)] if name else [load_model(each) for each in model_names()]
+    models = [load_model(each) for each in ([name] if name else model_names())]
     if json:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)

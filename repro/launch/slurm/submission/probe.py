@@ -123,9 +123,8 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
         gpus = node["gpus"] or []
         text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"
         if len(gpus) < site.slurm.gpus_per_node:
-            yield Check(
-                "GPUs there", NO, text, f"slurm.gpus_per_node is {site.slurm.gpus_per_node}", fatal=True
-            )
+            meaning = f"slurm.gpus_per_node is {site.slurm.gpus_per_node}"
+            yield Check("GPUs there", NO, text, meaning, fatal=True)
         elif system is not None and any(is_other_gpu(gpu, system) for gpu in gpus):
             meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
             yield Check("GPUs there", NO, text, meaning, fatal=True)
