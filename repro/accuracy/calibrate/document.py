@@ -59,7 +59,8 @@ def system_tables(
         rates[MESSAGE] = OperatorRate(fixed_s=statistics.median(rank["message_s"] for rank in ranks))
         rates[EXCHANGE] = OperatorRate(fixed_s=statistics.median(rank["exchange_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / statistics.median(rank["copy"]["median"] for rank in ranks)
-    peak = max(row["flops"] / row["median"] for row in rows if _is_aligned_product(row))
+    aligned = [row for row in rows if row["name"] in fit.PRODUCTS and not row["is_unaligned"]]
+    peak = max(row["flops"] / row["median"] for row in aligned)
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
     links = fit.link_tables(ranks, device.pop("links"), together)
@@ -152,10 +153,6 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
     rates = fit.operator_rates(points)
     errors = (fit.relative_errors(fit.rate_of(rates, name), found) for name, found in points.items())
     return rates, [abs(error) for error in chain.from_iterable(errors)]
-
-
-def _is_aligned_product(row: dict[str, Any]) -> bool:
-    return row["name"] in fit.PRODUCTS and not row["is_unaligned"]
 
 
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:

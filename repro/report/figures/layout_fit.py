@@ -137,7 +137,8 @@ def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
     if not found:
         return DEGREES
     figure, (left, right) = style.make_axes(3.7, 1, 2, width_ratios=[1.7, 1])
-    whole = max(map(_total_memory, found.values()))
+    metrics = [record.metrics for record in found.values()]
+    whole = max(float(m["memory.limit_bytes"] + m["memory.context_bytes"]) for m in metrics)
     _draw_memory(left, found, whole)
     _draw_samples(right, found)
     look: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 8}
@@ -153,11 +154,6 @@ def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
 
 
 DegreeRecords = dict[tuple[str, int], Record]
-
-
-def _total_memory(record: Record) -> float:
-    """Return the bytes of the device: the allocator's limit and the context."""
-    return float(record.metrics["memory.limit_bytes"] + record.metrics["memory.context_bytes"])
 
 
 def _bar_position(prefix: str, degree: int) -> float:

@@ -105,7 +105,8 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         axes.set_yticks(range(0, stages, every), [f"stage {stage}" for stage in range(0, stages, every)])
         axes.set_title(words, fontweight="normal")
         beside = axes.secondary_yaxis("right")
-        beside.set_yticks(range(0, stages, every), [str(_count_in_flight(row)) for row in rows[::every]])
+        live = (in_flight([slot.action for slot in row]) for row in rows[::every])
+        beside.set_yticks(range(0, stages, every), [str(count) for count in live])
         beside.set_ylabel("in flight")
         beside.tick_params(length=0)
         beside.spines["right"].set_visible(False)
@@ -170,10 +171,6 @@ def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> Non
     extent = (0, total, len(rows) - 0.5, -0.5)
     axes.imshow(colours.clip(0, 1), extent=extent, aspect="auto", interpolation="none")
     axes.tick_params(axis="y", length=0)
-
-
-def _count_in_flight(row: Sequence[TimedAction]) -> int:
-    return in_flight([slot.action for slot in row])
 
 
 def _count_chunks(rows: TimedRows) -> int:
