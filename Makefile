@@ -245,11 +245,11 @@ driver: | $(CREATED)
 	  echo "error: no NVIDIA driver on this machine (libcuda.so.1), so no GPU: make test runs what needs none" >&2; exit 1; }
 
 test-gpu: driver $(INSTALLED_TEST)
-	@$(BIN)/python -m repro.launch.doctor.gpu
+	@$(BIN)/python -m repro.launch.doctor.machine
 	$(BIN)/python -m pytest -m 'gpu and not benchmarks' -rs $(PYTEST_ARGS)
 
 bench-gpu: driver $(INSTALLED_TEST)
-	@$(BIN)/python -m repro.launch.doctor.gpu
+	@$(BIN)/python -m repro.launch.doctor.machine
 	KERNEL_RECORDS=$(RESULTS) $(BIN)/python -m pytest tests/gpu/test_bandwidth.py -rs --benchmark-only \
 	  --override-ini='addopts=--import-mode=importlib --strict-markers' $(PYTEST_ARGS)
 

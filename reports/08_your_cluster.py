@@ -25,8 +25,8 @@ import seaborn as sns
 
 from repro.config.words import describe_layout
 from repro.report import evidence
-from repro.report.exports.compare import compare_results
-from repro.report.records import Machines
+from repro.report.compare import compare_results
+from repro.report.views import Machines
 
 RESULTS: Path | None = None
 BEFORE: Path | None = None

@@ -307,7 +307,7 @@ def test_an_environment_with_the_pinned_torch_is_not_taken_for_the_machines(copy
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 @pytest.mark.parametrize(
     ("lacking", "asked"),
-    [("libcuda", ["libcuda"]), ("doctor.gpu", ["libcuda", "libcuda", "pip", "pip", "doctor.gpu"])],
+    [("libcuda", ["libcuda"]), ("doctor.machine", ["libcuda", "libcuda", "pip", "pip", "doctor.machine"])],
 )
 def test_gpu_targets_end_before_any_test_and_without_a_driver_before_the_installation(
     copy: Path, target: str, lacking: str, asked: list[str]

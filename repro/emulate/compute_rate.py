@@ -28,10 +28,9 @@ WIDTH = 192
 def rank_flops_per_s(world: int) -> float:
     """Return the FLOP/s of each of `world` ranks with its share of the compute cores.  Raises `NoNetwork`."""
     cores = count_compute_cores(usable_cores())
-    running = [
-        subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
-        for _ in range(min(cores, world))
-    ]
+    command = [sys.executable, "-m", __name__]
+    ranks = range(min(cores, world))
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in ranks]
     outputs = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
         raise NoNetwork("the rate at which ranks compute, to which links are scaled, could not be measured")

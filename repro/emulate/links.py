@@ -149,9 +149,8 @@ def _configure_tcp(window: int) -> None:
 def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
     """Let streams start with a full window, because no packet is lost and no rate has to be probed."""
     metrics = {"attrs": [("RTAX_INITCWND", packets), ("RTAX_INITRWND", packets)]}
-    rank.netlink.route(
-        "replace", dst=f"{SUBNET}.0.0/16", oif=device, scope=253, proto="kernel", metrics=metrics
-    )
+    route = {"dst": f"{SUBNET}.0.0/16", "oif": device, "scope": 253, "proto": "kernel"}
+    rank.netlink.route("replace", **route, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -185,10 +184,8 @@ class End:
             try:
                 self.host.netlink.tc("add", "netem", self.device, parent="1:1", handle="2:", **delay)
             except NetlinkError as error:
-                right = (
-                    f"delay_s = {self.delay_s:g} needs a kernel with netem (CONFIG_NET_SCH_NETEM): {error}"
-                )
-                raise OSError(right) from None
+                needed = "a kernel with netem (CONFIG_NET_SCH_NETEM)"
+                raise OSError(f"delay_s = {self.delay_s:g} needs {needed}: {error}") from None
 
     def remove_limit(self) -> None:
         """Undo `limit_rate`."""
@@ -225,9 +222,8 @@ class Links:
             self.received["node"].append(End(core, port, network.between, frame))
             for local_rank in range(network.ranks_per_node):
                 rank = Host(window)
-                port, own = node.join(
-                    f"port{local_rank}", rank, RANK_INTERFACE, mtu=packet, gso_max_size=segment
-                )
+                sizes = {"mtu": packet, "gso_max_size": segment}
+                port, own = node.join(f"port{local_rank}", rank, RANK_INTERFACE, **sizes)
                 rank.netlink.addr("add", index=own, address=address(network, len(self.ranks)), prefixlen=16)
                 _start_with_full_window(rank, own, window // packet)
                 self.sent["rank"].append(End(rank, own, network.within, rank_frame))

@@ -143,9 +143,8 @@ def request_network(keeper: subprocess.Popen[str], network: EmulatedNetwork) -> 
     line = keeper.stdout.readline()
     if not line:
         lines = keeper.stderr.read().strip().splitlines()
-        raise NoNetwork(
-            f"the emulated network could not be made: {lines[-1] if lines else 'its keeper died'}"
-        )
+        reason = lines[-1] if lines else "its keeper died"
+        raise NoNetwork(f"the emulated network could not be made: {reason}")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise NoNetwork(f"emulated network {network}: {answer['error']}")

@@ -67,19 +67,16 @@ class JudgedStore:
 
     def documents(self, pattern: str = "*") -> list[dict[str, Any]]:
         """Return the claims as `repro claims --json` prints them."""
-        return [
-            as_dict(result, self.ledger) for result in self.judged if fnmatchcase(result.claim.id, pattern)
-        ]
+        return [as_dict(result, self.ledger) for result in self._judged(pattern)]
+
+    def _judged(self, pattern: str) -> list[ClaimResult]:
+        return [result for result in self.judged if fnmatchcase(result.claim.id, pattern)]
 
     def headlines(self) -> pd.DataFrame:
         """Return one row per headline claim: published value, value by kind of evidence, verdict."""
         lines = headline_lines(self.ledger, self.judged)
-        return _frame(
-            [
-                {"claim": line.name, "published": line.published, **line.values, "verdict": line.verdict}
-                for line in lines
-            ]
-        )
+        cells = (({"claim": one.name, "published": one.published}, one.values, one.verdict) for one in lines)
+        return _frame([{**named, **values, "verdict": verdict} for named, values, verdict in cells])
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
         """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""
@@ -96,8 +93,8 @@ class JudgedStore:
                 "reason": result.reason,
                 "why": why(result),
             }
-            for result in self.judged
-            if fnmatchcase(result.claim.id, pattern) and about in ("", self.ledger.about[result.claim.file])
+            for result in self._judged(pattern)
+            if about in ("", self.ledger.about[result.claim.file])
         ]
         return _frame(rows)
 
@@ -113,18 +110,14 @@ class JudgedStore:
 
     def values(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value, with the strongest value of each kind of evidence and its interval."""
-        return _frame(
-            [_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]],
-        )
+        return _frame([_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]])
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
-        from repro.report.verdicts import VERDICT_SIGNS, row_view
+        from repro.report.views import VERDICT_SIGNS, row_view
 
         rows = []
-        for result in self.judged:
-            if not fnmatchcase(result.claim.id, pattern):
-                continue
+        for result in self._judged(pattern):
             for row in result.rows:
                 view = row_view(row, result.claim)
                 seen = dict.fromkeys(KINDS, NO_VALUE)
@@ -157,8 +150,7 @@ class JudgedStore:
         known = {(record.evidence, record.label) for record in self.latest() if record.conclusive}
         lacking = [
             (kind, at)
-            for result in self.judged
-            if fnmatchcase(result.claim.id, pattern)
+            for result in self._judged(pattern)
             for kind, at in experiments_of(result.claim.rows)
             if (MEASURED if kind == EMULATED else kind, at) not in known
         ]
@@ -166,18 +158,14 @@ class JudgedStore:
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
         """Return one row per experiment record of any protocol: conditions, outcome, every metric."""
-        return tables.experiment_frame(
-            record for record in self._matching(pattern) if evidence in ("", getattr(record, "evidence", ""))
-        )
+        found = self._matching(pattern)
+        return tables.experiment_frame(r for r in found if evidence in ("", getattr(r, "evidence", "")))
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
         """Return the judged records: the newest conclusive one of each experiment, else its newest failure."""
         chosen = select(self.records)
-        return [
-            record
-            for record in [*chosen.measured, *chosen.simulated]
-            if fnmatchcase(record.label, pattern) and evidence in ("", record.evidence)
-        ]
+        found = [r for r in [*chosen.measured, *chosen.simulated] if fnmatchcase(r.label, pattern)]
+        return [record for record in found if evidence in ("", record.evidence)]
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per comparison of two interleaved strategies: ratio with its 95 % interval."""
@@ -208,10 +196,8 @@ class JudgedStore:
         """Return one row per unknown: range, numbers of affected and decided rows, the measurement to make."""
         counted = ("rows", "settles", "possible")
         inputs = [one.as_dict() for one in self.shopping_list.inputs]
-        rows = [
-            {"unknown": one.pop("key"), **one, **{key: len(one[key]) for key in counted}} for one in inputs
-        ]
-        return _frame(rows)
+        counts = [{key: len(one[key]) for key in counted} for one in inputs]
+        return _frame([{"unknown": one.pop("key")} | one | n for one, n in zip(inputs, counts, strict=True)])
 
     def _matching(self, pattern: str) -> list[Record]:
         return [record for record in self.records if fnmatchcase(record.label, pattern)]
@@ -221,13 +207,7 @@ def read_store(results: Path | str | None = None, own: Sequence[Path] = ()) -> J
     """Return the judged store at `results`; an empty store has analytic evidence and reference records only."""
     store = Store(Path(results) if results is not None else default_store())
     records, torn = store.readable()
-    return JudgedStore(
-        results=store.root,
-        records=records,
-        torn=torn,
-        ledger=load_ledger(own=tuple(own)),
-        references=load_reference(),
-    )
+    return JudgedStore(store.root, records, torn, load_ledger(own=tuple(own)), load_reference())
 
 
 def default_store() -> Path:
@@ -242,64 +222,38 @@ def default_store() -> Path:
 
 def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
     counts = summary(results)
-    evidence = {
+    rows = {
         kind: f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
-        for kind, found in counts["evidence"].items()
+        for kind, found in (*counts["evidence"].items(), ("itself", counts["against_itself"]))
     }
-    found = counts["against_itself"]
-    itself = f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
     things = f"{counts['things']['hold']}/{counts['things']['tested']}"
-    verdicts = counts["verdicts"]
-    return {
-        "about": about,
-        "claims": counts["claims"],
-        **verdicts,
-        **evidence,
-        "itself": itself,
-        "things": things,
-    }
+    return {"about": about, "claims": counts["claims"], **counts["verdicts"], **rows, "things": things}
 
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for finding in row["evidence"]:  # strongest first
         found.setdefault(finding["kind"], finding)
-    parts = (
-        ("", "value"),
-        ("_low", "low"),
-        ("_high", "high"),
-        ("_tolerance", "tolerance"),
-        ("_origin", "origin"),
-        ("_verdict", "verdict"),
-    )
-    evidence = {f"{kind}{suffix}": found.get(kind, {}).get(key) for kind in KINDS for suffix, key in parts}
+    parts = {"value": "", **{key: f"_{key}" for key in ("low", "high", "tolerance", "origin", "verdict")}}
+    evidence = {f"{k}{suffix}": found.get(k, {}).get(key) for k in KINDS for key, suffix in parts.items()}
     return {
         "claim": claim["id"],
-        "family": claim["family"],
-        "about": claim["about"],
+        **{key: claim[key] for key in ("family", "about")},
         "value": row["label"],
         "published": row["value"],
         "printed": row["published"],
-        "unit": row["unit"],
-        "certainty": row["certainty"],
-        "main": row["main"],
-        "given": row["given"],
+        **{key: row[key] for key in ("unit", "certainty", "main", "given")},
         **evidence,
-        "verdict": row["verdict"],
-        "basis": row["basis"],
-        "reason": row["reason"],
+        **{key: row[key] for key in ("verdict", "basis", "reason")},
     }
 
 
 def _origin(record: Record) -> dict[str, Any]:
-    from repro.report.records import describe_origin
+    from repro.report.views import describe_origin
 
     names = ("id", "kind", "suite", "name", "key", "evidence", "outcome", "written", "protocol")
-    return {
-        **{name: getattr(record, name, None) for name in names},
-        "judged": of_today(record),
-        **describe_origin(record.provenance),
-    }
+    row = {name: getattr(record, name, None) for name in names}
+    return {**row, "judged": of_today(record), **describe_origin(record.provenance)}
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -317,13 +271,8 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
     from repro.launch.simulated import simulate_experiment
 
     known = models.load_model(model)
-    experiment = Experiment(
-        name="what-if",
-        model=known,
-        layout=Layout(**layout),
-        training=Training(seq=known.seq),
-        system=system,
-    )
+    keys: dict[str, Any] = {"layout": Layout(**layout), "training": Training(seq=known.seq), "system": system}
+    experiment = Experiment(name="what-if", model=known, **keys)
     record = simulate_experiment(experiment, load_system(system), "notebook")
     if record.outcome not in ("ok", "oom"):
         raise ConfigError("layout", layout, f"one that can be simulated: {record.reason}")

@@ -114,10 +114,8 @@ def step_seconds(results: list[RankResult]) -> list[list[float]]:
 
     Ranks that diverge may stop one step apart. Only steps of all ranks count.
     """
-    return [
-        [max(step) for step in zip(*ranks, strict=False)]
-        for ranks in zip(*(result.rounds for result in results), strict=False)
-    ]
+    rounds = zip(*(result.rounds for result in results), strict=False)
+    return [[max(step) for step in zip(*ranks, strict=False)] for ranks in rounds]
 
 
 def _round_rates(results: list[RankResult], samples: int) -> list[float]:

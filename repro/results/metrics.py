@@ -93,11 +93,9 @@ def memory(ranks: Sequence[Held], *, marked: bool = True) -> Metrics:
     }
     if not marked:
         return found
+    kept = ("activations", "checkpoints")  # checkpoints are activations that forward keeps
     return found | {
-        # Checkpoints are activations that forward keeps.
-        "memory.activations_bytes": max(
-            rank.peak["activations"] + rank.peak["checkpoints"] for rank in ranks
-        ),
+        "memory.activations_bytes": max(sum(rank.peak[part] for part in kept) for rank in ranks),
         "memory.checkpoints_bytes": max(rank.most["checkpoints"] for rank in ranks),
         "memory.host_bytes": max(rank.most["host"] for rank in ranks),
         "memory.gathered_bytes": max(rank.most["parameters"] - rank.states["parameters"] for rank in ranks),

@@ -64,16 +64,13 @@ def _read_file(path: Path) -> ReferenceFile:
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"line {number}", says=f"is not a record: {error}", file=str(path)) from None
         if getattr(record, "evidence", MEASURED) != MEASURED:
-            raise ConfigError(
-                f"line {number}", says="is not measured, as all reference records are", file=str(path)
-            )
+            says = "is not measured, as all reference records are"
+            raise ConfigError(f"line {number}", says=says, file=str(path))
         records.append(record)
-    devices = sorted({device for record in records if (device := device_of(record))})
-    if len(devices) != 1:
-        what = "the name of one device in the provenance of its records; a file has records of one machine"
-        raise ConfigError("device", ", ".join(devices), what, file=str(path))
+    what = "the name of one device in the provenance of its records; a file has records of one machine"
+    device = _single_device(records, "device", what, file=str(path))
     date = min(record.written for record in records)[:10]
-    return ReferenceFile(path.name, devices[0], date, tuple(records))
+    return ReferenceFile(path.name, device, date, tuple(records))
 
 
 def device_of(record: Record) -> str:
@@ -82,6 +79,13 @@ def device_of(record: Record) -> str:
         return record.device
     gpus = record.provenance.get("gpus") or []
     return str(gpus[0]["name"]) if gpus else str((record.provenance.get("cpu") or {}).get("model") or "")
+
+
+def _single_device(records: Iterable[Record], key: str, expected: str, file: str = "") -> str:
+    devices = sorted({device for record in records if (device := device_of(record))})
+    if len(devices) != 1:
+        raise ConfigError(key, ", ".join(devices), expected, file=file)
+    return devices[0]
 
 
 def write_reference(records: Iterable[Record], path: Path) -> int:
@@ -99,10 +103,8 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
         *(record for record in on_gpu if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
-    devices = sorted({device for record in kept if (device := device_of(record))})
-    if len(devices) != 1:
-        what = "a store with records of one GPU model; give the store of each machine with --results"
-        raise ConfigError("--results", ", ".join(devices), what)
+    what = "a store with records of one GPU model; give the store of each machine with --results"
+    _single_device(kept, "--results", what)
     lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in kept]
     write_file(path, "\n".join(lines) + "\n")
     return len(lines)

@@ -258,7 +258,7 @@ class EvaluationRecord(RecordHead):
     """Format of the weight files (`kind`), and the SHA-256 of each file (`files`)."""
     task: str
     way: dict[str, Any]
-    """Fields of `repro.quality.evaluate.protocols.Protocol`: `name`, `source`, rules and unspecified rules."""
+    """Fields of `repro.quality.evaluate.samples.EvaluationProtocol`: `name`, `source`, rules and unspecified rules."""
     data: dict[str, Any]
     """`name`, `bytes` and `sha256` of the text."""
     tokenizer: dict[str, Any]
@@ -273,19 +273,9 @@ class EvaluationRecord(RecordHead):
 
 
 Record: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord | KernelsRecord | EvaluationRecord
-_KINDS: dict[
-    str,
-    type[ExperimentRecord]
-    | type[ComparisonRecord]
-    | type[FitRecord]
-    | type[KernelsRecord]
-    | type[EvaluationRecord],
-] = {
-    "experiment": ExperimentRecord,
-    "comparison": ComparisonRecord,
-    "fit": FitRecord,
-    "kernels": KernelsRecord,
-    "evaluation": EvaluationRecord,
+_KINDS: dict[str, type[Record]] = {
+    record.kind: record
+    for record in (ExperimentRecord, ComparisonRecord, FitRecord, KernelsRecord, EvaluationRecord)
 }
 _CONDITIONS = ("model", "layout", "system", "engine")
 """Conditions of every experiment in all versions of the record."""

@@ -178,12 +178,11 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         _clear_abandoned(self.folder)
         stem = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{socket.gethostname()}-{os.getpid()}"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         for attempt in range(1000):
             path = self.folder / (f"{stem}.jsonl" if attempt == 0 else f"{stem}-{attempt}.jsonl")
             try:
-                self._file = os.open(
-                    path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
-                )
+                self._file = os.open(path, flags, 0o644)
                 break
             except FileExistsError:
                 continue

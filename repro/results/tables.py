@@ -41,18 +41,14 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
     """
     experiment, metrics = record.experiment, shown(record.metrics, record.outcome)
     found = {
-        "suite": record.suite,
-        "name": record.name,
-        "key": record.key,
+        **{name: getattr(record, name) for name in ("suite", "name", "key")},
         "evidence": record.shown_as,
         "written": record.written,
         "model": experiment.model.name,
         "engine": experiment.engine,
         "system": experiment.system,
         **{name: getattr(experiment.layout, name) for name in _LAYOUT},
-        "outcome": record.outcome,
-        "reason": record.reason,
-        "wall_s": record.wall_s,
+        **{name: getattr(record, name) for name in ("outcome", "reason", "wall_s")},
         **metrics,
     }
     for name, rate in (("mfu", "model_flops_per_s"), ("mfu_causal", "causal_flops_per_s")):
@@ -63,11 +59,8 @@ def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
 
 def comparison_row(record: ComparisonRecord) -> dict[str, Any]:
     """Return `baseline`, `subject`, `metric`, `ratio` with its interval `low` to `high`, and `rounds`."""
-    return {
-        **{name: getattr(record, name) for name in _COMPARED},
-        "baseline": record.baseline.name,
-        "subject": record.subject.name,
-    }
+    names = {"baseline": record.baseline.name, "subject": record.subject.name}
+    return {name: getattr(record, name) for name in _COMPARED} | names
 
 
 def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
@@ -122,14 +115,12 @@ def comparable_results(selection: Selection, pattern: str = "") -> list[Comparab
     for record in selection.by_name.values():
         if matches_pattern(pattern, record.suite, record.name):
             found.setdefault((record.suite, record.shown_as), []).append(record)
-    return [
-        ComparableResults(
-            suite, kind, sorted(records, key=_order), _compared(selection.comparisons, suite, kind, records)
-        )
-        for (suite, kind), records in sorted(
-            found.items(), key=lambda item: (item[0][0], KINDS.index(item[0][1]))
-        )
-    ]
+    results = []
+    for suite, kind in sorted(found, key=lambda at: (at[0], KINDS.index(at[1]))):
+        records = sorted(found[suite, kind], key=_order)
+        compared = _compared(selection.comparisons, suite, kind, records)
+        results.append(ComparableResults(suite, kind, records, compared))
+    return results
 
 
 def results_of_run(
@@ -137,11 +128,8 @@ def results_of_run(
 ) -> list[ComparableResults]:
     """Return the results of a run of these experiments; evidence `measured` includes emulated results."""
     wanted, simulated = set(names), evidence == SIMULATED
-    every = [
-        g.only(wanted)
-        for g in comparable_results(selection)
-        if g.suite == suite and (g.evidence == SIMULATED) == simulated
-    ]
+    groups = (group for group in comparable_results(selection) if group.suite == suite)
+    every = [group.only(wanted) for group in groups if (group.evidence == SIMULATED) == simulated]
     return [group for group in every if group.records]
 
 

@@ -21,9 +21,9 @@ from repro.claims.verdicts import (
     InputUncertainty,
     RowResult,
 )
-from repro.report.exports.compare import BETTER, SAME, WORSE, _judge_verdicts
+from repro.report.compare import BETTER, SAME, WORSE, _judge_verdicts
 from repro.report.text.claims import print_claim_details
-from repro.report.verdicts import row_view, tornado
+from repro.report.views import row_view, tornado
 from repro.results.interval import Sensitivity, StepInterval
 from repro.results.schema import SIMULATED, ExperimentRecord
 from tests.claims.made_up import record

@@ -12,8 +12,8 @@ import pytest
 
 from repro.claims import reader, run_commands
 from repro.report import evidence
+from repro.report import export as artifact
 from repro.report.evidence import JudgedStore
-from repro.report.exports import artifact
 
 if TYPE_CHECKING:
     from repro.report.page.build import Report

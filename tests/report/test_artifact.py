@@ -12,7 +12,7 @@ import pytest
 from repro import cli
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import ROOT, SuiteCatalogue, covering_globs, experiments_of
-from repro.report.exports import artifact
+from repro.report import export as artifact
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment
-from repro.report.exports.compare import speed_ratio
+from repro.report.compare import speed_ratio
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store

@@ -13,7 +13,7 @@ import pytest
 from repro import cli
 from repro.config import Experiment, Layout, models, systems
 from repro.launch.simulated import simulate_experiment
-from repro.report.exports.tables import FORMATS, TABLES
+from repro.report.export import FORMATS, TABLES
 from repro.results.store import Store
 
 

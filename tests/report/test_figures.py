@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import communication, comparisons, draw_all, loss_curves, model_states, peak_memory
+from repro.report.figures import comparisons, draw_all, loss_curves, peak_memory, zero_stages
 from repro.report.figures.style import CATEGORY_COLOURS, Drawing, figure_style, make_axes, to_svg
-from repro.report.records import Machines, record_row
+from repro.report.views import Machines, record_row
 from repro.results.select import select
 from tests.records import changed
 
@@ -29,8 +29,8 @@ def drawn(draw: Any, records: list[Any]) -> Any:
 @pytest.mark.parametrize(
     "draw",
     [
-        model_states.draw_measured_states,
-        communication.draw_volume,
+        zero_stages.draw_measured_states,
+        zero_stages.draw_volume,
         loss_curves.draw_parity,
         loss_curves.draw_convergence,
         comparisons.draw_ratios,
@@ -45,7 +45,7 @@ def test_without_records_nothing_is_drawn_and_the_remedy_is_named(draw: Any) -> 
 
 
 def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> None:
-    drawing = drawn(model_states.draw_measured_states, chosen.measured)
+    drawing = drawn(zero_stages.draw_measured_states, chosen.measured)
     axes = drawing.figure.axes[0]
     metrics = {r.name: r.metrics for r in chosen.measured}
     tops: dict[float, float] = {}
@@ -65,18 +65,18 @@ def test_states_bars_are_the_records_and_markers_the_formula(chosen: Any) -> Non
 
 def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
     some = [r for r in chosen.measured if r.name in ("states-z0-dp2", "states-z1-dp2")]
-    drawing = drawn(model_states.draw_measured_states, some)
+    drawing = drawn(zero_stages.draw_measured_states, some)
     assert drawing.figure is not None
     assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
-    assert drawing.missing == model_states.MEASURED_COMMAND
+    assert drawing.missing == zero_stages.MEASURED_COMMAND
 
 
 def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:
-    axes = drawn(communication.draw_volume, chosen.measured).figure.axes[0]
+    axes = drawn(zero_stages.draw_volume, chosen.measured).figure.axes[0]
     heights = sorted(bar.get_height() for bars in axes.containers for bar in bars)
     assert heights == pytest.approx([1, 1, 1, 1, 1, 1, 1.5, 1.5, 1.5, 1.5])
     without_base = [r for r in chosen.measured if r.name != "states-z0-dp2"]
-    (bars,) = drawn(communication.draw_volume, without_base).figure.axes[0].containers
+    (bars,) = drawn(zero_stages.draw_volume, without_base).figure.axes[0].containers
     assert len(bars) == 5
 
 

@@ -15,7 +15,7 @@ import pytest
 from repro import cli
 from repro.claims.reader import load_ledger
 from repro.report.evidence import KINDS, JudgedStore
-from repro.report.verdicts import experiments_of
+from repro.report.views import experiments_of
 from repro.results.schema import Record
 from tests.records import made_up
 from tests.report.synthetic import experiment

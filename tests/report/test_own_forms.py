@@ -14,12 +14,11 @@ from repro.claims.reader import load_ledger
 from repro.config import Experiment, Layout
 from repro.parallel.pipeline.schedule import build_schedule
 from repro.report.figures import (
-    communication,
     layout_fit,
-    model_states,
     peak_memory,
     predicted_steps,
     schedules,
+    zero_stages,
 )
 from repro.report.figures.style import Drawing, figure_style
 from repro.report.figures.values import View
@@ -64,7 +63,7 @@ def test_without_records_each_names_its_remedy(view: View) -> None:
             layout_fit.draw_degrees(view, []),
             predicted_steps.draw_breakdown(view, []),
             peak_memory.draw_timelines([]),
-            communication.draw_link_traffic([]),
+            zero_stages.draw_link_traffic([]),
         ]
         drawings.append(predicted_steps.draw_machine([], []))
     for drawing in drawings:
@@ -74,18 +73,18 @@ def test_without_records_each_names_its_remedy(view: View) -> None:
 
 def test_model_states_stand_beside_the_published_totals(view: View) -> None:
     with figure_style():
-        drawing = model_states.draw_published_states(view, [])
+        drawing = zero_stages.draw_published_states(view, [])
     assert words(drawing) == [
         "published 120, simulated: not run, analytic 120",
         "published 31.4, simulated: not run, analytic 31.41",
         "published 16.6, simulated: not run, analytic 16.64",
         "published 1.9, simulated: not run, analytic 1.875",
     ]
-    assert (drawing.records, drawing.missing) == ((), model_states.PUBLISHED_COMMAND)
+    assert (drawing.records, drawing.missing) == ((), zero_stages.PUBLISHED_COMMAND)
     parts = {"memory.parameters_bytes": 15e9, "memory.gradients_bytes": 15e9, "memory.optimizer_bytes": 1.4e9}
     simulated = [record("zero_memory", "7.5b-z1-n64", parts | {"memory.states_bytes": 31.4e9})]
     with figure_style():
-        drawing = model_states.draw_published_states(
+        drawing = zero_stages.draw_published_states(
             View(judge(load_ledger(), simulated), simulated), simulated
         )
     assert drawing.records == ("zero_memory/7.5b-z1-n64",)
@@ -196,12 +195,12 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
         "comm.link.inter-node.sent_bytes": 1e9,
     }
     made = record("zero_throughput", "fig2-8b-zero", sent, tp=4, dp=2, micro_batch=8, global_batch=32)
-    assert communication.sample_bytes_by_link(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
+    assert zero_stages.sample_bytes_by_link(made) == {"nvlink": 2e9, "inter-node": 0.25e9}
     with figure_style():
-        drawing = communication.draw_link_traffic([made])
+        drawing = zero_stages.draw_link_traffic([made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
     assert words(drawing, 1) == ["no record"] * 9
-    assert drawing.missing == communication.LINKS_COMMAND
+    assert drawing.missing == zero_stages.LINKS_COMMAND
     assert readable(drawing)
 
 

@@ -23,7 +23,7 @@ from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.config import ConfigError
 from repro.report.evidence import JudgedStore
-from repro.report.figures import model_states
+from repro.report.figures import zero_stages
 from repro.report.figures.style import DARK_THEME, GRID, INK, MUTED
 from repro.report.page.build import Report, build_report
 from repro.report.page.build import print_report as command
@@ -285,7 +285,7 @@ def test_empty_store_gives_the_ledger_and_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "repro.report.figures.draw_all", lambda measured, *of: [model_states.draw_measured_states(measured)]
+        "repro.report.figures.draw_all", lambda measured, *of: [zero_stages.draw_measured_states(measured)]
     )
     (tmp_path / "out" / "figures").mkdir(parents=True)
     stale = tmp_path / "out" / "figures" / "states.svg"

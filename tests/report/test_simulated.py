@@ -12,7 +12,7 @@ from repro.config import Experiment, systems
 from repro.launch.simulated import simulate_experiment
 from repro.report.figures import draw_all
 from repro.report.page.build import build_report
-from repro.report.records import record_row
+from repro.report.views import record_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.report.records import Machines
+from repro.report.views import Machines
 from repro.results import schema
 from repro.results.select import by_key, select
 from repro.results.store import CLOCK_TOLERANCE_S, Store

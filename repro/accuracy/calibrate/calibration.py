@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from repro.accuracy.calibrate import plan
 from repro.accuracy.calibrate.document import system_tables, toml_text
@@ -74,19 +74,16 @@ def run_calibration(
     if profile is not None and suites:
         right = "goes without --profile: a twin runs on this machine"
         raise ConfigError("--suite", str(suites[0]), says=right)
-    machine: Machine = (
+    machine: LocalMachine | ClusterNodes = (
         LocalMachine(system, gpus, target=TWIN_TARGET if suites else TARGET)
         if profile is None
         else ClusterNodes(system, profile, nodes or 1, gpus, path)
     )
+    here = machine.system, machine.ranks
     if suites:
-        experiments = plan.suite_experiments(
-            list(map(load_suite, suites)), machine.system, machine.ranks, quick
-        )
+        experiments = plan.suite_experiments(list(map(load_suite, suites)), *here, quick)
     else:
-        experiments = plan.step_experiments(
-            machine.system, machine.ranks, machine.precision, quick, per_node=machine.per_node
-        )
+        experiments = plan.step_experiments(*here, machine.precision, quick, per_node=machine.per_node)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         answer = machine.measure(Job(experiments=experiments), interrupt, quiet=quiet)
@@ -110,34 +107,14 @@ def run_calibration(
 def _checked_output(path: Path) -> Path:
     """Return `path` if a system file can be written to it; check before the measurement, which takes minutes."""
     require(path.suffix == ".toml", "--output", str(path), "a file that ends in .toml")
-    require(
-        path.stem not in system_names(),
-        "--output",
-        str(path),
-        f"a file that is not called as the packaged system {path.stem}",
-    )
+    expected = f"a file that is not called as the packaged system {path.stem}"
+    require(path.stem not in system_names(), "--output", str(path), expected)
     check_writable("--output", path)
     return path
 
 
-class Machine(Protocol):
-    """Machine or cluster on which the ranks run."""
-
-    system: str
-    """System name of an experiment; it selects processor cores or GPUs."""
-    ranks: int
-    per_node: int
-    precision: str
-
-    def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the `load` before they started.
-
-        An allocation adds `place`: see `repro.launch.slurm.allocation.nodes.slurm_provenance`.
-        """
-
-
 class LocalMachine:
-    """This machine."""
+    """This machine, with as many `ranks` on its node as in all."""
 
     def __init__(self, system: str, gpus: int, *, target: str):
         """Check the options.
@@ -166,6 +143,7 @@ class LocalMachine:
         self.precision = "fp32" if on_cpu else discover().best_precision
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        """Run `job` and return `outcome`, `reason`, the ranks' `results` and the `load` before they started."""
         if not quiet:
             print(f"measuring with {self.ranks} ranks; let nothing else run meanwhile", file=sys.stderr)
         load = round(os.getloadavg()[0], 2)
@@ -186,6 +164,7 @@ class ClusterNodes:
             ConfigError: The cluster does not have the requested nodes, or SLURM does not answer.
         """
         from repro.launch.slurm import profile
+        from repro.launch.slurm.scheduler import Scheduler, SchedulerError, check_partition
         from repro.launch.slurm.submission import profile_check
 
         self.site = profile.load_profile(profile_file)
@@ -193,24 +172,16 @@ class ClusterNodes:
         require(system == self.site.system, "--system", system, expected)
         most = self.site.ranks_per_node
         require(nodes >= 1, "--nodes", nodes, "a number of nodes, 1 or more")
-        require(
-            0 <= per_node <= most, "--gpus", per_node, f"1 to {most}, the ranks of a node by {profile_file}"
-        )
+        expected = f"1 to {most}, the ranks of a node by {profile_file}"
+        require(0 <= per_node <= most, "--gpus", per_node, expected)
         self.folder = output.absolute().parent
         profile_check.require_shared_folder(self.site, self.folder, option="--output", noun="file")
         self.system, self.nodes, self.per_node = system, nodes, per_node or most
         self.ranks = nodes * self.per_node
         on_cpu = local_launch.DEVICES.get(system) == "cpu"
         # The GPU behind a site's "local-gpu" is unknown here; every GPU has fp16.
-        self.precision = (
-            "fp32" if on_cpu else "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
-        )
-        self._check_partition()
-
-    def _check_partition(self) -> None:
-        from repro.launch.slurm.scheduler import Scheduler, SchedulerError, check_partition
-        from repro.launch.slurm.submission import profile_check
-
+        best = "fp16" if system in LOCAL_SYSTEMS else load_system(system).best_precision
+        self.precision = "fp32" if on_cpu else best
         file = self.site.file
         try:
             known = Scheduler().partitions()
@@ -222,18 +193,17 @@ class ClusterNodes:
         require(self.nodes <= partition.nodes, "--nodes", self.nodes, expected)
 
     def measure(self, job: Job, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
+        """Run `job` and return an answer as `LocalMachine.measure` does, and the allocation as `place`.
+
+        `place` is from `repro.launch.slurm.allocation.nodes.slurm_provenance`.
+        """
         from repro.launch.slurm.scheduler import SchedulerError, parse_time_limit
         from repro.launch.slurm.submission import submit
         from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 
-        slurm = self.site.slurm
-        shape = ArrayShape(
-            nodes=self.nodes,
-            tasks_per_node=self.per_node,
-            time_min=parse_time_limit(slurm.time_limit),
-            partition=slurm.partition,
-        )
-        array = JobArray(shape=shape, bundles=())
+        slurm, sizes = self.site.slurm, {"nodes": self.nodes, "tasks_per_node": self.per_node}
+        limit = parse_time_limit(slurm.time_limit)
+        array = JobArray(shape=ArrayShape(**sizes, time_min=limit, partition=slurm.partition), bundles=())
         folder = Path(tempfile.mkdtemp(prefix=".repro-calibrate-", dir=self.folder))
         answer: dict[str, Any] = {"outcome": "error"}
         try:
@@ -253,8 +223,5 @@ class ClusterNodes:
 
 def allocation_facts(place: dict[str, Any]) -> dict[str, Any]:
     """Return job, partition and nodes of an allocation as facts of a system file."""
-    return {
-        "slurm_job": place["job_id"],
-        **({"slurm_partition": place["partition"]} if place["partition"] else {}),
-        "slurm_nodes": ",".join(place["nodes"]),
-    }
+    partition = {"slurm_partition": place["partition"]} if place["partition"] else {}
+    return {"slurm_job": place["job_id"], **partition, "slurm_nodes": ",".join(place["nodes"])}

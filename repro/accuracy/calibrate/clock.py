@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -58,10 +59,8 @@ def gpu_state(device: torch.device) -> dict[str, float]:
         if n is None:
             return {}
         try:
-            return {
-                "sm_mhz": float(torch.cuda.clock_rate(device)),
-                "power_w": torch.cuda.power_draw(device) / 1e3,
-            }
+            clock_mhz, power_mw = torch.cuda.clock_rate(device), torch.cuda.power_draw(device)
+            return {"sm_mhz": float(clock_mhz), "power_w": power_mw / 1e3}
         except (n.NVMLError, RuntimeError, ImportError):
             return {}
 
@@ -152,11 +151,8 @@ def gpu_load(device: torch.device) -> SustainedLoad:
     dtype = torch.bfloat16 if has_bf16 else torch.float16
     a, b = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return SustainedLoad(
-        lambda: torch.mm(a, b, out=out),
-        lambda: torch.cuda.synchronize(device),
-        lambda: gpu_state(device),
-    )
+    synchronize = partial(torch.cuda.synchronize, device)
+    return SustainedLoad(lambda: torch.mm(a, b, out=out), synchronize, partial(gpu_state, device))
 
 
 class OperatorTiming(NamedTuple):
@@ -175,9 +171,8 @@ class OperatorTiming(NamedTuple):
 
 def timing(seconds: Sequence[float]) -> OperatorTiming:
     """Return median and quartiles of a sample."""
-    return OperatorTiming(
-        quantile(seconds, 0.5), quantile(seconds, 0.25), quantile(seconds, 0.75), len(seconds)
-    )
+    middle, low, high = (quantile(seconds, part) for part in (0.5, 0.25, 0.75))
+    return OperatorTiming(middle, low, high, len(seconds))
 
 
 class OperatorClock:
@@ -188,10 +183,9 @@ class OperatorClock:
     ):
         """Divide the cache and the `cores` of a node, by default all usable cores, among its `neighbours` ranks."""
         self.device, self.group, self.repeats = device, group, repeats
-        self.ranks_per_core = (
-            max(1.0, neighbours / (cores or usable_cores())) if device.type == "cpu" else 1.0
-        )
-        self.cache = max(1, cache_bytes(device) // (neighbours if device.type == "cpu" else 1))
+        neighbours = neighbours if device.type == "cpu" else 1
+        self.ranks_per_core = max(1.0, neighbours / (cores or usable_cores()))
+        self.cache = max(1, cache_bytes(device) // neighbours)
         """This rank's part of the last-level cache, in bytes; the ranks of a node flush their parts at once."""
         self._wipe = torch.empty(self.cache + self.cache // 4, dtype=torch.uint8, device=device)
         self.load = gpu_load(device) if device.type == "cuda" else None
@@ -228,14 +222,13 @@ class OperatorClock:
         if self.load:
             self.load.settle()  # the preparation of the operands leaves the device idle
         self._run(functions, sets)
+        in_turn: Callable[[int], object] = lambda i: functions[i % sets]()
         found = []
         for _ in range(self.repeats):
             self.flush()
             self.synchronize()
             self.group.barrier()
-            found.append(
-                self.in_a_crowd(lambda i: functions[i % sets](), lambda: self._run(functions, calls))
-            )
+            found.append(self.in_a_crowd(in_turn, lambda: self._run(functions, calls)))
         return timing(found)
 
     def in_a_crowd(self, call: Callable[[int], object], alone: Callable[[], float]) -> float:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from repro.accuracy.calibrate import fit, link_tables
+from repro.accuracy.calibrate import fit
 from repro.accuracy.calibrate.fit import TimedCall, quantity, round_digits
 from repro.config.network import core_share
 from repro.config.timing import EXCHANGE, MESSAGE, UNALIGNED_MATMUL, OperatorRate
@@ -59,10 +59,11 @@ def system_tables(
         rates[MESSAGE] = OperatorRate(fixed_s=statistics.median(rank["message_s"] for rank in ranks))
         rates[EXCHANGE] = OperatorRate(fixed_s=statistics.median(rank["exchange_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / statistics.median(rank["copy"]["median"] for rank in ranks)
-    peak = max(row["flops"] / row["median"] for row in rows if _is_aligned_product(row))
+    aligned = [row for row in rows if row["name"] in fit.PRODUCTS and not row["is_unaligned"]]
+    peak = max(row["flops"] / row["median"] for row in aligned)
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
-    links = link_tables.link_tables(ranks, device.pop("links"), together)
+    links = fit.link_tables(ranks, device.pop("links"), together)
     facts = {
         "device": device["name"],
         "precision": precision,
@@ -76,7 +77,7 @@ def system_tables(
         "spread_of_calls": round_digits(statistics.median([row["spread"] for row in rows])),
         "error_of_rates": round_digits(statistics.median(errors)),
         "error_of_rates_90": round_digits(quantile(errors, 0.9)),
-        **link_tables.link_facts(ranks),
+        **fit.link_facts(ranks),
         **(_core_facts(ranks, per_node) if on_cpu else _gpu_facts(ranks)),
         **site,
         **({"quick": 1} if quick else {}),
@@ -134,14 +135,12 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each measured call, with the medians over ranks."""
     found = []
     for same in zip(*(rank["operators"] for rank in ranks), strict=True):
-        assert len({(row["name"], row["nbytes"], row["flops"]) for row in same}) == 1, (
-            "ranks measured other calls"
-        )
-        seconds = statistics.median(row["median"] for row in same)
-        spread = statistics.median(
-            (row["high"] - row["low"]) / 2 / max(RESOLUTION_S, row["median"]) for row in same
-        )
-        found.append({**same[0], "median": max(RESOLUTION_S, seconds), "spread": spread})
+        calls = {(row["name"], row["nbytes"], row["flops"]) for row in same}
+        assert len(calls) == 1, "ranks measured other calls"
+        medians = [max(RESOLUTION_S, row["median"]) for row in same]
+        spreads = ((row["high"] - row["low"]) / 2 / m for row, m in zip(same, medians, strict=True))
+        row = {"median": statistics.median(medians), "spread": statistics.median(spreads)}
+        found.append({**same[0], **row})
     return found
 
 
@@ -152,16 +151,8 @@ def _rates(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, OperatorRate], lis
         name = UNALIGNED_MATMUL if row["is_unaligned"] else row["name"]
         points.setdefault(name, []).append(TimedCall(row["nbytes"], row["flops"], row["median"]))
     rates = fit.operator_rates(points)
-    errors = [
-        abs(error)
-        for name, found in points.items()
-        for error in fit.relative_errors(fit.rate_of(rates, name), found)
-    ]
-    return rates, errors
-
-
-def _is_aligned_product(row: dict[str, Any]) -> bool:
-    return row["name"] in fit.PRODUCTS and not row["is_unaligned"]
+    errors = (fit.relative_errors(fit.rate_of(rates, name), found) for name, found in points.items())
+    return rates, [abs(error) for error in chain.from_iterable(errors)]
 
 
 def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_cpu: bool) -> float:
@@ -173,12 +164,14 @@ def _launch(ranks: Sequence[dict[str, Any]], rates: dict[str, OperatorRate], on_
     step = statistics.median(rank["launch"]["median"] for rank in ranks)
     operators = launch["operators"]
     if on_cpu:
-        inside = sum(
-            fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes) for name, nbytes, flops in operators
-        )
+        inside = sum(_call_s(rates, *call) for call in operators)
         return max(0.0, step - inside) / len(operators)
     others = len(operators) - launch["backward_operators"]
     return max(0.0, step - statistics.median(rank["launch"]["backward_s"] for rank in ranks)) / others
+
+
+def _call_s(rates: dict[str, OperatorRate], name: str, nbytes: float, flops: float) -> float:
+    return fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes)
 
 
 def _backward_launch(ranks: Sequence[dict[str, Any]], together: str) -> dict[str, Any]:
@@ -196,17 +189,11 @@ def _step(silent: SilentSteps, rates: dict[str, OperatorRate]) -> dict[str, floa
     """Return the median ratio of a step without messages to the sum of its operators, and the ratio's spread."""
     times = []
     for same in silent:
-        operators = sum(
-            calls * fit.rate_of(rates, name).seconds(flops=flops, nbytes=nbytes)
-            for name, nbytes, flops, calls in same[0]["operators"]
-        )
+        operators = sum(calls * _call_s(rates, *call) for *call, calls in same[0]["operators"])
         times.append(statistics.median(rank["seconds"] for rank in same) / operators)
-    return {
-        STEP: round_digits(statistics.median(times)),
-        f"{STEP}_spread": round_digits(
-            (quantile(times, 0.75) - quantile(times, 0.25)) / 2 / statistics.median(times)
-        ),
-    }
+    middle = statistics.median(times)
+    spread = (quantile(times, 0.75) - quantile(times, 0.25)) / 2 / middle
+    return {STEP: round_digits(middle), f"{STEP}_spread": round_digits(spread)}
 
 
 def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
@@ -227,15 +214,12 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
             roots += statistics.fmean(alike) ** 0.5
         jitter = (late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0
         jitters.append(jitter)
-        spreads.append(
-            max(0.0, statistics.variance(whole) - jitter * mean / len(same[0]["between"])) ** 0.5 / mean
-        )
+        own = statistics.variance(whole) - jitter * mean / len(same[0]["between"])
+        spreads.append(max(0.0, own) ** 0.5 / mean)
     source = "measured: steps without messages,"
     return {
-        "spread": quantity(round_digits(statistics.median(spreads)), f"{source} of one rank and of another"),
-        "jitter_s": quantity(
-            round_digits(statistics.median(jitters)), f"{source} between where these would be"
-        ),
+        "spread": quantity(statistics.median(spreads), f"{source} of one rank and of another"),
+        "jitter_s": quantity(statistics.median(jitters), f"{source} between where these would be"),
     }
 
 
@@ -258,14 +242,13 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     here = ranks[0]["machine"]
     first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
     unknown = "the machine does not tell and it was not measured"
+    beside_torch = f"measured: in use beside torch's memory at the end, the most of {len(ranks)} ranks"
     classes = ("nvlink", "pcie") if here["nvlink"] else ("pcie",)
     return {
         "name": str(first["name"]),
         "compute_capability": first["compute_capability"] or "",
         "memory_bytes": quantity(first["memory_bytes"], "NVML, rank 0's node"),
-        "context_bytes": quantity(
-            context, f"measured: in use beside torch's memory at the end, the most of {len(ranks)} ranks"
-        ),
+        "context_bytes": quantity(context, beside_torch),
         "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, rank 0's node"),
         "links": {name: {"per": "device", "bandwidth": quantity(None, unknown)} for name in classes},
     }
@@ -275,21 +258,15 @@ def _core_facts(ranks: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any
     """Return the FLOP/s of products on a rank's share of a core, and the cores that carry messages."""
     share = core_share(per_node, ranks[0]["machine"]["cores"])
     rates = (rank["products"] for rank in ranks if rank["products"] is not None)
-    return {
-        COMPUTE_RATE_FACT: round_digits(statistics.median(rates) * share),
-        MESSAGE_CORES_FACT: ranks[0]["carrying"],
-    }
+    rate = round_digits(statistics.median(rates) * share)
+    return {COMPUTE_RATE_FACT: rate, MESSAGE_CORES_FACT: ranks[0]["carrying"]}
 
 
 def _gpu_facts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return driver, limits, and clock rate and power during the measurement, as medians over the ranks."""
     here = ranks[0]["machine"]
     first = here["gpus"][0]
-    names = {
-        "driver": first["driver"],
-        "power_limit_w": first["power_limit_w"],
-        "max_sm_mhz": first["max_sm_mhz"],
-    }
+    names = {key: first[key] for key in ("driver", "power_limit_w", "max_sm_mhz")}
     nccl = {f"nccl {name}": text for name, text in here["versions"].items() if "nccl" in name}
     states = {
         key: round_digits(statistics.median(rank["gpu_state"][key] for rank in ranks))

@@ -45,15 +45,11 @@ def suite_experiments(suites: Sequence[Suite], system: str, ranks: int, quick: b
     repeats = QUICK_REPEATS if quick else REPEATS
     found: dict[str, Experiment] = {}
     for suite in suites:
-        here = [
-            e.experiment
-            for e in suite.entries
-            if (e.experiment.system, e.experiment.layout.world) == (system, ranks)
-        ]
+        every = [entry.experiment for entry in suite.entries]
+        here = [e for e in every if (e.system, e.layout.world) == (system, ranks)]
         if not here:
-            raise ConfigError(
-                "--suite", suite.file, f"a suite with experiments of {ranks} ranks of system {system}"
-            )
+            right = f"a suite with experiments of {ranks} ranks of system {system}"
+            raise ConfigError("--suite", suite.file, right)
         for e in here:
             training = replace(e.training, steps=repeats, untimed_steps=1)
             alone = replace(e, network=None, training=training, limits=LIMITS)
@@ -73,12 +69,9 @@ def step_experiments(
     """
     tp = per_node or gpus
     on_cpu = system == "local"
-    sizes: Sequence[tuple[int, int, int, int]]
-    if quick:
-        sizes = CPU_QUICK_SIZES if on_cpu else GPU_QUICK_SIZES
-    else:
-        sizes = CPU_SIZES if on_cpu else GPU_SIZES
     head = CPU_HEAD if on_cpu else GPU_HEAD
+    full, few = (CPU_SIZES, CPU_QUICK_SIZES) if on_cpu else (GPU_SIZES, GPU_QUICK_SIZES)
+    shapes: Sequence[tuple[int, int, int, int]] = few if quick else full
     repeats = QUICK_REPEATS if quick else REPEATS
     found = []
 
@@ -89,23 +82,16 @@ def step_experiments(
         replicas = keys.get("dp", 1)
         # The first, a middle and the last micro-batch differ.
         batch = 3 * micro_batch * replicas
-        model = Model(
-            name=f"calibrate-{hidden}",
-            layers=layers,
-            hidden=hidden,
-            heads=hidden // head,
-            vocab=vocab,
-            seq=seq,
-        )
+        sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": hidden // head}
+        model = Model(name=f"calibrate-{hidden}", vocab=vocab, seq=seq, **sizes)
         layout = Layout(micro_batch=micro_batch, global_batch=batch, precision=precision, **keys)
         training = Training(steps=repeats, untimed_steps=1, dropout=dropout)
-        found.append(
-            Experiment(name=name, model=model, layout=layout, training=training, system=system, limits=LIMITS)
-        )
+        parts: dict[str, Any] = {"model": model, "layout": layout, "training": training}
+        found.append(Experiment(name=name, system=system, limits=LIMITS, **parts))
 
-    for size in sizes:
+    for size in shapes:
         add(f"dp-{size[0]}", size, dp=gpus, zero=1 if gpus > 1 else 0)
-    for size in sizes[: 1 if quick else 2]:
+    for size in shapes[: 1 if quick else 2]:
         add(f"zero3-{size[0]}", size, dp=gpus, zero=3, recompute=True)
         add(f"dropout-{size[0]}", size, dp=gpus, dropout=0.1)
         for operators in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED):
@@ -114,7 +100,7 @@ def step_experiments(
             add(f"tp-{size[0]}", size, tp=tp, dp=gpus // tp)
             add(f"sp-{size[0]}", size, tp=tp, dp=gpus // tp, sp=True)
     if gpus > 1:
-        add("pp", sizes[0], layers=gpus, pp=gpus)
+        add("pp", shapes[0], layers=gpus, pp=gpus)
     if not on_cpu:
         for size in UNALIGNED_SIZES[: 2 if quick else None]:
             add(f"unaligned-{size[0]}", size, layers=1, dp=gpus)

@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 
+from repro.accuracy.calibrate import plan
 from repro.accuracy.calibrate.calls import Call, bind, calls_of, choose
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.accuracy.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
-from repro.accuracy.calibrate.plan import (
-    BETWEEN,
-    INSIDE,
-    PAYLOADS,
-    QUICK_PAYLOADS,
-    QUICK_REPEATS,
-    group_kinds,
-    pipeline_groups,
-)
 from repro.accuracy.calibrate.timed_steps import LaunchBench, time_silent_step
 from repro.config import Experiment
 from repro.config.enums import Phase
@@ -58,12 +50,12 @@ def _measure(
 ) -> dict[str, dict[str, Any]]:
     """Measure on this rank. The result of the first experiment holds everything; the others are only traced."""
     place = rank_device(device)
-    quick = job.experiments[0].training.steps == QUICK_REPEATS
+    quick = job.experiments[0].training.steps == plan.QUICK_REPEATS
     cores, carrying = usable_cores(), 0
     with joined_process_group(rank, world, place, rendezvous):
         per_node = ranks_per_node(world)
-        groups = group_kinds(world, per_node, device)
-        chains = pipeline_groups(world, per_node, device)
+        groups = plan.group_kinds(world, per_node, device)
+        chains = plan.pipeline_groups(world, per_node, device)
         if not collectives:
             processes.keep_freed_memory()
             divided = CoreAssignment(rank)
@@ -108,29 +100,24 @@ def _measure(
         result["operators_s"] = time.perf_counter() - began
         if world > 1:
             began = time.perf_counter()
-            payloads = QUICK_PAYLOADS if quick else PAYLOADS
+            payloads = plan.QUICK_PAYLOADS if quick else plan.PAYLOADS
             bench = LinkBench(clock, payloads[-1])
             measured = groups if collectives else dict(list(groups.items())[:1])
-            result["links"] = bench.by_payload(
-                measured,
-                chains,
-                payloads,
-                beat,
-                COLLECTIVES if collectives else (RING_COLLECTIVE,),
-            )
+            timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
+            result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
             if not collectives:  # a measured collective includes these seconds
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, whole)
                 exchanged = [bench.message_s(op, whole) for op in EXCHANGED]
                 result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], whole.size)
                 beat()
             result["overlap"] = {}
-            for where in (INSIDE, BETWEEN):
+            for where in (plan.INSIDE, plan.BETWEEN):
                 largest = next((group for kind, group in groups.items() if kind.place == where), None)
                 if largest is not None:
-                    result["overlap"][where] = {
-                        op: bench.overlap_cost(op, payloads[-1] // 4, largest, beat)
-                        for op in (OVERLAPPED if collectives else (RING_COLLECTIVE,))
-                    }
+                    ops = OVERLAPPED if collectives else (RING_COLLECTIVE,)
+                    size = payloads[-1] // 4
+                    costs = {op: bench.overlap_cost(op, size, largest, beat) for op in ops}
+                    result["overlap"][where] = costs
             result["links_s"] = time.perf_counter() - began
         if clock.load:
             result["gpu_state"] = clock.load.medians()
@@ -178,17 +165,10 @@ def operators(
         few = QUICK_CALLS_PER_OPERATOR if quick else CALLS_PER_OPERATOR
         most = 2 * few if any(call.operator.shapes for call in calls) else few
         for call in choose(calls, most):
-            found = clock.time(lambda call=call: bind(call, clock.device, generator), call.nbytes)  # type: ignore[misc]
-            rows.append(
-                {
-                    "name": name,
-                    "nbytes": call.nbytes,
-                    "flops": call.operator.flops,
-                    "shapes": call.operator.shapes,
-                    "is_unaligned": is_unaligned,
-                    **found._asdict(),
-                }
-            )
+            found = clock.time(partial(bind, call, clock.device, generator), call.nbytes)
+            row = {"name": name, "nbytes": call.nbytes, "flops": call.operator.flops}
+            row |= {"shapes": call.operator.shapes, "is_unaligned": is_unaligned}
+            rows.append(row | found._asdict())
             beat()
         between()
     return rows

@@ -46,9 +46,8 @@ class LaunchBench:
         layout = Layout(precision=like.layout.precision)
         experiment = replace(like, model=model, layout=layout, training=replace(like.training, dropout=0.0))
         traced = trace(experiment, roles(experiment)[0])
-        self._operators = [
-            (o.name, o.read + o.written, o.flops) for times, o in traced.operators() for _ in range(times)
-        ]
+        calls = (o for times, o in traced.operators() for _ in range(times))
+        self._operators = [(o.name, o.read + o.written, o.flops) for o in calls]
         self._engine = NativeEngine(experiment, meshes.single_rank_mesh(), clock.device)
         tokens = torch.zeros(1, WIDTH, dtype=torch.int64, device=clock.device)
         self._batches = [MicroBatch(tokens, tokens, BatchPosition(0, 0))]
@@ -88,9 +87,8 @@ class LaunchBench:
         began = time.perf_counter()
         self._engine.step(self._batches, lambda phase: marks.append((phase, time.perf_counter())))
         self._engine.synchronize()
-        self._backward_s.append(
-            sum(end - start for (phase, start), (_, end) in pairwise(marks) if phase == Phase.BACKWARD)
-        )
+        spans = ((phase, end - start) for (phase, start), (_, end) in pairwise(marks))
+        self._backward_s.append(sum(seconds for phase, seconds in spans if phase == Phase.BACKWARD))
         return time.perf_counter() - began
 
 

@@ -123,9 +123,8 @@ def derive(originals: Sequence[Experiment], machine: System, options: TwinOption
             right = f"the ranks of every member: {original.name} has {shape.nodes * shape.per_node}"
             raise ConfigError("--ranks", options.ranks, right)
         twin = scaled_experiment(original, shape, widest, options)
-        probe = EmulatedNetwork(
-            nodes=shape.nodes, ranks_per_node=shape.per_node, between=1e12 if shape.nodes > 1 else 0.0
-        )
+        fast = 1e12 if shape.nodes > 1 else 0.0
+        probe = EmulatedNetwork(nodes=shape.nodes, ranks_per_node=shape.per_node, between=fast)
         twin = replace(twin, network=probe)
         members.append(Member(original, system, shape, twin, emulated_system(machine, probe)))
         scales.append(scale_of(original, twin))
@@ -202,16 +201,13 @@ def network_of(member: Member, scale: Scale) -> EmulatedNetwork:
                 within = inside_rate(member.system) * factors[group]
         else:
             within = rate
-    bare = EmulatedNetwork(
-        nodes=shape.nodes, ranks_per_node=shape.per_node, between=between or _unused(shape), within=within
-    )
+    # A link that no group needs carries the small sums over all ranks.
+    between = between or (1e8 if shape.nodes > 1 else 0.0)
+    bare = EmulatedNetwork(nodes=shape.nodes, ranks_per_node=shape.per_node, between=between, within=within)
     share = payload_share(bare)  # headers come on top
-    return replace(bare, between=_rounded(bare.between / share), within=_rounded(bare.within / share))
-
-
-def _rounded(rate: float) -> float:
-    """Round to four digits, beyond the accuracy of a token bucket."""
-    return float(f"{rate:.4g}")
+    # Four digits are beyond the accuracy of a token bucket.
+    between, within = (float(f"{rate / share:.4g}") for rate in (bare.between, bare.within))
+    return replace(bare, between=between, within=within)
 
 
 def _ring_inside(member: Member, group: str) -> bool:
@@ -221,29 +217,20 @@ def _ring_inside(member: Member, group: str) -> bool:
     return group != "pp" and len(set(nodes[0].tolist())) < nodes.shape[1]
 
 
-def _unused(shape: TwinShape) -> float:
-    """Return the rate of a link that no group needs, for the small sums over all ranks."""
-    return 1e8 if shape.nodes > 1 else 0.0
-
-
 def _across(member: Member, group: str) -> float:
     """Return the bytes/s of a ring of `group` that only the nodes' links limit."""
     placed = Placement(member.twin.layout, member.machine)
     members = group_members(placed.layout, group)
     nodes = placed.nodes(members)
-    sharing = max(
-        sum(node in row and len(set(row)) > 1 for row in nodes.tolist())
-        for node in range(int(nodes.max()) + 1)
-    )
+    spread = [set(row) for row in nodes.tolist() if len(set(row)) > 1]
+    sharing = max(sum(node in row for row in spread) for node in range(int(nodes.max()) + 1))
     return Network(member.machine, member.twin.layout).peak(BETWEEN_NODES) / sharing
 
 
 def _stage_rate(network: Network) -> float:
     """Return the bytes/s of each rank between the first two stages."""
-    few, many = (
-        network.send_seconds(size, from_stage=0, to_stage=1)
-        for size in (LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES)
-    )
+    sizes = (LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES)
+    few, many = (network.send_seconds(size, from_stage=0, to_stage=1) for size in sizes)
     return LARGE_MESSAGE_BYTES / (many - few)
 
 
@@ -271,11 +258,6 @@ def limit_to_machine(network: EmulatedNetwork, machine: System) -> tuple[Emulate
 
 
 def _alike(one: EmulatedNetwork, other: EmulatedNetwork) -> bool:
-    def close(a: float, b: float) -> bool:
-        return abs(a - b) <= MAX_RATE_DIFFERENCE * max(a, b)
-
-    return (
-        (one.nodes, one.ranks_per_node) == (other.nodes, other.ranks_per_node)
-        and close(one.between, other.between)
-        and close(one.within, other.within)
-    )
+    rates = ((one.between, other.between), (one.within, other.within))
+    same = (one.nodes, one.ranks_per_node) == (other.nodes, other.ranks_per_node)
+    return same and all(abs(a - b) <= MAX_RATE_DIFFERENCE * max(a, b) for a, b in rates)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from repro.accuracy.twins.derive import Member, compute_s, useful_rate
 from repro.accuracy.twins.scaling import Scale
@@ -59,15 +60,10 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
             ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number),
         )
     ]
-    found += [
-        SimilarityNumber(
-            f"{_NAMES[group]} communication / compute, predicted",
-            share,
-            communication_shares(after)[group],
-            _SIMULATED,
-        )
-        for group, share in communication_shares(before).items()
-    ]
+    shares = communication_shares(before), communication_shares(after)
+    for group, name in _NAMES.items():
+        name += " communication / compute, predicted"
+        found.append(SimilarityNumber(name, shares[0][group], shares[1][group], _SIMULATED))
     found += [
         SimilarityNumber(name, read(before), read(after), by)
         for name, read, by in (
@@ -76,11 +72,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
             ("element-wise part of compute", elementwise_share, "not kept: follows from the two machines"),
             ("attention / other products, s/6h", attention_share, "s' = k s"),
             ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
-            (
-                "all-reduces over tp a layer",
-                tp_all_reduces_per_layer,
-                "not kept: fewer layers share embedding and head",
-            ),
+            ("all-reduces over tp a layer", tp_all_reduces_per_layer, _FEWER_LAYERS),
             ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
             ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
             ("pipeline bubble, (p-1)/m", bubble_over_ideal, "stages and micro-batches stay, or are said"),
@@ -96,12 +88,9 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
     )
     found.append(relative)
     if member is not baseline:
-        rates = before.flops_per_device / baseline.before.flops_per_device
-        found.append(
-            SimilarityNumber(
-                TWIN_RATIO, rates, after.flops_per_device / baseline.after.flops_per_device, "what is asked"
-            )
-        )
+        pairs = ((before, baseline.before), (after, baseline.after))
+        original, twin = (mine.flops_per_device / base.flops_per_device for mine, base in pairs)
+        found.append(SimilarityNumber(TWIN_RATIO, original, twin, "what is asked"))
     return [number for number in found if number.original or number.twin]
 
 
@@ -124,27 +113,29 @@ def _bandwidth(system: System, name: str) -> float:
 
 
 _NAMES = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline"}
+_FEWER_LAYERS = "not kept: fewer layers share embedding and head"
 _SIMULATED = "the above with latency, embedding, head, and all that is sent"
 
 
 def tp_number(prediction: Prediction) -> float:
     """Return compute over tensor-parallel communication of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    if layout.tp == 1:
-        return 0.0
-    rate = Network(prediction.system, layout).bus_bandwidth("tp")
-    sent = (layout.tp - 1) * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
-    return 8 * e.model.hidden * rate / sent
+    return _over_ring(prediction, "tp", 8 * e.model.hidden, layout.tp - 1)
 
 
 def dp_number(prediction: Prediction) -> float:
     """Return compute over the all-reduce of gradients of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
-    if layout.dp == 1:
+    return _over_ring(prediction, "dp", 4 * layout.replica_batch * e.seq, _hops(layout.dp))
+
+
+def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> float:
+    """Return work W / (hops e F) for the rate W of the ring of `group`; 0 for a group of one rank."""
+    if not hops:
         return 0.0
-    rate = Network(prediction.system, layout).bus_bandwidth("dp")
-    sent = (layout.dp - 1) / layout.dp * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
-    return 4 * layout.replica_batch * e.seq * rate / sent
+    layout = prediction.experiment.layout
+    rate = Network(prediction.system, layout).bus_bandwidth(group)
+    return work * rate / (hops * ELEMENT_BYTES[layout.precision] * useful_rate(prediction))
 
 
 def communication_shares(prediction: Prediction) -> dict[str, float]:
@@ -174,11 +165,8 @@ def latency_share(prediction: Prediction) -> float:
 def without_latency(system: System) -> System:
     """Return `system` without latency of messages."""
     zero = sourced_quantity(0.0, "left out")
-    links = {
-        name: replace(link, latency_s=zero, start_s=zero, chunk_s=zero, hop=None)
-        for name, link in system.links.items()
-    }
-    return replace(system, links=links)
+    quick: dict[str, Any] = {"latency_s": zero, "start_s": zero, "chunk_s": zero, "hop": None}
+    return replace(system, links={name: replace(link, **quick) for name, link in system.links.items()})
 
 
 def without_jitter(system: System) -> System:

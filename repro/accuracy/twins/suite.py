@@ -144,11 +144,8 @@ def _twin(named: NamedTwin) -> list[str]:
 def _stands_for(member: Member, baseline: Member) -> list[str]:
     found = twin_of(member, baseline)
     links = {"between": found.between, "within": found.within}
-    head = {
-        "original": found.original,
-        "part": found.part,
-        **{key: rate for key, rate in links.items() if rate},
-    }
+    head = {"original": found.original, "part": found.part}
+    head |= {key: rate for key, rate in links.items() if rate}
     return _table("[experiment.twin]", head) + _table("[experiment.twin.numbers]", found.numbers)
 
 

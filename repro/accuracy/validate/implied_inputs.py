@@ -69,12 +69,10 @@ class ImpliedInput:
     @property
     def torn(self) -> int:
         """Return the number of served rows that the most frequent value does not serve."""
-        served = [
-            (need.low, need.high) for need in self.needs if need.low is not None and need.high is not None
-        ]
-        return len(served) - max(
-            (sum(low <= at <= high for low, high in served) for at, _ in served), default=0
-        )
+        ends = ((need.low, need.high) for need in self.needs)
+        served = [(low, high) for low, high in ends if low is not None and high is not None]
+        most = max((sum(low <= at <= high for low, high in served) for at, _ in served), default=0)
+        return len(served) - most
 
     @property
     def unserved(self) -> tuple[RequiredInput, ...]:
@@ -93,9 +91,8 @@ class ImpliedInput:
         exact = [need.value for need in self.needs if need.value is not None]
         text = count_noun(len(self.needs), "row")
         if exact:
-            text += (
-                f" need {min(exact):.3g} to {max(exact):.3g}" if len(exact) > 1 else f" needs {exact[0]:.3g}"
-            )
+            several = f" need {min(exact):.3g} to {max(exact):.3g}"
+            text += several if len(exact) > 1 else f" needs {exact[0]:.3g}"
             text += f" (given {self.low:.4g} to {self.high:.4g})"
         if self.unserved:
             count, rows = len(self.unserved), ", ".join(need.row for need in self.unserved[:3])

@@ -19,7 +19,7 @@ from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pair:
     """Measured and predicted step time of one experiment, in seconds."""
 
@@ -61,8 +61,7 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
     pairs, missing = [], {}
     gloo = "memory" in system.links
     for record in filter(_measured_here, select(records).measured):
-        name = record.label
-        experiment = record.experiment
+        name, experiment = record.label, record.experiment
         ranks = experiment.layout.world
         if system.provenance is not None and system.provenance.ranks != ranks:
             missing[name] = f"it has {ranks} ranks, {system.name} was measured with {system.provenance.ranks}"
@@ -75,23 +74,11 @@ def predict_measured_runs(records: Iterable[Record], system: System) -> MachineE
         except ConfigError as error:
             missing[name] = str(error)
             continue
-        pairs.append(
-            Pair(
-                name=name,
-                layout=words.describe_layout(record.experiment.layout),
-                measured=record.metrics[STEP_SECONDS],
-                predicted=prediction.step_s,
-                rests_on=prediction.rests_on,
-            )
-        )
+        layout, measured = words.describe_layout(experiment.layout), record.metrics[STEP_SECONDS]
+        pairs.append(Pair(name, layout, measured, prediction.step_s, prediction.rests_on))
     return MachineErrors(system=system.name, pairs=tuple(pairs), missing=missing)
 
 
 def _measured_here(record: ExperimentRecord) -> bool:
-    e = record.experiment
-    return (
-        record.outcome == "ok"
-        and e.system in LOCAL_SYSTEMS
-        and e.engine == "native"
-        and STEP_SECONDS in record.metrics
-    )
+    e, is_timed = record.experiment, record.outcome == "ok" and STEP_SECONDS in record.metrics
+    return is_timed and e.system in LOCAL_SYSTEMS and e.engine == "native"

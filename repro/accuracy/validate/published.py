@@ -137,27 +137,20 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
     """Return every row about time with a simulated value, in the ledger's order."""
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
-    for result in judged:
-        for row in result.rows:
-            for finding in row.findings:
-                if finding.kind == SIMULATED and any(name in finding.expression for name in TIMED):
-                    point = _point(result, row, finding, seen)
-                    if point is not None:
-                        found.append(point)
-    return _with_margins(_once(found))
+    for result, row in ((claim, row) for claim in judged for row in claim.rows):
+        for finding in row.findings:
+            if finding.kind == SIMULATED and any(name in finding.expression for name in TIMED):
+                found.append(_point(result, row, finding, seen))
+    return _with_margins(_once([point for point in found if point is not None]))
 
 
 def _with_margins(found: list[Point]) -> list[Point]:
     """Return the points with their conformal margins."""
     counted = [point for point in found if not point.left_out]
+    scores = (conformity_score(point.low, point.high, point.published) for point in counted)
     residuals = [
-        Residual(
-            point.kind,
-            point.reports,
-            frozenset(point.runs),
-            conformity_score(point.low, point.high, point.published),
-        )
-        for point in counted
+        Residual(point.kind, point.reports, frozenset(point.runs), score)
+        for point, score in zip(counted, scores, strict=True)
     ]
     margin = {id(point): one for point, one in zip(counted, conformal_margins(residuals), strict=True)}
     return [replace(point, margin=margin.get(id(point))) for point in found]
@@ -268,15 +261,12 @@ def _once(found: list[Point]) -> list[Point]:
         at = (point.kind, tuple(sorted(set(point.runs))))
         if not point.left_out and (at not in best or directness(point) < directness(best[at])):
             best[at] = point
-    chosen = {id(point) for point in best.values()}
-    return [
-        point
-        if point.left_out or id(point) in chosen
-        else replace(
-            point, left_out=f"the same run as {best[point.kind, tuple(sorted(set(point.runs)))].name}"
-        )
-        for point in found
-    ]
+    once = []
+    for point in found:
+        chosen = best.get((point.kind, tuple(sorted(set(point.runs)))), point)
+        again = not point.left_out and chosen is not point
+        once.append(replace(point, left_out=f"the same run as {chosen.name}") if again else point)
+    return once
 
 
 @dataclass(frozen=True)

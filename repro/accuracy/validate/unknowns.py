@@ -16,7 +16,6 @@ from repro.claims.verdicts import ClaimResult, Finding, RowResult
 from repro.config import OperatorSet
 from repro.config.words import count_noun
 from repro.measure.local_system import load_system
-from repro.results.interval import Sensitivity
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import select
 from repro.simulate.time.calibration import calibration_point_of, calibration_points, uncertain_numbers
@@ -165,9 +164,7 @@ def rank_inputs(judged: Iterable[ClaimResult], records: Iterable[Record]) -> Ran
     """Return the unknown inputs of the rows of `judged` that simulated `records` predict."""
     seen = simulated_records(records)
     found: dict[tuple[str, str], UncertainInput] = {}
-    rows: list[tuple[str, Finding]] = [
-        (row_name(result, row), one) for result, row, one in uncertain_rows(judged)
-    ]
+    rows = [(row_name(result, row), finding) for result, row, finding in uncertain_rows(judged)]
     for row, finding in rows:
         assert finding.doubt is not None
         for key, share in finding.doubt.shares.items():
@@ -210,7 +207,8 @@ def _inputs(
     """Return the input `key` of each system of a prediction: two systems if it compares two machines."""
     inputs: dict[str, UncertainInput] = {}
     for record in (seen[run] for run in finding.experiments):
-        move = next((one for one in _moves(record) if one.key == key), None)
+        moves = record.interval.moves if record.interval is not None else []
+        move = next((one for one in moves if one.key == key), None)
         if move is None:
             continue
         system = record.experiment.system
@@ -220,10 +218,6 @@ def _inputs(
             found[key, whose] = UncertainInput(key, whose, move.low, move.best, move.high, source)
         inputs[whose] = found[key, whose]
     return list(inputs.values())
-
-
-def _moves(record: ExperimentRecord) -> list[Sensitivity]:
-    return record.interval.moves if record.interval is not None else []
 
 
 def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:

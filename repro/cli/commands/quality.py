@@ -89,7 +89,7 @@ def evaluate(
 ) -> int:
     """Score weights on WikiText-103 or LAMBADA by a published protocol; nothing is fetched, all files are named."""
     from repro.config.layout import Layout
-    from repro.report.text.evaluate import print_scores
+    from repro.report.text.predictions import print_scores
 
     layout = Layout(tp=tp, pp=pp, dp=dp, zero=zero, micro_batch=micro_batch, precision=precision)
     how = {"protocol": protocol, "tokenizer": tokenizer, "stride": stride, "stop_words": stop_words}
@@ -111,6 +111,6 @@ def export_weights(
     json: Json = False,
 ) -> int:
     """Write weights as a folder that transformers loads: config.json and safetensors, in fp32."""
-    from repro.report.text.evaluate import print_exported_weights
+    from repro.report.text.predictions import print_exported_weights
 
     return print_exported_weights(weights, output, vocab, model, json)

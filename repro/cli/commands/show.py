@@ -109,7 +109,7 @@ def export(
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
-    from repro.report.exports.tables import write_table
+    from repro.report.export import write_table
 
     return write_table(results, table, form, output, tuple(ledger or ()))
 
@@ -123,7 +123,7 @@ def artifact(
     ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
-    from repro.report.exports.artifact import write_appendix
+    from repro.report.export import write_appendix
 
     return write_appendix(output, tuple(ledger or ()))
 
@@ -139,7 +139,7 @@ def compare(
     json: Json = False,
 ) -> int:
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
-    from repro.report.exports.compare import print_comparison
+    from repro.report.compare import print_comparison
 
     return print_comparison(first, second, results, tolerance, json, details, tuple(ledger or ()))
 

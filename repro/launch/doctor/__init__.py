@@ -1,7 +1,7 @@
 """Checks of a machine for `repro doctor`: GPUs, drivers, CUDA compiler, SLURM bindings, and the features that they
 enable.
 
-`machine`, `gpu` and `kernels` return lists of `Check`. `launch.slurm` runs the same checks on the nodes of a cluster.
+`machine` and `kernels` return lists of `Check`. `launch.slurm` runs the same checks on the nodes of a cluster.
 """
 
 from __future__ import annotations

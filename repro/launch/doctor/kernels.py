@@ -55,10 +55,8 @@ def _check_compiler(torch: Any) -> list[Check]:
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}; no toolkit is needed")
     count, size = compiler.cache_contents()
     held = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
-    return [
-        compiles,
-        Check("kernel cache", YES, held, f"compiled once for all ranks; ${compiler.CACHE_VARIABLE} moves it"),
-    ]
+    moves = f"compiled once for all ranks; ${compiler.CACHE_VARIABLE} moves it"
+    return [compiles, Check("kernel cache", YES, held, moves)]
 
 
 def _check_families(torch: Any, compile_for: str) -> list[Check]:
@@ -66,10 +64,8 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
     from repro.kernels.cuda import compile as compiler
 
     if compile_for:
-        targets = [
-            compiler.compile_target(capability)
-            for capability in parse_architectures(compile_for, compiler.supported_architectures())
-        ]
+        capabilities = parse_architectures(compile_for, compiler.supported_architectures())
+        targets = list(map(compiler.compile_target, capabilities))
     elif torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         targets = sorted({compiler.compile_target((device.major, device.minor)) for device in devices})

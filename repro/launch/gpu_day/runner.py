@@ -88,18 +88,13 @@ def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
     for pattern in (*request.only, *(request.faults or {})):
         if not any(fnmatch(name, pattern) for name in names):
             raise ConfigError("step", pattern, f"one of {', '.join(names)}")
-    selected = [
-        step for step in steps if not request.only or any(fnmatch(step.name, glob) for glob in request.only)
-    ]
-    return [_with_fault(step, (request.faults or {}).get(step.name, "")) for step in selected]
-
-
-def _with_fault(step: GpuDayStep, fault: str) -> GpuDayStep:
-    if not fault:
-        return step
-    limit_s = INJECTED_LIMIT_S if fault == "hang" else step.limit_s
-    command = (sys.executable, "-c", FAULTS[fault])
-    return replace(step, command=command, limit_s=limit_s, missing="", needs_file="")
+    selected = [s for s in steps if any(fnmatch(s.name, glob) for glob in request.only or ("*",))]
+    for number, step in enumerate(selected):
+        if fault := (request.faults or {}).get(step.name, ""):
+            limit_s = INJECTED_LIMIT_S if fault == "hang" else step.limit_s
+            command = (sys.executable, "-c", FAULTS[fault])
+            selected[number] = replace(step, command=command, limit_s=limit_s, missing="", needs_file="")
+    return selected
 
 
 def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]:
@@ -108,7 +103,8 @@ def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]
     no_gpu = not request.rehearse and not count_cuda_devices()
     require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for processors")
     deadline = time.monotonic() + 60 * request.minutes
-    _prepare(request.out)
+    request.out.mkdir(parents=True, exist_ok=True)
+    require(not any(request.out.iterdir()), "--out", str(request.out), "a new or empty folder")
     with _scratch_folder(request.scratch) as scratch, Interrupt() as interrupt:
         places = GpuDayPlaces(request.out.absolute(), scratch)
         steps = planned_steps(request, scratch)
@@ -123,12 +119,6 @@ def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]
             outcomes.append(outcome)
             announce(step, outcome)
         return outcomes
-
-
-def _prepare(out: Path) -> None:
-    """Create the folder of results.  Raises `ConfigError` if it has other files."""
-    out.mkdir(parents=True, exist_ok=True)
-    require(not any(out.iterdir()), "--out", str(out), "a new or empty folder")
 
 
 @contextmanager
@@ -223,13 +213,8 @@ class _Visit:
         scratch = self.places.scratch
         caches = {name: str(scratch / folder) for name, folder in CACHES.items()}
         found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        fixed = {
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "140",
-            "HOME": str(scratch / "home"),
-        }
-        return {**found, **caches, **fixed, **dict(step.environment)}
+        fixed = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
+        return {**found, **caches, **fixed, "HOME": str(scratch / "home"), **dict(step.environment)}
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

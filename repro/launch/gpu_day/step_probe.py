@@ -1,5 +1,6 @@
-"""Programs of the steps `profile` and `memory-snapshot`: one step of our engine, profiled or with its allocations.
+"""Programs of the steps `facts`, `profile` and `memory-snapshot`: the machine, and one step of our engine on it.
 
+python -m repro.launch.gpu_day.step_probe facts FACTS
 python -m repro.launch.gpu_day.step_probe profile SUITE PROFILES MEASUREMENTS EXPERIMENT...
 python -m repro.launch.gpu_day.step_probe snapshot SUITE SNAPSHOT MEASUREMENTS EXPERIMENT
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import gzip
+import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,12 +22,19 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from repro.config.suites import load_suite
+from repro.launch.doctor.machine import command_output, unusable_reason
 from repro.launch.gpu_day.result_files import MAX_FILE_BYTES, append_durably, append_measurement
+from repro.launch.gpu_day.steps import CHECKOUT
 from repro.launch.rank.experiment import ExperimentRun
 from repro.measure.memory import MemoryTracker
+from repro.measure.provenance import KIT_FILE, provenance
 from repro.parallel import mesh as meshes
-from repro.util.files import replace_file
+from repro.util.files import replace_file, write_json
+from repro.util.processes import available_bytes, usable_cores
 
+MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
+"""Modules whose places show which of them come from the kit."""
+QUERY_TIMEOUT_S = 20.0
 HOST_BOUND_RATIO = 1.1
 """Ratio of step time to device time above which a step's table is written."""
 TIMED_STEPS = 3
@@ -34,13 +44,40 @@ MAX_FRAMES = 4
 """Frames of a stack that a snapshot retains."""
 
 
+def write_facts(path: Path) -> None:
+    """Write machine, driver, packages, their places, and the kit."""
+    kit = CHECKOUT / KIT_FILE
+    state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
+    found = {
+        "provenance": provenance(),
+        "kit": json.loads(kit.read_text(encoding="utf-8")) if kit.is_file() else None,
+        "modules": {name: _place(name) for name in MODULES},
+        "cores": usable_cores(),
+        "available_bytes": available_bytes(),
+        "gpu_unusable": unusable_reason(torch),
+        "tools": {name: shutil.which(name) for name in ("compute-sanitizer", "nvcc", "gcc", "ncu", "nsys")},
+        "nvidia_smi": command_output(state, QUERY_TIMEOUT_S),
+        "topology": command_output(["nvidia-smi", "topo", "-m"], QUERY_TIMEOUT_S),
+    }
+    write_json(path, found)
+    print(json.dumps(found["modules"], indent=1))
+
+
+def _place(name: str) -> str:
+    """Return the file of a module, or the reason why it cannot be imported."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        return f"not importable: {error}"
+    return str(module.__file__ or next(iter(module.__path__), ""))
+
+
 def start_run(suite: Path, name: str) -> ExperimentRun:
     """Return the run of an experiment on this machine's device after its untimed steps."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     experiment = load_suite(suite).entry(name).experiment
-    run = ExperimentRun(
-        experiment, meshes.single_rank_mesh(), device, lambda step, phase: None, watched=False
-    )
+    mesh = meshes.single_rank_mesh()
+    run = ExperimentRun(experiment, mesh, device, lambda step, phase: None, watched=False)
     run.prelude()
     return run
 
@@ -134,7 +171,11 @@ def _event(event: dict[str, Any]) -> list[Any]:
 
 if __name__ == "__main__":
     _kind, *_rest = sys.argv[1:]
-    if _kind == "profile":
-        profile_steps(Path(_rest[0]), Path(_rest[1]), Path(_rest[2]), _rest[3:])
+    if _kind == "facts":
+        write_facts(Path(_rest[0]))
     else:
-        snapshot_step(Path(_rest[0]), Path(_rest[1]), Path(_rest[2]), _rest[3])
+        _suite, _target, _measurements = map(Path, _rest[:3])
+        if _kind == "profile":
+            profile_steps(_suite, _target, _measurements, _rest[3:])
+        else:
+            snapshot_step(_suite, _target, _measurements, _rest[3])

@@ -32,6 +32,7 @@ SLOW_LINKS = (("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1"))
 MEMORY_LIMIT = "32GB"
 RANKS_OF_LIMIT = 64
 """Ranks of the layout of which a memory trial is one."""
+MICRO_BATCH_1_WAYS = ("graphs", "accumulated", "accumulated-graphs", "torch")
 STORE = "results"
 """Name of the store in the scratch folder, which is the working directory. `repro fit` uses the same name."""
 REHEARSAL_LIMIT_S = 120.0
@@ -105,9 +106,8 @@ def _tiny(step: GpuDayStep) -> GpuDayStep:
     """Return a step with the times of a rehearsal."""
     estimate = min(REHEARSAL_ESTIMATE_S, step.estimate_s)
     environment = (*step.environment, ("OMP_NUM_THREADS", "1"))
-    return replace(
-        step, estimate_s=estimate, basis=REHEARSAL_BASIS, limit_s=REHEARSAL_LIMIT_S, environment=environment
-    )
+    step = replace(step, estimate_s=estimate, limit_s=REHEARSAL_LIMIT_S)
+    return replace(step, basis=REHEARSAL_BASIS, environment=environment)
 
 
 def _program(name: str, *arguments: object) -> tuple[str, ...]:
@@ -119,14 +119,20 @@ def _run(places: GpuDayPlaces, suite: Path, *names: str) -> tuple[str, ...]:
     return (*REPRO, "run", str(suite), *only, "--results", str(places.store))
 
 
+def _missing_tests(package: str) -> str:
+    """Return the missing requirement of tests with `package`; empty for none."""
+    if not (CHECKOUT / "tests" / "gpu").is_dir():
+        return "the tests of a checkout or a kit"
+    return "" if is_installed(package.replace("-", "_")) else package
+
+
 def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     """Yield facts of the machine and the tests on it."""
-    no_tests = "" if (CHECKOUT / "tests" / "gpu").is_dir() else "the tests of a checkout or a kit"
-    no_tests = no_tests or ("" if is_installed("pytest") else "pytest")
+    no_tests = _missing_tests("pytest")
     yield GpuDayStep(
         "facts",
         "machine, driver, packages and their places",
-        _program("facts", places.out / FACTS),
+        _program("step_probe", "facts", places.out / FACTS),
         *(15, "import of torch from a cold disk", 60),
     )
     workers = min(TEST_WORKERS, max(1, usable_cores() - 2))
@@ -161,6 +167,7 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
 
 def _speed_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     """Yield GPT-2 1.5B at micro-batch 8 and 1 by three implementations, and profiles of ours."""
+    files = places.out / PROFILES, places.out / MEASUREMENTS
     yield GpuDayStep(
         "step-micro-batch-8",
         "step of GPT-2 1.5B with 8 samples: ours, captured as CUDA graphs, and torch's engine",
@@ -170,35 +177,19 @@ def _speed_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     yield GpuDayStep(
         "step-micro-batch-1",
         "step of GPT-2 1.5B with 1 sample: ours, captured as CUDA graphs, and torch's engine",
-        _run(
-            places,
-            places.suite,
-            "mb1",
-            "mb1-graphs",
-            "mb1-accumulated",
-            "mb1-accumulated-graphs",
-            "mb1-torch",
-        ),
+        _run(places, places.suite, "mb1", *(f"mb1-{way}" for way in MICRO_BATCH_1_WAYS)),
         *(45, f"{SECOND_VISIT}: 38 s", 150),
     )
     yield GpuDayStep(
         "plain-module",
         "the same step of a plain module under torch.compile",
-        _program("plain_module", places.out / MEASUREMENTS, *(["--tiny"] if rehearse else [])),
+        _program("torch_modules", "plain", places.out / MEASUREMENTS, *(["--tiny"] if rehearse else [])),
         *(50, f"{SECOND_VISIT}: 46 s", 100),
     )
     yield GpuDayStep(
         "profile",
         "host and device time of a step, and its kernels",
-        _program(
-            "step_probe",
-            "profile",
-            places.suite,
-            places.out / PROFILES,
-            places.out / MEASUREMENTS,
-            "mb1",
-            "mb8",
-        ),
+        _program("step_probe", "profile", places.suite, *files, "mb1", "mb8"),
         *(25, f"{FIRST_VISIT}: two builds of the model and ten steps", 80),
     )
 
@@ -261,22 +252,21 @@ def _limit_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
 def _remaining_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
     """Yield `repro.parallelize`, the kernel table, checkpoints, the allocator's history and further trainings."""
     tiny = ("--tiny",) if rehearse else ()
+    files = places.out / SNAPSHOT, places.out / MEASUREMENTS
     yield GpuDayStep(
         "parallelize",
         "repro.parallelize on three models of transformers, stages 0 to 3, against plain torch",
-        _program("wrapped_models", places.out / MEASUREMENTS, *tiny),
+        _program("torch_modules", "parallelize", places.out / MEASUREMENTS, *tiny),
         *(80, f"{SECOND_VISIT}: 78 s", 140),
         missing="" if is_installed("transformers") else "transformers",
     )
-    no_tests = "" if (CHECKOUT / "tests" / "gpu").is_dir() else "the tests of a checkout or a kit"
-    no_bench = no_tests or ("" if is_installed("pytest_benchmark") else "pytest-benchmark")
     few = ("-k", "residual and reference and float32") if rehearse else ()
     yield GpuDayStep(
         "kernel-table",
         "time of every kernel beside torch's operators",
         (*PYTEST, "tests/gpu/test_bandwidth.py", "-q", "--benchmark-only", WHOLE_ADDOPTS, *few),
         *(65, f"{SECOND_VISIT}: 63 s", 120),
-        missing=no_bench,
+        missing=_missing_tests("pytest-benchmark"),
         in_checkout=True,
         environment=(("KERNEL_RECORDS", str(places.store)),),
     )
@@ -289,9 +279,7 @@ def _remaining_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDaySte
     yield GpuDayStep(
         "memory-snapshot",
         "every allocation of one step",
-        _program(
-            "step_probe", "snapshot", places.suite, places.out / SNAPSHOT, places.out / MEASUREMENTS, "mb8"
-        ),
+        _program("step_probe", "snapshot", places.suite, *files, "mb8"),
         *(20, f"{FIRST_VISIT}: one build of the model and three steps", 60),
     )
     yield GpuDayStep(

@@ -17,6 +17,7 @@ from repro.results.store import Store
 
 PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
 REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
+OPEN_STATES = (PENDING, RUNNING, REQUEUED)
 STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED)
 _MEANING = {
     "CANCELLED": ("interrupted", "cancelled (scancel)"),
@@ -96,17 +97,13 @@ class CaseSurvey:
             ids = submission.jobs()
             for bundle in self.registry.work(submission).bundles:
                 job_id = ids.get(bundle.index, "")
-                job = jobs.get(job_id)
-                state = self.registry.state(submission, bundle.index)
-                found += [
-                    _case(submission, bundle, experiment, job_id, job, state, latest.get(experiment.key))
-                    for experiment in bundle.experiments
-                ]
+                last = job_id, jobs.get(job_id), self.registry.state(submission, bundle.index)
+                found += [_case(submission, bundle, e, *last, latest.get(e.key)) for e in bundle.experiments]
         return found
 
     def live(self) -> dict[str, str]:
         """Return the keys of experiments that a live job has not finished, with the job."""
-        return {case.key: case.job for case in self.cases() if case.state in (PENDING, RUNNING, REQUEUED)}
+        return {case.key: case.job for case in self.cases() if case.state in OPEN_STATES}
 
 
 def _case(
@@ -137,15 +134,13 @@ def _case(
         return replace(base, state=DONE, detail=own.reason, outcome=own.outcome)
     if not job_id:
         return replace(base, state=UNSUBMITTED, detail="`repro submit` was stopped before sbatch answered")
-    stopped = own is not None and own.outcome == "interrupted"
-    if own is not None and not stopped:
+    if own is not None and own.outcome != "interrupted":
         return replace(base, state=FAILED, detail=own.reason, outcome=own.outcome)
     if job is not None and job.live:
         return _live(base, job, said)
     outcome, reason = outcome_without_record(job)
-    if (
-        own is not None and stopped and own.reason != reason
-    ):  # the allocation recorded the end, and did not start again
+    # The allocation recorded the end, and did not start again.
+    if own is not None and own.reason != reason:
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
     lost = replace(base, state=LOST, detail=reason, outcome=outcome)
@@ -172,12 +167,8 @@ def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
     """Return whether the record was appended after the submission; clocks of login and compute nodes may differ."""
     if submission.newest_record is None:
-        return _parse_time(record.written) >= _parse_time(submission.created)
+        return datetime.fromisoformat(record.written) >= datetime.fromisoformat(submission.created)
     return record.order > submission.newest_record
-
-
-def _parse_time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
@@ -197,6 +188,6 @@ def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[lis
 def status_exit_code(cases: list[CaseState]) -> int:
     """Return the exit code of `repro status`: 3 while cases are open, 1 if one failed, otherwise 0."""
     states = {case.state for case in cases}
-    if states & {PENDING, RUNNING, REQUEUED}:
+    if states & {*OPEN_STATES}:
         return 3
     return 1 if states - {DONE} else 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json as jsonlib
+import re
 import sys
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,7 @@ from repro.launch.slurm.case_states import (
     DONE,
     FAILED,
     LOST,
-    PENDING,
-    REQUEUED,
-    RUNNING,
+    OPEN_STATES,
     CaseState,
     CaseSurvey,
 )
@@ -89,10 +89,8 @@ def _print_tails(files: list[Path], what: str) -> None:
         print(f"no log: {what}")
     for path in files:
         data = path.read_bytes()
-        print(
-            f"==> {path}"
-            + (f" (last {LOG_TAIL_BYTES} of {len(data)} bytes)" if len(data) > LOG_TAIL_BYTES else "")
-        )
+        part = f" (last {LOG_TAIL_BYTES} of {len(data)} bytes)" if len(data) > LOG_TAIL_BYTES else ""
+        print(f"==> {path}{part}")
         print(data[-LOG_TAIL_BYTES:].decode(errors="replace").rstrip())
 
 
@@ -105,11 +103,8 @@ def cancel_jobs(results: Path, what: str) -> int:
     if not registry.all():
         raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
     try:
-        open_cases = [
-            case
-            for case in CaseSurvey(registry, Store(results), scheduler).cases()
-            if case.state in (PENDING, RUNNING, REQUEUED)
-        ]
+        cases = CaseSurvey(registry, Store(results), scheduler).cases()
+        open_cases = [case for case in cases if case.state in OPEN_STATES]
         files = {submission.id: submission.suite_file for submission in registry.all()}
 
         def matches(name: str, suite: str, submission: str) -> bool:
@@ -175,14 +170,9 @@ def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
     job = {"job_id": case.job, "nodes": case.nodes, "restarts": case.restarts, "state": case.job_state}
+    end = {"outcome": case.outcome, "reason": case.detail}
     return experiment_record(
-        experiment,
-        [],
-        suite=submission.suite,
-        provenance={"slurm": job},
-        wall_s=0.0,
-        outcome=case.outcome,
-        reason=case.detail,
+        experiment, [], suite=submission.suite, provenance={"slurm": job}, wall_s=0.0, **end
     )
 
 
@@ -194,12 +184,8 @@ def copy_records(store: Store, into: Path) -> int:
 
 def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
     """Return the number of failed cases of each node that a failure names: candidates for `slurm.exclude`."""
-    counts: dict[str, int] = {}
-    for case in cases:
-        if case.failure in ("node-failure", "lost-node", "wrong-hardware"):
-            for node in _named_nodes(case):
-                counts[node] = counts.get(node, 0) + 1
-    return counts
+    failed = [case for case in cases if case.failure in ("node-failure", "lost-node", "wrong-hardware")]
+    return dict(Counter(node for case in failed for node in _named_nodes(case)))
 
 
 def _named_nodes(case: CaseState) -> list[str]:
@@ -207,7 +193,7 @@ def _named_nodes(case: CaseState) -> list[str]:
     from submitit.slurm.slurm import _parse_node_list
 
     nodes = [node for node in _parse_node_list(case.nodes) if node] if case.nodes else []
-    words = case.detail.replace(",", " ").replace(":", " ").replace(";", " ").split()
+    words = re.split(r"[\s,:;]+", case.detail)
     return [node for node in nodes if node in words] or nodes
 
 
@@ -219,18 +205,16 @@ def _print_collected(
     for warning in document["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     for case in cases:
-        if case.state not in (DONE,) and case.outcome:
+        if case.state != DONE and case.outcome:
             print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
     for node, count in document["bad_nodes"].items():
         failures = count_noun(count, "failure")
         print(f"node {node} is named in {failures}: `repro submit --exclude {node}` keeps away from it")
     done = sum(case.state == DONE for case in cases)
-    still = sum(case.state in (PENDING, RUNNING, REQUEUED) for case in cases)
-    print(
-        f"{done} of {len(cases)} cases done"
-        + (f", {still} still wait or run" if still else "")
-        + f"; {len(document['recorded'])} lost or cancelled ones recorded now"
-    )
+    still = sum(case.state in OPEN_STATES for case in cases)
+    waiting = f", {still} still wait or run" if still else ""
+    recorded = f"{len(document['recorded'])} lost or cancelled ones recorded now"
+    print(f"{done} of {len(cases)} cases done{waiting}; {recorded}")
     print(f"{document['records']} records in {results}/records")
     if into is not None:
         print(f"{document['copied']} of them are new in {into}/records")

@@ -62,9 +62,8 @@ class Slurm:
     """Further options of `sbatch`: `{ reservation = "bench" }`."""
 
     def __post_init__(self) -> None:
-        require(
-            self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, f"one of {', '.join(REQUESTS)}"
-        )
+        right = f"one of {', '.join(REQUESTS)}"
+        require(self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, right)
         for key, value in self._texts():
             require(value.isprintable(), key, value, "text of one line, as it becomes a line of the script")
         parse_time_limit(self.time_limit)
@@ -170,24 +169,14 @@ class Profile:
                 self.slurm.leave_time(f"case {entry.match}.time_limit", entry.time_limit)
 
     @property
-    def gpus_per_node(self) -> int:
-        """Return the GPUs of a node; 0: ranks run on processor cores."""
-        return self.slurm.gpus_per_node
-
-    @property
     def ranks_per_node(self) -> int:
         """Return the maximum number of ranks of a node."""
         return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
 
     @property
-    def private(self) -> bool:
-        """Return whether only the user can read the files."""
-        return self.storage.private
-
-    @property
     def umask(self) -> int:
         """Return the file mode mask of a job's processes."""
-        return 0o077 if self.private else 0o022
+        return 0o077 if self.storage.private else 0o022
 
     @property
     def gpu_type_prefix(self) -> str:
@@ -228,20 +217,16 @@ def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
 
 def _check_system(profile: Profile) -> None:
     """Raise `ConfigError` unless the system exists and its nodes have the GPUs of the profile."""
-    from repro.config.systems import LOCAL_SYSTEMS
-    from repro.config.systems import load_system_file as load_system
+    from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
     gpus = profile.slurm.gpus_per_node
     if profile.system in LOCAL_SYSTEMS:
         return
     try:
-        system = load_system(profile.system)
+        devices = load_system_file(profile.system).devices_per_node.value
     except ConfigError as error:
         raise error.within(file=profile.file) from None
-    devices = system.devices_per_node.value
-    if gpus < 1:
-        expected = f"the GPUs of a node of {profile.system}, 1 or more"
-        raise ConfigError("gpus_per_node", gpus, expected, file=profile.file, where="slurm")
-    if devices is not None and gpus > devices:
-        expected = f"at most {devices:.0f}, what a node of {profile.system} has"
+    if gpus < 1 or (devices is not None and gpus > devices):
+        most = f"at most {devices:.0f}, what a node of {profile.system} has"
+        expected = f"the GPUs of a node of {profile.system}, 1 or more" if gpus < 1 else most
         raise ConfigError("gpus_per_node", gpus, expected, file=profile.file, where="slurm")

@@ -67,11 +67,7 @@ class Submission:
 
     def jobs(self) -> dict[int, str]:
         """Return SLURM's id of every bundle; empty for one that was never submitted."""
-        return {
-            bundle: array.element(place)
-            for array in self.arrays
-            for place, bundle in enumerate(array.bundles)
-        }
+        return {bundle: a.element(place) for a in self.arrays for place, bundle in enumerate(a.bundles)}
 
     def with_job(self, place: int, job_id: str) -> Submission:
         """Return a copy with the job id of array `place`."""
@@ -164,9 +160,8 @@ def _abandoned(path: Path) -> bool:
         old = time.time() - path.stat().st_mtime > _LOCK_TIMEOUT_S
     except (OSError, ValueError):
         return False
-    return old or (
-        note.get("host") == socket.gethostname() and not rank_process.process_state(note.get("pid", 0))
-    )
+    is_here = note.get("host") == socket.gethostname()
+    return old or (is_here and not rank_process.process_state(note.get("pid", 0)))
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:

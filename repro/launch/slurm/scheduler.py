@@ -13,15 +13,13 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from repro.config.errors import ConfigError
 
 COMMAND_TIMEOUT_S = 30.0
 WAITING = frozenset(
-    (
-        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
-        *("SPECIAL_EXIT", "RESV_DEL_HOLD"),
-    )
+    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
 """States of a job that waits for nodes."""
 LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
@@ -29,9 +27,7 @@ LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "
 UNKNOWN = "UNKNOWN"
 _MAX_IDS_PER_CALL = 200
 """Maximum number of job ids in one command line."""
-_TIME_LIMIT = re.compile(
-    r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?$",
-)
+_TIME_LIMIT = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?$")
 UNLIMITED = math.inf
 
 
@@ -87,9 +83,8 @@ def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) 
     if shutil.which(command[0]) is None:
         raise SchedulerError(f"{command[0]}: not found: is this a login node of the cluster?")
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
-        )
+        silent: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, timeout=timeout_s, **silent)
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]}: no answer in {timeout_s:g} s: is slurmctld up?") from None
     if done.returncode:
@@ -122,20 +117,15 @@ class Scheduler:
         """Return the waiting and running jobs of this user."""
         command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N"]
         rows = (line.split("|") for line in run_slurm_command(command).splitlines())
-        return {
-            row[0]: JobState(state=row[1], reason=_clean(row[2]), nodes=row[3])
-            for row in rows
-            if len(row) == 4
-        }
+        whole = (row for row in rows if len(row) == 4)
+        return {at: JobState(state=state, reason=_clean(why), nodes=nodes) for at, state, why, nodes in whole}
 
     def _ended(self, ids: set[str]) -> dict[str, JobState]:
         try:
             return _accounted_jobs(ids)
         except SchedulerError as error:
-            self.warnings.append(
-                f"no accounting on this cluster ({error}): how a job ended is known for a few minutes only,"
-                " and by what it wrote itself"
-            )
+            known = "how a job ended is known for a few minutes only, and by what it wrote itself"
+            self.warnings.append(f"no accounting on this cluster ({error}): {known}")
         return _remembered_jobs(ids)
 
     def partitions(self) -> dict[str, Partition]:
@@ -170,14 +160,12 @@ def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
     arrays = sorted({key.split("_")[0] for key in ids})
     for start in range(0, len(arrays), _MAX_IDS_PER_CALL):
         command = ["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason,NodeList,ExitCode"]
-        for line in run_slurm_command(
-            [*command, "-j", ",".join(arrays[start : start + _MAX_IDS_PER_CALL])]
-        ).splitlines():
+        part = ",".join(arrays[start : start + _MAX_IDS_PER_CALL])
+        for line in run_slurm_command([*command, "-j", part]).splitlines():
             row = line.split("|")
             if len(row) != 5:
                 continue
-            # "CANCELLED by 1000"
-            state = row[1].split()[0] if row[1] else UNKNOWN
+            state = row[1].split()[0] if row[1] else UNKNOWN  # "CANCELLED by 1000"
             job = JobState(state=state, reason=_clean(row[2]), nodes=_clean(row[3]), exit_code=row[4])
             found |= dict.fromkeys(expand(row[0]), job)
     return found
@@ -218,17 +206,12 @@ def expand(job_id: str) -> list[str]:
 def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
     """Return the partition called `name`, or the default one for an empty name.  Raises `ConfigError`."""
     known = ", ".join(sorted(partitions))
-    if name:
-        if name not in partitions:
-            raise ConfigError(
-                "partition", name, says=f"no such partition here; known are {known}", file=file, where=where
-            )
+    name = name or next((found.name for found in partitions.values() if found.default), "")
+    if name in partitions:
         return partitions[name]
-    for partition in partitions.values():
-        if partition.default:
-            return partition
-    expected = f"is empty, and the cluster has no default; known are {known}"
-    raise ConfigError("partition", says=expected, file=file, where=where)
+    says = "no such partition here" if name else "is empty, and the cluster has no default"
+    given = [name] if name else []
+    raise ConfigError("partition", *given, says=f"{says}; known are {known}", file=file, where=where)
 
 
 def _gpus(gres: str) -> dict[str, int]:

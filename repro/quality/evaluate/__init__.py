@@ -1,5 +1,4 @@
 """`repro evaluate`: perplexity on WikiText-103 and accuracy on LAMBADA by published protocols.
 
-`protocols` defines the protocols, `samples` tokenizes the text, `rank` scores on a rank, and `run` starts the ranks and
-writes the record.
+`samples` tokenizes the text by a protocol, `rank` scores on a rank, and `run` starts the ranks and writes the record.
 """

@@ -30,7 +30,7 @@ from repro.parallel.storage import DTYPES
 from repro.parallel.zero.flat_parameters import InitialValues, Tag
 from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
 from repro.quality.evaluate.samples import Samples
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource
 
 SampleScore = tuple[int, float, bool, bool]
@@ -48,9 +48,10 @@ def run_rank(
     heartbeat.phase(0, 0, Phase.INIT)
     with joined_process_group(rank, world, torch_device, rendezvous):
         mesh = make_mesh(experiment, torch_device)
-        mesh.ledger.observers.append(
-            lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
+        beat: Callable[..., None] = lambda sequence, op, group, purpose: heartbeat.collective(
+            sequence, op, group
         )
+        mesh.ledger.observers.append(beat)
         source = open_weights(Path(job.task["weights"]), experiment.model)
         samples = Samples.load(Path(job.task["samples"]))
         forbidden = job.task["forbidden"]
@@ -118,7 +119,7 @@ def _sample_scores(
 
 @dataclass(frozen=True)
 class TokenScores:
-    """TokenScores of the masked targets in their order [n]."""
+    """Scores of the masked targets in their order [n]."""
 
     loss: Tensor
     """Negative log-likelihood, fp32."""

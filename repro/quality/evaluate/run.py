@@ -28,15 +28,18 @@ from repro.launch import local_launch
 from repro.launch.job import Interrupt, Job
 from repro.launch.local_launch import run_once
 from repro.measure.provenance import provenance
-from repro.quality.evaluate.protocols import GPT2, LAMBADA, Protocol, find_protocol
 from repro.quality.evaluate.samples import (
+    GPT2,
+    LAMBADA,
+    EvaluationProtocol,
     Samples,
     check_vocabulary,
+    find_protocol,
     open_tokenizer,
     read_samples,
     read_stop_words,
 )
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource
 from repro.results.schema import EvaluationRecord
 from repro.results.store import Store
@@ -72,13 +75,13 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
 
     Raises `ConfigError` before the ranks start.
     """
-    began = time.perf_counter()
+    began, data = time.perf_counter(), options.data
     protocol = find_protocol(options.task, options.protocol)
     source = open_weights(options.weights, models.load_model(options.model) if options.model else None)
     source.check()
     experiment = _experiment(options, source)
     tokenizer = open_tokenizer(options.tokenizer, options.weights)
-    samples = read_samples(options.data, protocol, tokenizer, source.model.seq, options.stride)
+    samples = read_samples(data, protocol, tokenizer, source.model.seq, options.stride)
     check_vocabulary(map(int, samples.tokens), source.model.vocab)
     forbidden: list[int] = []
     if protocol.task == LAMBADA:
@@ -91,10 +94,8 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
         path = Path(folder) / "samples.npz"
         samples.save(path)
         weights = str(options.weights.resolve())
-        job = Job(
-            experiments=[experiment],
-            task={"weights": weights, "samples": str(path), "forbidden": forbidden},
-        )
+        task = {"weights": weights, "samples": str(path), "forbidden": forbidden}
+        job = Job(experiments=[experiment], task=task)
         ending, found = run_once(job, interrupt, target=RANK_FUNCTION)
     rows = sorted(tuple(row) for rank in found for row in rank["samples"])
     done = ending.outcome == "ok" and len(rows) == len(samples.spans)
@@ -106,11 +107,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
         weights={"kind": source.kind, "files": {path.name: sha256_digest(path) for path in source.files}},
         task=protocol.task,
         way=_protocol_with_deviations(protocol, options),
-        data={
-            "name": options.data.name,
-            "bytes": options.data.stat().st_size,
-            "sha256": sha256_digest(options.data),
-        },
+        data={"name": data.name, "bytes": data.stat().st_size, "sha256": sha256_digest(data)},
         tokenizer=dict(tokenizer.describe()),
         layout=asdict(experiment.layout),
         system=experiment.system,
@@ -131,30 +128,20 @@ def _experiment(options: EvaluationOptions, source: WeightSource) -> Experiment:
     none = "has no gradients and no optimizer to partition"
     require(layout.zero in (0, 3), "zero", layout.zero, f"0 or 3: an evaluation {none}")
     require(not layout.sp, "sp", layout.sp, "false: the head takes the tokens that count, wherever they are")
-    require(
-        layout.chunks == 1, "chunks", layout.chunks, "1: forward passes follow each other without a bubble"
-    )
+    no_bubble = "1: forward passes follow each other without a bubble"
+    require(layout.chunks == 1, "chunks", layout.chunks, no_bubble)
     vocab = -(-source.model.vocab // layout.tp) * layout.tp
-    experiment = Experiment(
-        name=f"evaluate-{options.task}",
-        model=replace(source.model, vocab=vocab),
-        layout=layout,
-        system=options.system,
-        limits=LIMITS,
-    )
+    name, model = f"evaluate-{options.task}", replace(source.model, vocab=vocab)
+    experiment = Experiment(name=name, model=model, layout=layout, system=options.system, limits=LIMITS)
     known = " or ".join(local_launch.DEVICES)
-    require(
-        options.system in local_launch.DEVICES,
-        "--system",
-        options.system,
-        f"{known}: it runs on this machine",
-    )
+    is_local = options.system in local_launch.DEVICES
+    require(is_local, "--system", options.system, f"{known}: it runs on this machine")
     if lacking := local_launch.missing_resource(experiment):
         raise ConfigError("tp x pp x dp", layout.world, says=f"needs {lacking}")
     return experiment
 
 
-def _protocol_with_deviations(protocol: Protocol, options: EvaluationOptions) -> dict[str, Any]:
+def _protocol_with_deviations(protocol: EvaluationProtocol, options: EvaluationOptions) -> dict[str, Any]:
     """Return the protocol, with the options that deviate from it."""
     otherwise: dict[str, Any] = {}
     if options.stride:
@@ -165,7 +152,7 @@ def _protocol_with_deviations(protocol: Protocol, options: EvaluationOptions) ->
 
 
 def compute_metrics(
-    protocol: Protocol, samples: Samples, rows: Sequence[tuple[Any, ...]], *, filtered: bool
+    protocol: EvaluationProtocol, samples: Samples, rows: Sequence[tuple[Any, ...]], *, filtered: bool
 ) -> dict[str, float]:
     """Return the metrics of all samples from the rows of `repro.quality.evaluate.rank.score_samples`."""
     total = math.fsum(row[1] for row in rows)

@@ -1,4 +1,7 @@
-"""Tokenized samples of a text file: tokenizers, WikiText's detokenizer and windows, LAMBADA's last words."""
+"""Tokenized samples of a text file by a published protocol: WikiText's windows, LAMBADA's last words.
+
+`files/protocols.toml` describes the protocols, each with its source and the rules that the source omits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from repro.config import ConfigError
+from repro.config.files import build_dataclass, read_toml
 from repro.model.data import gpt2
-from repro.quality.evaluate import protocols
-from repro.quality.evaluate.protocols import DOWNLOAD_ADVICE, GPT2, LAMBADA, MEGATRON, WIKITEXT
 from repro.util.files import sha256_digest
 
+WIKITEXT, LAMBADA = "wikitext103", "lambada"
+MEGATRON, GPT2 = "megatron", "gpt2"
+"""Names of protocols with rules of their own."""
+PROTOCOLS_FILE = Path(__file__).parent / "files" / "protocols.toml"
 BYTES = "bytes"
 """Name of the tokenizer of models trained on bytes."""
 STOP_WORDS_FILE = Path(__file__).parent / "files" / "stop_words.txt"
@@ -32,6 +39,40 @@ _BRACKETS = tuple(
     for a, b in ("()", "[]", "{}", '""', "''")
 )
 _HEADINGS = (("= = = =", "===="), ("= = =", "==="), ("= =", "=="))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationProtocol:
+    """Published procedure that scores a model on a task."""
+
+    task: str
+    name: str
+    source: str
+    """Publication or code that defines the protocol."""
+    rules: list[str]
+    left_open: list[str] = field(default_factory=list)
+    """Rules that the source omits, and their replacements here."""
+    published: list[str] = field(default_factory=list)
+    """Published scores by this protocol."""
+
+
+@cache
+def _read_protocols() -> tuple[list[EvaluationProtocol], dict[str, str]]:
+    """Return all protocols, and the origin of the text of each task."""
+    tables = read_toml(PROTOCOLS_FILE)
+    found = [build_dataclass(EvaluationProtocol, entry) for entry in tables["protocol"]]
+    return found, tables["download_advice"]
+
+
+def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
+    """Return a protocol of a task, by default the first. Raises `ConfigError`."""
+    protocols, advice = _read_protocols()
+    if task not in advice:
+        raise ConfigError("--task", task, f"one of {', '.join(advice)}")
+    known = {protocol.name: protocol for protocol in protocols if protocol.task == task}
+    if name and name not in known:
+        raise ConfigError("--protocol", name, f"one of {', '.join(known)}")
+    return known[name] if name else next(iter(known.values()))
 
 
 class Tokenizer(Protocol):
@@ -74,10 +115,8 @@ class Gpt2Tokenizer:
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
-        return {
-            "name": "GPT-2 byte pairs",
-            **{path.name: f"sha256 {sha256_digest(path)}" for path in self._files},
-        }
+        digests = {path.name: f"sha256 {sha256_digest(path)}" for path in self._files}
+        return {"name": "GPT-2 byte pairs", **digests}
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:
@@ -139,7 +178,7 @@ class Samples:
 
 
 def read_samples(
-    path: Path, protocol: protocols.Protocol, tokenizer: Tokenizer, context: int, stride: int = 0
+    path: Path, protocol: EvaluationProtocol, tokenizer: Tokenizer, context: int, stride: int = 0
 ) -> Samples:
     """Return the samples of a task's file for a model of `context` tokens. Raises `ConfigError`.
 
@@ -150,17 +189,17 @@ def read_samples(
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
-        advice = DOWNLOAD_ADVICE[protocol.task]
-        raise ConfigError("--data", str(path), says=f"{error.strerror}; {advice}") from None
+        _, advice = _read_protocols()
+        says = f"{error.strerror}; {advice[protocol.task]}"
+        raise ConfigError("--data", str(path), says=says) from None
     except UnicodeDecodeError:
         raise ConfigError("--data", str(path), "text in UTF-8") from None
     if protocol.task == LAMBADA:
         return last_word_samples(list(_read_lines(text, path)), protocol, tokenizer, context)
     default_stride = MEGATRON_STRIDE_TOKENS if protocol.name == MEGATRON else context
     if stride > context:
-        raise ConfigError(
-            "--stride", stride, f"at most {context}, the model's context, or tokens are left out"
-        )
+        right = f"at most {context}, the model's context, or tokens are left out"
+        raise ConfigError("--stride", stride, right)
     words = len(text.strip().split(" "))
     tokens = tokenizer.encode(detokenize(text))
     if len(tokens) < 2 or words < 2:
@@ -199,7 +238,7 @@ def split_windows(tokens: int, context: int, stride: int) -> Iterator[tuple[int,
 
 
 def last_word_samples(
-    texts: Sequence[str], protocol: protocols.Protocol, tokenizer: Tokenizer, context: int
+    texts: Sequence[str], protocol: EvaluationProtocol, tokenizer: Tokenizer, context: int
 ) -> Samples:
     """Return samples that score the full last word (protocol `megatron`) or the last token of each text."""
     tokens: list[int] = []
@@ -222,7 +261,7 @@ def last_word_samples(
 
 
 def _split_target(
-    text: str, protocol: protocols.Protocol, tokenizer: Tokenizer
+    text: str, protocol: EvaluationProtocol, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of the context, and those of the target."""
     if protocol.name == MEGATRON:

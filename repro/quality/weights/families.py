@@ -1,7 +1,7 @@
 """Families of models in transformers' format. `FAMILIES` lists all of them.
 
 A family converts configurations and names of tensors in both directions. Its functions are `_NAME_sizes` (keys of our
-model), `_NAME_layer` (tensors of a layer) and `_NAME_configuration` (keys of transformers).
+model without a name in `keys`), `_NAME_layer` (tensors of a layer) and `_NAME_configuration` (keys of transformers).
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from functools import partial
 from typing import Any
 
 from repro.config import ConfigError, Model
-from repro.quality.weights.family import (
-    HUGGING_FACE_GELUS,
-    Config,
-    Family,
-    first_value,
-    fused_layer,
-    gelu_name,
-    linear_counterparts,
-    norm_counterparts,
-    rotary_sizes,
-)
+from repro.quality.weights import family
+from repro.quality.weights.family import Config, Family
 from repro.quality.weights.source import Counterpart, RowRange, counterpart
 
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -35,19 +26,6 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 # GPT-2: the matrices are `Conv1D`s, stored as [in, out]; query, key and value are one of them, side by side.
 
 
-def _gpt2_sizes(config: Config) -> dict[str, Any]:
-    return {
-        "layers": config["n_layer"],
-        "hidden": config["n_embd"],
-        "heads": config["n_head"],
-        "vocab": config["vocab_size"],
-        "seq": config.get("n_positions") or config["n_ctx"],
-        "ffn": config.get("n_inner") or 0,
-        "mlp": gelu_name(config, "activation_function", "gelu_new"),
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-    }
-
-
 def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
     h, f, inner = model.hidden, model.ffn_width, model.heads * model.head_width
     for part, name, linears in (
@@ -55,23 +33,10 @@ def _gpt2_layer(model: Model, i: int) -> Iterator[Counterpart]:
         ("mlp", "ln_2", (("up", "mlp.c_fc", h, f), ("down", "mlp.c_proj", f, h))),
     ):
         ours, theirs = f"blocks.{i}.{part}", f"h.{i}"
-        yield from norm_counterparts(f"{theirs}.{name}", f"{ours}.norm", model)
+        yield from family.norm_counterparts(f"{theirs}.{name}", f"{ours}.norm", model)
         for matrix, conv, inputs, outputs in linears:
             yield counterpart(f"{theirs}.{conv}.weight", f"{ours}.{matrix}", inputs, outputs, transposed=True)
             yield counterpart(f"{theirs}.{conv}.bias", f"{ours}.{matrix}_bias", outputs)
-
-
-def _gpt2_configuration(model: Model) -> dict[str, Any]:
-    return {
-        "activation_function": HUGGING_FACE_GELUS.get(model.mlp),
-        "layer_norm_epsilon": model.norm_eps,
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_positions": model.seq,
-        "n_ctx": model.seq,
-        "n_inner": model.ffn_width,
-    }
 
 
 GPT2 = Family(
@@ -89,14 +54,32 @@ GPT2 = Family(
     tokens="wte.weight",
     positions="wpe.weight",
     norms={"ln_f": "head.norm"},
-    sizes=_gpt2_sizes,
+    keys={
+        "layers": ("n_layer",),
+        "hidden": ("n_embd",),
+        "heads": ("n_head",),
+        "seq": ("n_positions", "n_ctx"),
+    },
+    norm_eps=("layer_norm_epsilon", 1e-5),
+    gelu=("activation_function", "gelu_new"),
+    sizes=lambda config: {"ffn": config.get("n_inner") or 0},
     layer=_gpt2_layer,
-    configuration=_gpt2_configuration,
+    configuration=lambda model: {"n_ctx": model.seq, "n_inner": model.ffn_width},
     ignored=re.compile(r"h\.\d+\.attn\.(?:masked_)?bias"),
 )
 
 
 # Llama and Mistral, and Qwen2, whose query, key and value have biases: all projections are matrices of their own.
+
+
+COMMON_KEYS = {
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "ffn": ("intermediate_size",),
+    "seq": ("max_position_embeddings",),
+}
+"""Keys of Llama and of GPT-NeoX."""
 
 
 def _llama_sizes(config: Config) -> dict[str, Any]:
@@ -110,20 +93,13 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
     if config["model_type"] == "mistral" and config.get("sliding_window"):
         seq = min(seq, config["sliding_window"])  # within the window it is full attention
     return {
-        "layers": config["num_hidden_layers"],
-        "hidden": hidden,
-        "heads": heads,
         "kv_heads": keys if keys != heads else 0,
         "head_dim": width if width * heads != hidden else 0,
-        "ffn": config["intermediate_size"],
-        "vocab": config["vocab_size"],
         "seq": seq,
         "norm": "rms",
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
         "mlp": "swiglu",
         "biases": "qkv" if qwen2 else "none",
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
@@ -131,12 +107,12 @@ def _llama_layer(model: Model, i: int) -> Iterator[Counterpart]:
     theirs, attention, mlp = f"layers.{i}", f"blocks.{i}.attention", f"blocks.{i}.mlp"
     h, f, biased = model.hidden, model.ffn_width, model.biases == "qkv"
     inner = model.heads * model.head_width
-    yield from norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
+    yield from family.norm_counterparts(f"{theirs}.input_layernorm", f"{attention}.norm", model)
     for k, name in enumerate("qkv"):
         rows = _qkv_rows(attention, model, k)
-        yield from linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, *rows, biased=biased)
+        yield from family.linear_counterparts(f"{theirs}.self_attn.{name}_proj", h, *rows, biased=biased)
     yield counterpart(f"{theirs}.self_attn.o_proj.weight", f"{attention}.out", h, inner)
-    yield from norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
+    yield from family.norm_counterparts(f"{theirs}.post_attention_layernorm", f"{mlp}.norm", model)
     for name, first in (("gate", 0), ("up", f)):
         yield Counterpart(f"{theirs}.mlp.{name}_proj.weight", (f, h), (RowRange(f"{mlp}.up", first, f),))
     yield counterpart(f"{theirs}.mlp.down_proj.weight", f"{mlp}.down", h, f)
@@ -156,14 +132,8 @@ def _qkv_rows(block: str, model: Model, k: int) -> list[RowRange]:
 
 def _llama_configuration(model: Model) -> dict[str, Any]:
     return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
         "num_key_value_heads": model.key_heads,
         "head_dim": model.head_width,
-        "intermediate_size": model.ffn_width,
-        "max_position_embeddings": model.seq,
-        "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
     }
@@ -178,6 +148,9 @@ LLAMA = Family(
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     tokens="embed_tokens.weight",
     norms={"norm": "head.norm"},
+    keys=COMMON_KEYS,
+    norm_eps=("rms_norm_eps", 1e-6),
+    tied=False,
     sizes=_llama_sizes,
     layer=_llama_layer,
     configuration=_llama_configuration,
@@ -198,31 +171,15 @@ QWEN2 = replace(
 def _neox_sizes(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     return {
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "ffn": config["intermediate_size"],
-        "vocab": config["vocab_size"],
-        "seq": config["max_position_embeddings"],
-        "norm_eps": config.get("layer_norm_eps", 1e-5),
-        "mlp": gelu_name(config, "hidden_act", "gelu"),
         "blocks": "parallel" if config.get("use_parallel_residual", True) else "sequential",
         "rotary_fraction": float(rope.get("partial_rotary_factor") or config.get("rotary_pct", 0.25)),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
 def _neox_configuration(model: Model) -> dict[str, Any]:
     turned = {"rope_theta": model.rotary_base, "partial_rotary_factor": model.rotary_fraction}
     return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.ffn_width,
-        "max_position_embeddings": model.seq,
-        "layer_norm_eps": model.norm_eps,
-        "hidden_act": HUGGING_FACE_GELUS.get(model.mlp),
         "use_parallel_residual": model.blocks == "parallel",
         "rotary_pct": model.rotary_fraction,
         "rotary_emb_base": model.rotary_base,
@@ -239,38 +196,18 @@ NEOX = Family(
     fixed={"attention_bias": True},
     tokens="embed_in.weight",
     norms={"final_layer_norm": "head.norm"},
+    keys=COMMON_KEYS,
+    norm_eps=("layer_norm_eps", 1e-5),
+    gelu=("hidden_act", "gelu"),
+    tied=False,
     sizes=_neox_sizes,
-    layer=partial(fused_layer, stem="layers", attention="attention", norms=NORMS),
+    layer=partial(family.fused_layer, stem="layers", attention="attention", norms=NORMS),
     configuration=_neox_configuration,
     ignored=re.compile(r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)"),
 )
 
 
 # BLOOM: ALiBi, a norm after the embedding; query, key and value are one matrix, head by head.
-
-
-def _bloom_sizes(config: Config) -> dict[str, Any]:
-    return {
-        "layers": first_value(config, "n_layer", "num_hidden_layers"),
-        "hidden": first_value(config, "hidden_size", "n_embed"),
-        "heads": first_value(config, "n_head", "num_attention_heads"),
-        "vocab": config["vocab_size"],
-        "seq": config.get("seq_length") or DEFAULT_CONTEXT_TOKENS,
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "positions": "alibi",
-        "embedding_norm": True,
-        "tied": bool(config.get("tie_word_embeddings", True)),
-    }
-
-
-def _bloom_configuration(model: Model) -> dict[str, Any]:
-    return {
-        "n_layer": model.layers,
-        "hidden_size": model.hidden,
-        "n_head": model.heads,
-        "seq_length": model.seq,
-        "layer_norm_epsilon": model.norm_eps,
-    }
 
 
 BLOOM = Family(
@@ -282,9 +219,19 @@ BLOOM = Family(
     fixed={"apply_residual_connection_post_layernorm": False},
     tokens="word_embeddings.weight",
     norms={"word_embeddings_layernorm": "embed.norm", "ln_f": "head.norm"},
-    sizes=_bloom_sizes,
-    layer=partial(fused_layer, stem="h", attention="self_attention", norms=NORMS),
-    configuration=_bloom_configuration,
+    keys={
+        "layers": ("n_layer", "num_hidden_layers"),
+        "hidden": ("hidden_size", "n_embed"),
+        "heads": ("n_head", "num_attention_heads"),
+    },
+    norm_eps=("layer_norm_epsilon", 1e-5),
+    sizes=lambda config: {
+        "seq": config.get("seq_length") or DEFAULT_CONTEXT_TOKENS,
+        "positions": "alibi",
+        "embedding_norm": True,
+    },
+    layer=partial(family.fused_layer, stem="h", attention="self_attention", norms=NORMS),
+    configuration=lambda model: {"seq_length": model.seq},
 )
 
 
@@ -292,47 +239,35 @@ BLOOM = Family(
 
 
 def _falcon_sizes(config: Config) -> dict[str, Any]:
-    heads, hidden = first_value(config, "num_attention_heads", "n_head"), config["hidden_size"]
+    heads = family.first_value(config, "num_attention_heads", "n_head")
     is_later = bool(config.get("new_decoder_architecture"))
     has_one_key_head = not is_later and config.get("multi_query", True)
     keys = 1 if has_one_key_head else config.get("num_kv_heads") or heads
     has_two_norms = is_later and config.get("num_ln_in_parallel_attn") in (None, 2)
     return {
-        "layers": first_value(config, "num_hidden_layers", "n_layer"),
-        "hidden": hidden,
-        "heads": heads,
         "kv_heads": keys if keys != heads else 0,
         "ffn": config.get("ffn_hidden_size") or 0,
-        "vocab": config["vocab_size"],
         "seq": config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS,
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
-        "mlp": gelu_name(config, "activation", "gelu"),
         "blocks": "parallel" if has_two_norms else "parallel-one-norm",
         "biases": "all" if config.get("bias") else "none",
-        "tied": bool(config.get("tie_word_embeddings", True)),
-        **rotary_sizes(config),
+        **family.rotary_sizes(config),
     }
 
 
 def _falcon_layer(model: Model, i: int) -> Iterator[Counterpart]:
     norms = ("ln_attn", "ln_mlp") if model.blocks == "parallel" else ("input_layernorm",)
-    yield from fused_layer(model, i, stem="h", attention="self_attention", norms=norms)
+    yield from family.fused_layer(model, i, stem="h", attention="self_attention", norms=norms)
 
 
 def _falcon_configuration(model: Model) -> dict[str, Any]:
     is_later = model.blocks == "parallel" or model.key_heads not in (1, model.heads)
     return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
         "num_kv_heads": model.key_heads,
         "multi_query": model.key_heads == 1,
         "new_decoder_architecture": is_later,
         "num_ln_in_parallel_attn": (2 if model.blocks == "parallel" else 1) if is_later else None,
         "ffn_hidden_size": model.ffn_width,
         "max_position_embeddings": model.seq,
-        "layer_norm_epsilon": model.norm_eps,
-        "activation": HUGGING_FACE_GELUS.get(model.mlp),
         "bias": model.biases == "all",
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
@@ -348,6 +283,13 @@ FALCON = Family(
     fixed={"parallel_attn": True, "alibi": False},
     tokens="word_embeddings.weight",
     norms={"ln_f": "head.norm"},
+    keys={
+        "layers": ("num_hidden_layers", "n_layer"),
+        "hidden": ("hidden_size",),
+        "heads": ("num_attention_heads", "n_head"),
+    },
+    norm_eps=("layer_norm_epsilon", 1e-5),
+    gelu=("activation", "gelu"),
     sizes=_falcon_sizes,
     layer=_falcon_layer,
     configuration=_falcon_configuration,

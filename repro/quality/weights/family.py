@@ -29,18 +29,26 @@ class Family:
     prefix: str
     head: str
     """Name of the output matrix, without prefix; files of tied models may contain it too."""
+    keys: Mapping[str, tuple[str, ...]]
+    """Keys of our model, and all names that theirs have had; the first one is written."""
     fixed: Config
     """Keys with one value that our GPT supports; it is also the default of the key."""
+    norm_eps: tuple[str, float]
+    """Their key of `norm_eps` and its default."""
     tokens: str
     """Name of the token embedding."""
     norms: Mapping[str, str]
     """Norms outside layers: their names to ours."""
     sizes: Callable[[Config], dict[str, Any]]
-    """Conversion of their configuration to keys of our model; raises `KeyError` for a missing key."""
+    """Conversion of their configuration to further keys of our model; raises `KeyError` for a missing key."""
     layer: Callable[[Model, int], Iterator[Counterpart]]
     """Tensors of layer i."""
     configuration: Callable[[Model], dict[str, Any]]
-    """Conversion of our model to their configuration, without the vocabulary and the `fixed` keys."""
+    """Conversion of our model to further keys of their configuration."""
+    gelu: tuple[str, str] | None = None
+    """Their key of the activation of a GELU and its default; None in a family with one activation."""
+    tied: bool = True
+    """Default of `tie_word_embeddings`."""
     positions: str = ""
     """Name of the position embedding; empty without one."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
@@ -53,7 +61,11 @@ class Family:
             if value != right:
                 raise ConfigError(key, value, f"{right}, as our GPT has it")
         try:
-            return Model(name=name, **self.sizes(config))
+            sizes = {ours: first_value(config, *theirs) for ours, theirs in self.keys.items()}
+            sizes |= {"vocab": config["vocab_size"], "norm_eps": config.get(*self.norm_eps)}
+            sizes |= {"mlp": gelu_name(config, *self.gelu)} if self.gelu else {}
+            sizes["tied"] = bool(config.get("tie_word_embeddings", self.tied))
+            return Model(name=name, **{**sizes, **self.sizes(config)})
         except KeyError as error:
             says = f"is missing from {self.name}'s configuration"
             raise ConfigError(str(error.args[0]), says=says) from None
@@ -74,10 +86,16 @@ class Family:
 
     def document(self, model: Model, vocab: int) -> dict[str, Any]:
         """Return the content of `config.json` for a model."""
+        sizes = {
+            theirs[0]: getattr(model, "ffn_width" if k == "ffn" else k) for k, theirs in self.keys.items()
+        }
         return {
             "architectures": [self.architecture],
             "model_type": self.types[0],
             **self.fixed,
+            **sizes,
+            self.norm_eps[0]: model.norm_eps,
+            **({self.gelu[0]: HUGGING_FACE_GELUS.get(model.mlp)} if self.gelu else {}),
             **self.configuration(model),
             "tie_word_embeddings": model.tied,
             "vocab_size": vocab,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from repro.quality.weights.tensor_files import read_safetensors, read_torch_file
 from repro.util.files import write_file
 
 CONFIG_FILE = "config.json"
+SIZES = ("layers", "hidden", "heads", "head_width", "vocab", "seq", "ffn_width")
 MAX_SHARD_BYTES = 5_000_000_000
 """Maximum size of a file of an export, which is the default of transformers."""
 
@@ -76,22 +77,10 @@ def family_of_model(model: Model) -> Family | None:
             again = family.model(family.document(model, model.vocab), model.name)
         except ConfigError:
             continue
-        if _sizes(again) == _sizes(model):
+        same_sizes = all(getattr(again, size) == getattr(model, size) for size in SIZES)
+        if same_sizes and again.departures() == model.departures():
             return family
     return None
-
-
-def _sizes(model: Model) -> tuple[Any, ...]:
-    return (
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.head_width,
-        model.vocab,
-        model.seq,
-        model.ffn_width,
-        model.departures(),
-    )
 
 
 def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
@@ -161,17 +150,14 @@ def export_huggingface(
     for name in rows:
         shapes[name][0] = vocab
     groups = list(_group_by_file(shapes, shard_bytes))
+    read: Callable[[str], Iterator[Tensor]] = lambda name: pairs[name].read_slices(source, rows.get(name, 0))
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     where: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{part}.safetensors"
-        write_safetensors(
-            path,
-            {name: shapes[name] for name in group},
-            lambda name: pairs[name].read_slices(source, rows.get(name, 0)),
-        )
+        write_safetensors(path, {name: shapes[name] for name in group}, read)
         where |= dict.fromkeys(group, path.name)
         written.append(path)
     if len(groups) > 1:

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,8 @@ class MegatronCheckpoint(WeightSource):
         for t, shard in enumerate(shards):
             check_tensors(f"{folder}/mp_rank_{t:02d}", dict(self._expected_shapes()), shard, [_HEAD])
         self._shards = shards
-        self._stored = {
-            ours: self._join_ranks(ours, theirs) for ours, theirs in _name_pairs(self.model.layers)
-        }
+        pairs = _name_pairs(self.model.layers)
+        self._stored = {ours: self._join_ranks(ours, theirs) for ours, theirs in pairs}
 
     def elements(
         self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
@@ -164,21 +164,17 @@ class MegatronCheckpoint(WeightSource):
                     raise ConfigError(name, says="is not the same as in mp_rank_00", file=where)
             head = shard.get(_HEAD)
             if head is not None and not torch.equal(head, shard[_OUTER_NAMES[TOKEN_EMBEDDING]]):
-                raise ConfigError(
-                    _HEAD, says="is not the first stage's embedding; our GPT's is tied", file=where
-                )
+                says = "is not the first stage's embedding; our GPT's is tied"
+                raise ConfigError(_HEAD, says=says, file=where)
 
     def _shard(self, stages: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the tensors of a tensor-parallel rank, with layers numbered across its stages."""
         chunks = sum(f"model{i}" in stages[0] for i in range(1024)) or 1
-        parts = [
-            _tensors_by_name(stages[p].get(f"model{c}" if "model0" in stages[p] else "model"), self._folder)
-            for c in range(chunks)
-            for p in range(self._pp)
-        ]
         found: dict[str, Tensor] = {}
         layers = 0
-        for part in parts:
+        for c, p in product(range(chunks), range(self._pp)):
+            state = stages[p].get(f"model{c}" if "model0" in stages[p] else "model")
+            part = _tensors_by_name(state, self._folder)
             numbers = {int(name.split(".")[1]) for name in part if name.startswith("layers.")}
             for name, tensor in part.items():
                 if name.startswith("layers."):
@@ -206,9 +202,8 @@ class MegatronCheckpoint(WeightSource):
             )
             raise ConfigError("heads", says=right, file=where)
         if model is not None and model.hidden != tokens.shape[1]:
-            raise ConfigError(
-                "--model", model.name, f"of width {tokens.shape[1]}, as the weights", file=where
-            )
+            right = f"of width {tokens.shape[1]}, as the weights"
+            raise ConfigError("--model", model.name, right, file=where)
         try:
             return Model(
                 name=name_from_folder(self._folder.parent),
@@ -290,11 +285,10 @@ def _checkpoint_version(content: Mapping[str, Any], folder: Path) -> float:
 
 def _check_arguments(arguments: Mapping[str, Any], folder: Path) -> None:
     """Raise `ConfigError` for a model that differs from our GPT."""
-    fused = (
-        arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu") or arguments.get("onnx_safe")
-    )
+    fused = arguments.get("bias_gelu_fusion", True)
+    is_tanh = fused or arguments.get("openai_gelu") or arguments.get("onnx_safe")
     tanh = "true, or openai_gelu: our GELU is the tanh approximation"
-    unsupported = {"bias_gelu_fusion": (not fused, tanh)}
+    unsupported = {"bias_gelu_fusion": (not is_tanh, tanh)}
     for key in ("swiglu", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"):
         unsupported[key] = (bool(arguments.get(key)), "false")
     for key in ("layernorm_epsilon", "norm_epsilon"):

@@ -2,7 +2,7 @@
 
 Files are mapped into memory, so that a rank reads only its heads under tensor parallelism and its shard under stage 3.
 `StoredRows` reads formats whose tensors consist of rows of our parameters. `Counterpart` describes such a tensor, for
-reading and for writing.
+reading and for writing. `RunCheckpoint` reads the suite's own checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Layout, Model, Training
-from repro.engines.native.checkpoint.files import SLICE
+from repro.engines.native.checkpoint import files, index
+from repro.engines.native.checkpoint.state import Rectangle, matrix_rows, rectangles
 from repro.model.gpt import GPT
 from repro.model.layer import KEYS_AND_VALUES
 from repro.parallel import mesh as meshes
@@ -116,8 +117,8 @@ class Counterpart(NamedTuple):
 
     def _read_range(self, source: WeightSource, part: RowRange) -> Iterator[Tensor]:
         end = (part.first + part.rows) * self.width
-        for start in range(part.first * self.width, end, SLICE):
-            yield source.elements(part.ours, start, min(start + SLICE, end))
+        for start in range(part.first * self.width, end, files.SLICE):
+            yield source.elements(part.ours, start, min(start + files.SLICE, end))
 
 
 def counterpart(theirs: str, ours: str, *shape: int, transposed: bool = False) -> Counterpart:
@@ -188,6 +189,40 @@ class StoredRows(WeightSource):
                 first = high
         if first < last:
             yield torch.zeros(last - first, width)
+
+
+class RunCheckpoint(WeightSource):
+    """Optimizer's fp32 weights in a checkpoint of `repro run` (folder `step-N`), written under any layout."""
+
+    kind = "repro checkpoint"
+
+    def __init__(self, folder: Path):
+        self._folder, self._index = folder, index.read_index(folder)
+        index.check_files(folder, self._index)
+        self.files = tuple(folder / name for name in self._index.sizes)
+        path = folder / index.FILE
+        try:
+            self.model = Model(**{**self._index.training["model"], "name": name_from_folder(folder.parent)})
+        except (KeyError, TypeError):
+            raise ConfigError("model", says="is not among what the checkpoint says", file=str(path)) from None
+        for name, expected in self.parameter_shapes.items():
+            if (shape := self._index.shapes.get(name)) != expected.shape:
+                raise ConfigError(name, shape, f"of shape {expected.shape}", file=str(path))
+        self._read = index.reading(folder, self._index, files.Reader())
+
+    def elements(
+        self, name: str, start: int, stop: int, rank: int = 0, ranks: int = 1, rows: int = 0
+    ) -> Tensor:
+        shape, split = self.parameter_shapes[name]
+        lines = matrix_rows(shape, split)
+        whole = Rectangle(0, lines, 0, torch.Size(shape).numel() // lines)
+        width = whole.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
+        found = torch.zeros(stop - start)
+        for rectangle, before in rectangles(start, stop, 0 if split is None else rank * width, width):
+            there = rectangle.overlap(whole)  # padding of the vocabulary has no overlap and stays zero
+            if there is not None:
+                self._read(name, "weight", there, found[before : before + there.size])
+        return found
 
 
 def name_from_folder(path: Path) -> str:

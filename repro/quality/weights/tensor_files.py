@@ -123,25 +123,19 @@ def read_torch_file(path: Path) -> Any:
         is_zip = zipfile.is_zipfile(path)
         for name in _class_names(path, is_zip):
             names[name] = None
-        placeholders: list[Any] = [
-            (Placeholder, name) for name in names if PLACEHOLDER_CLASSES.fullmatch(name)
-        ]
+        replaced = filter(PLACEHOLDER_CLASSES.fullmatch, names)
+        placeholders: list[Any] = [(Placeholder, name) for name in replaced]
         with torch.serialization.safe_globals(placeholders):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
     except OSError as error:
         reason = error.strerror or "cannot be read"
         raise ConfigError(reason, expected="a file of weights", file=str(path)) from None
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, IndexError, KeyError) as error:
-        refused = [
-            name
-            for name in names
-            if not PLACEHOLDER_CLASSES.fullmatch(name) and not _TORCH_CLASSES.fullmatch(name)
-        ]
+        known = (PLACEHOLDER_CLASSES, _TORCH_CLASSES)
+        refused = [name for name in names if not any(pattern.fullmatch(name) for pattern in known)]
         if not refused:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(
-                "not weights", says=f"needs a file of torch.save: {reason}", file=str(path)
-            ) from None
+            says = f"needs a file of torch.save: {' '.join(str(error).split())[:200]}"
+            raise ConfigError("not weights", says=says, file=str(path)) from None
         says = f"refused: loading it would call {refused[0]}; a file of weights has tensors and plain values only"
         raise ConfigError("weights", says=says, file=str(path)) from None
 

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from repro.report.figures import (
-    communication,
     comparisons,
     layout_fit,
     loss_curves,
-    model_states,
     peak_memory,
     predicted_steps,
     redrawn,
     schedules,
     validation,
+    zero_stages,
 )
 from repro.report.figures.style import Drawing, Record, figure_style
 from repro.report.figures.values import View
@@ -49,8 +48,8 @@ def draw_all(
     published = view.value("", comparisons.SPEEDUP_ROW).published if view else None
     with figure_style():
         drawings = [
-            model_states.draw_measured_states(experiments),
-            communication.draw_volume(experiments),
+            zero_stages.draw_measured_states(experiments),
+            zero_stages.draw_volume(experiments),
             loss_curves.draw_parity(experiments),
             loss_curves.draw_convergence(experiments),
             comparisons.draw_ratios(compared),
@@ -72,11 +71,11 @@ def draw_all(
 def _draw_source_figures(view: View, simulated: list[Record]) -> list[Drawing]:
     """Return the figures of the sources, then the figures that only simulations of these runs provide."""
     return [
-        model_states.draw_published_states(view, simulated),
+        zero_stages.draw_published_states(view, simulated),
         *(redrawn.draw_entry(entry, view) for entry in redrawn.load_entries()),
         layout_fit.draw_degrees(view, simulated),
         predicted_steps.draw_breakdown(view, simulated),
         schedules.draw_schedules(view),
         peak_memory.draw_timelines(simulated),
-        communication.draw_link_traffic(simulated),
+        zero_stages.draw_link_traffic(simulated),
     ]

@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.config import TwinOf
 from repro.config.experiment import TWIN_RATIO
-from repro.report.figures.style import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    STAGE_NAMES,
-    Drawing,
-    Record,
-    make_axes,
-    set_grid,
-    zero_stage,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.results.schema import ComparisonRecord
 from repro.util import units
 from repro.util.units import GB
@@ -29,9 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-RATIOS_TITLE = "Throughput of compared strategies"
-RATIOS_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
-
+ENGINES_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
+RATIOS = Drawing(
+    "comparison", "Throughput of compared strategies", "No comparison in the store.", missing=ENGINES_COMMAND
+)
 MAX_COMPARISONS = 40
 """Maximum number of drawn comparisons."""
 
@@ -41,29 +30,30 @@ def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
     newest = sorted(comparisons, key=lambda r: r.order, reverse=True)[:MAX_COMPARISONS]
     shown = sorted(newest, key=lambda r: (r.baseline.name, r.subject.name))
     if not shown:
-        return Drawing("comparison", RATIOS_TITLE, "No comparison in the store.", (), RATIOS_COMMAND)
+        return RATIOS
 
-    figure, axes = make_axes(1.3 + 0.32 * len(shown))
+    figure, axes = style.make_axes(1.3 + 0.32 * len(shown))
     for y, record in enumerate(shown):
         low, high, ratio = record.low, record.high, record.ratio
         rounds = _round_ratios(record)
-        axes.scatter(rounds, [y + 0.24] * len(rounds), s=12, color=MUTED, alpha=0.55, linewidths=0, zorder=2)
+        small: dict[str, Any] = {"s": 12, "color": style.MUTED, "alpha": 0.55, "linewidths": 0, "zorder": 2}
+        axes.scatter(rounds, [y + 0.24] * len(rounds), **small)
         known = low is not None and high is not None
-        colour = ORANGE if high is not None and high < 1 else BLUE
+        colour = style.ORANGE if high is not None and high < 1 else style.BLUE
         if known:
             axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
-        fill = colour if known else "white"
-        axes.scatter(ratio, y, s=46, color=fill, edgecolors=INK if known else colour, linewidths=1, zorder=4)
+        fill, edge = (colour, style.INK) if known else ("white", colour)
+        axes.scatter(ratio, y, s=46, color=fill, edgecolors=edge, linewidths=1, zorder=4)
         words = f"{ratio:.2f} {units.interval(low, high)}"
         axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
-    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.axvline(1, color=style.INK, linewidth=1.2)
     axes.set_yticks(range(len(shown)), [f"{r.subject.name}  /  {r.baseline.name}" for r in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     ends = [1.0, *(x for r in shown for x in (r.low, r.high, r.ratio, *_round_ratios(r)) if x is not None)]
     margin = 0.06 * max(0.2, max(ends) - min(ends))
     axes.set_xlim(min(ends) - margin, max(ends) + margin)
     axes.set_xlabel("samples/s, subject over baseline (right of 1: the subject is faster)")
-    set_grid(axes, "x")
+    style.set_grid(axes, "x")
 
     rounds = sorted({r.rounds for r in shown})
     caption = (
@@ -75,24 +65,27 @@ def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
         caption += f" The newest {len(shown)} of {len(comparisons):,}."
     if rounds[0] <= 5:
         caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
-    return Drawing("comparison", RATIOS_TITLE, caption, tuple(r.label for r in shown), "", figure)
+    return RATIOS.drawn(figure, caption, (r.label for r in shown), missing=False)
 
 
 def _round_ratios(record: ComparisonRecord) -> list[float]:
     return [subject / baseline for baseline, subject in record.pairs if baseline]
 
 
-ENGINES_SUITE = "engines"
-ENGINES_TITLE = "The same step by engine and strategy"
-ENGINES_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
+ENGINES = Drawing(
+    "engines",
+    "The same step by engine and strategy",
+    "No comparison of engines in the store.",
+    missing=ENGINES_COMMAND,
+)
 ENGINE_STYLES = {
-    "native": ("this suite", BLUE),
-    "torch": ("torch", ORANGE),
-    "deepspeed": ("DeepSpeed", GREEN),
-    "megatron": ("Megatron-core", PURPLE),
+    "native": ("this suite", style.BLUE),
+    "torch": ("torch", style.ORANGE),
+    "deepspeed": ("DeepSpeed", style.GREEN),
+    "megatron": ("Megatron-core", style.PURPLE),
 }
 
-STRATEGIES = (*STAGE_NAMES.values(), "TP", "PP")
+STRATEGIES = (*style.STAGE_NAMES.values(), "TP", "PP")
 
 
 class _EngineBar(NamedTuple):
@@ -105,16 +98,10 @@ class _EngineBar(NamedTuple):
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
     """Draw each engine's time over ours as bars by strategy, with the intervals of the comparisons."""
-    shown = {
-        r.key: r
-        for r in records
-        if r.suite == ENGINES_SUITE and r.name.startswith("speed-") and r.outcome == "ok"
-    }
+    shown = {r.key: r for r in style.successful_records(records, "speed-") if r.suite == "engines"}
     turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
     if not turns:
-        return Drawing(
-            "engines", ENGINES_TITLE, "No comparison of engines in the store.", (), ENGINES_COMMAND
-        )
+        return ENGINES
     members = {key: shown[key] for c in turns for key in (c.baseline.key, c.subject.key)}
     held, sent = [], []
     for record in members.values():
@@ -127,15 +114,12 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         low, high = (1 / end if end else None for end in (c.high, c.low))
         times.append(_EngineBar(_strategy_of(subject), subject.experiment.engine, 1 / c.ratio, low, high))
 
-    from matplotlib.patches import Patch
-
-    figure, panels = make_axes(6.6, rows=3)
+    figure, panels = style.make_axes(6.6, rows=3)
     _draw_grouped_bars(panels[0], times, "seconds a step, ours = 1")
     _draw_grouped_bars(panels[1], held, "MB of model states")
     _draw_grouped_bars(panels[2], sent, "MB that rank 0 sends a step")
     here = [name for name in ENGINE_STYLES if any(r.experiment.engine == name for r in members.values())]
-    handles = [Patch(color=ENGINE_STYLES[name][1], label=ENGINE_STYLES[name][0]) for name in here]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(here))
+    style.draw_fills_above(figure, dict(ENGINE_STYLES[name] for name in here), ncols=len(here))
 
     libraries = {str(r.software["name"]) for r in members.values() if r.software} - {"repro"}
     rounds = "/".join(map(str, sorted({c.rounds for c in turns})))
@@ -144,10 +128,8 @@ def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> 
         "95 % intervals. Model states as they lie when the gradients are there, of the fullest rank; messages as a "
         f"ring sends them, of libraries counted from outside. {', '.join(sorted(libraries))}."
     )
-    missing = "" if here == list(ENGINE_STYLES) else ENGINES_COMMAND
-    return Drawing(
-        "engines", ENGINES_TITLE, caption, tuple(r.label for r in members.values()), missing, figure
-    )
+    missing = here != list(ENGINE_STYLES)
+    return ENGINES.drawn(figure, caption, (r.label for r in members.values()), missing=missing)
 
 
 def _draw_grouped_bars(axes: Axes, bars: list[_EngineBar], label: str) -> None:
@@ -157,47 +139,33 @@ def _draw_grouped_bars(axes: Axes, bars: list[_EngineBar], label: str) -> None:
     frame = pd.DataFrame(bars)
     strategies = [name for name in STRATEGIES if name in set(frame["strategy"])]
     engines = [name for name in ENGINE_STYLES if name in set(frame["engine"])]
-    sns.barplot(
-        frame,
-        x="strategy",
-        y="value",
-        hue="engine",
-        order=strategies,
-        hue_order=engines,
-        palette=[ENGINE_STYLES[name][1] for name in engines],
-        saturation=1,
-        errorbar=None,
-        gap=0.08,
-        lw=0,
-        ax=axes,
-    )
+    colours = [ENGINE_STYLES[name][1] for name in engines]
+    look: dict[str, Any] = {"palette": colours, "saturation": 1, "errorbar": None, "gap": 0.08, "lw": 0}
+    orders: dict[str, Any] = {"order": strategies, "hue_order": engines, "legend": False}
+    sns.barplot(frame, x="strategy", y="value", hue="engine", ax=axes, **orders, **look)
     known = {(bar.strategy, bar.engine): bar for bar in bars}
     for container, engine in zip(axes.containers, engines, strict=False):
         for patch in container:
             middle = patch.get_x() + patch.get_width() / 2
             bar = known[strategies[round(middle)], engine]
             if bar.low and bar.high:
-                axes.vlines(middle, bar.low, bar.high, color=INK, lw=1)
-            words: dict[str, Any] = {"ha": "center", "fontsize": 7, "textcoords": "offset points"}
-            axes.annotate(f"{bar.value:.3g}", (middle, bar.high or bar.value), (0, 4), **words)
+                axes.vlines(middle, bar.low, bar.high, color=style.INK, lw=1)
+            at = (middle, bar.high or bar.value)
+            style.write_near(axes, f"{bar.value:.3g}", at, (0, 4), ha="center", fontsize=7)
     axes.set(xlabel="", ylabel=label)
     axes.margins(y=0.16)
-    set_grid(axes, "y")
-    if (legend := axes.get_legend()) is not None:
-        legend.remove()
+    style.set_grid(axes, "y")
 
 
 def _strategy_of(record: Record) -> str:
     layout = record.experiment.layout
-    return "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else STAGE_NAMES[zero_stage(record)]
+    return "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else style.STAGE_NAMES[style.zero_stage(record)]
 
 
 def _describe_setup(members: list[Record]) -> str:
     one = members[0].experiment
-    return (
-        f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, "
-        f"{one.layout.global_batch} samples of {one.seq} tokens a step."
-    )
+    samples = f"{one.layout.global_batch} samples of {one.seq} tokens a step"
+    return f"{one.model.name}, {one.layout.precision}, {one.layout.world} processes, {samples}."
 
 
 SPEEDUP_ROW = "ds-3p75x-lowbw/throughput over Megatron"
@@ -207,8 +175,13 @@ SWEEPS = {
     "windtunnel_between": ("between", "GB/s of a node's link to the others, in the original"),
     "windtunnel_within": ("within", "GB/s that a GPU gets inside its node, which nobody published"),
 }
-SWEEPS_TITLE = "DeepSpeed's 3.75x against the bandwidth of the links"
 SWEEPS_COMMAND = "repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE))
+BANDWIDTHS = Drawing(
+    "windtunnel",
+    "DeepSpeed's 3.75x against the bandwidth of the links",
+    "No sweep of an emulated link in the store.",
+    missing=SWEEPS_COMMAND,
+)
 
 
 class _TwinComparison(NamedTuple):
@@ -233,11 +206,9 @@ def draw_bandwidth_sweeps(
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}
     if not shown:
-        return Drawing(
-            "windtunnel", SWEEPS_TITLE, "No sweep of an emulated link in the store.", (), SWEEPS_COMMAND
-        )
+        return BANDWIDTHS
     single = [p for p in found if p.suite == LARGER_TWIN_SUITE]
-    figure, panels = make_axes(3.4, columns=len(shown), sharey=True, squeeze=False)
+    figure, panels = style.make_axes(3.4, columns=len(shown), sharey=True, squeeze=False)
     for axes, (sweep, points) in zip(panels[0], shown.items(), strict=True):
         _draw_sweep(axes, sweep, points, single, published)
     panels[0][0].set_ylabel("samples/s, DeepSpeed over Megatron")
@@ -249,9 +220,8 @@ def draw_bandwidth_sweeps(
         "Small twins that train behind slow links, in turns with their baseline; lines and band are 95 % intervals of "
         f"{rounds} rounds. The curves are the time model's, of the originals and of these twins, which no step entered."
     )
-    missing = "" if len(shown) == len(SWEEPS) and single else SWEEPS_COMMAND
-    ran = tuple(p.record.label for p in used)
-    return Drawing("windtunnel", SWEEPS_TITLE, caption, ran, missing, figure)
+    missing = len(shown) < len(SWEEPS) or not single
+    return BANDWIDTHS.drawn(figure, caption, (p.record.label for p in used), missing=missing)
 
 
 def _twin_comparisons(
@@ -286,46 +256,29 @@ def _draw_sweep(
 
     points = sorted(points, key=link_rate)
     rates = [link_rate(p) for p in points]
-    axes.plot(
-        rates, [p.predicted[0] for p in points], color=MUTED, lw=1.2, ls="--", label="predicted, originals"
-    )
-    axes.plot(rates, [p.predicted[1] for p in points], color=ORANGE, lw=1.4, label="predicted, twins")
+    originals, twins = zip(*(p.predicted for p in points), strict=True)
+    axes.plot(rates, originals, color=style.MUTED, lw=1.2, ls="--", label="predicted, originals")
+    axes.plot(rates, twins, color=style.ORANGE, lw=1.4, label="predicted, twins")
     ends = [(x, p.record.low, p.record.high) for x, p in zip(rates, points, strict=True)]
     known = [(x, low, high) for x, low, high in ends if low is not None and high is not None]
     if known:
         x, low, high = zip(*known, strict=True)
-        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, lw=0)
-        axes.vlines(x, low, high, color=BLUE, lw=1.2)
-    axes.plot(
-        rates, [p.record.ratio for p in points], color=BLUE, marker="o", ms=5, lw=1.2, label="measured, twins"
-    )
+        axes.fill_between(x, low, high, color=style.BLUE, alpha=0.18, lw=0)
+        axes.vlines(x, low, high, color=style.BLUE, lw=1.2)
+    ratios = [p.record.ratio for p in points]
+    axes.plot(rates, ratios, color=style.BLUE, marker="o", ms=5, lw=1.2, label="measured, twins")
     for p in single:
-        axes.plot(
-            [link_rate(p)],
-            [p.record.ratio],
-            marker="D",
-            ms=6,
-            color=BLUE,
-            mec=INK,
-            ls="none",
-            label="a larger twin",
-        )
+        look: dict[str, Any] = {"marker": "D", "ms": 6, "color": style.BLUE, "mec": style.INK, "ls": "none"}
+        axes.plot(link_rate(p), p.record.ratio, label="a larger twin", **look)
     if published is not None:
-        axes.axhline(published, color=INK, lw=0.8, ls=":")
+        axes.axhline(published, color=style.INK, lw=0.8, ls=":")
         if link == "between" and single:
-            axes.plot(
-                [link_rate(single[0])],
-                [published],
-                marker="*",
-                ms=11,
-                color=INK,
-                ls="none",
-                label="published",
-            )
+            star: dict[str, Any] = {"marker": "*", "ms": 11, "color": style.INK, "ls": "none"}
+            axes.plot(link_rate(single[0]), published, label="published", **star)
     axes.set_xscale("log")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
     axes.set_ylim(0, 1.08 * max(axes.get_ylim()[1], published or 0.0))
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")

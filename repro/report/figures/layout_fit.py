@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from repro.report.figures.style import (
-    BLUE,
-    MUTED,
-    ORANGE,
-    SKY,
-    VERMILION,
-    Drawing,
-    Record,
-    make_axes,
-    required_bytes,
-    set_grid,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.report.figures.values import View
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import basis_of_record, count_bases
@@ -26,9 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MAP_SUITE, MAP_PREFIX = "yuan", "map-"
-MAP_TITLE = "Which layouts of Yuan 1.0 fit its GPUs"
 MAP_COMMAND = "repro run suites/yuan.toml --evidence simulated --only 'map-*'"
+MAP = Drawing(
+    "map",
+    "Which layouts of Yuan 1.0 fit its GPUs",
+    "No simulated record of a map-* experiment.",
+    missing=MAP_COMMAND,
+    evidence=SIMULATED,
+)
 PUBLISHED_LAYOUT = (8, 38)
 """t and p of the published run, claim yuan-config."""
 MapCells = dict[tuple[int, int], Record]
@@ -37,46 +32,21 @@ MapCells = dict[tuple[int, int], Record]
 
 def draw_maps(records: list[Record]) -> Drawing:
     """Draw one panel per system of the `map-*` records, by ascending memory, with one cell per (t, p)."""
-    shown = [
-        record
-        for record in records
-        if (record.suite, record.evidence) == (MAP_SUITE, SIMULATED)
-        and record.name.startswith(MAP_PREFIX)
-        and record.conclusive
-        and record.metrics.get("memory.limit_bytes")
-    ]
+    maps = [r for r in records if r.evidence == SIMULATED and r.label.startswith("yuan/map-")]
+    shown = [r for r in maps if r.conclusive and r.metrics.get("memory.limit_bytes")]
     if not shown:
-        return Drawing(
-            "map",
-            MAP_TITLE,
-            "No simulated record of a map-* experiment.",
-            (),
-            MAP_COMMAND,
-            evidence=SIMULATED,
-        )
+        return MAP
     panels: dict[str, MapCells] = {}
     for record in sorted(shown, key=_device_memory):
-        panels.setdefault(record.experiment.system, {})[_tp_and_pp(record)] = record
+        layout = record.experiment.layout
+        panels.setdefault(record.experiment.system, {})[layout.tp, layout.pp] = record
     every = {place for cells in panels.values() for place in cells}
-    figure, grid = make_axes(1.3 + 0.62 * len({t for t, _ in every}), 1, len(panels), squeeze=False)
+    figure, grid = style.make_axes(1.3 + 0.62 * len({t for t, _ in every}), 1, len(panels), squeeze=False)
     for axes, cells in zip(grid[0], panels.values(), strict=True):
         _draw_map(axes, cells, every)
     incomplete = len(panels) < 2 or any(set(cells) != every for cells in panels.values())
     drawn = [record for cells in panels.values() for record in cells.values()]
-    return Drawing(
-        "map",
-        MAP_TITLE,
-        _map_caption(drawn[0]),
-        tuple(r.label for r in drawn),
-        MAP_COMMAND if incomplete else "",
-        figure,
-        evidence=SIMULATED,
-    )
-
-
-def _tp_and_pp(record: Record) -> tuple[int, int]:
-    layout = record.experiment.layout
-    return layout.tp, layout.pp
+    return MAP.drawn(figure, _map_caption(drawn[0]), (r.label for r in drawn), missing=incomplete)
 
 
 def _device_memory(record: Record) -> float:
@@ -91,25 +61,21 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
     from matplotlib.patches import Rectangle
 
     rows = [(t, p, _memory_share(record), _cell_label(record)) for (t, p), record in cells.items()]
-    frame = pd.DataFrame(rows, columns=["t", "p", "share", "words"])
+    frame = pd.DataFrame(rows, columns=["t", "p", "share", "label"])
     tensor, stages = (sorted({place[axis] for place in every}) for axis in (0, 1))
-    shares, words = (
-        frame.pivot(index="t", columns="p", values=name).reindex(index=tensor[::-1], columns=stages)
-        for name in ("share", "words")
-    )
-    colours = [*sns.light_palette(SKY, 9)[1:6], *sns.light_palette(VERMILION, 9)[1:6]]
+    grid = frame.pivot(index="t", columns="p").reindex(index=tensor[::-1])
+    shares, labels = (grid[name].reindex(columns=stages) for name in ("share", "label"))
+    colours = [*sns.light_palette(style.SKY, 9)[1:6], *sns.light_palette(style.VERMILION, 9)[1:6]]
     look = {"annot_kws": {"color": "black", "fontsize": 8}, "linewidths": 3, "cbar": False}
-    sns.heatmap(shares, annot=words, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
+    sns.heatmap(shares, annot=labels, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
     for x, p in enumerate(stages):
         for y, t in enumerate(tensor[::-1]):
             if (t, p) not in every:
-                axes.text(
-                    x + 0.5, y + 0.5, "no such\nlayout", color=MUTED, ha="center", va="center", fontsize=7.5
-                )
+                words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5}
+                axes.text(x + 0.5, y + 0.5, "no such\nlayout", color=style.MUTED, **words)
             elif (t, p) == PUBLISHED_LAYOUT:
-                axes.add_patch(
-                    Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, fill=False, edgecolor="black", lw=2.2)
-                )
+                frame_look: dict[str, Any] = {"fill": False, "edgecolor": "black", "lw": 2.2}
+                axes.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, **frame_look))
     axes.set_xticklabels([f"p = {p}" for p in stages])
     axes.set_yticklabels([f"t = {t}" for t in tensor[::-1]], rotation=0)
     axes.tick_params(length=0)
@@ -119,13 +85,13 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 def _memory_share(record: Record) -> float:
     """Return the required share of the device's memory, at least 1 without a fit, even if live bytes are fewer."""
-    share = required_bytes(record) / _device_memory(record)
+    share = style.required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 
 
 def _cell_label(record: Record) -> str:
     fits = "fits" if record.outcome == "ok" else "does not fit"
-    return f"{units.size(required_bytes(record))}\nd = {record.experiment.layout.dp}, {fits}"
+    return f"{units.size(style.required_bytes(record))}\nd = {record.experiment.layout.dp}, {fits}"
 
 
 def _map_caption(record: Record) -> str:
@@ -141,10 +107,15 @@ def _map_caption(record: Record) -> str:
     )
 
 
-DEGREES_ID, DEGREES_TITLE = "turing-degrees", "Turing-NLG 17B: which model-parallel degree fits a V100"
-DEGREES_SUITE = "turing_nlg"
 DEGREES_COMMAND = "repro run suites/turing_nlg.toml --evidence simulated --only '?[!w]*'"
-SERIES = {"megatron-mp": ("Megatron-LM", ORANGE), "zero1-mp": ("with ZeRO 1", BLUE)}
+DEGREES = Drawing(
+    "turing-degrees",
+    "Turing-NLG 17B: which model-parallel degree fits a V100",
+    "No simulated record of Turing-NLG in the store.",
+    missing=DEGREES_COMMAND,
+    evidence=SIMULATED,
+)
+SERIES = {"megatron-mp": ("Megatron-LM", style.ORANGE), "zero1-mp": ("with ZeRO 1", style.BLUE)}
 MP_DEGREES = (16, 8, 4, 2, 1)
 PUBLISHED_DEGREE_ROWS = {
     "megatron-mp": "tnlg-mp16-to-4/smallest MP that fits without ZeRO",
@@ -156,88 +127,55 @@ MAX_HEIGHT_IN_MEMORIES = 2.2
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
     """Draw the required bytes per GPU by degree (left), and the samples in work on a node of 16 GPUs (right)."""
+    simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
-        (prefix, degree): record
-        for record in simulated
-        if record.suite == DEGREES_SUITE and record.conclusive
+        (prefix, degree): simulations[label]
         for prefix in SERIES
         for degree in MP_DEGREES
-        if record.name == f"{prefix}{degree}" and record.metrics.get("memory.limit_bytes")
+        if (label := f"turing_nlg/{prefix}{degree}") in simulations
     }
     if not found:
-        return Drawing(
-            DEGREES_ID,
-            DEGREES_TITLE,
-            "No simulated record of Turing-NLG in the store.",
-            (),
-            DEGREES_COMMAND,
-            evidence=SIMULATED,
-        )
-    figure, (left, right) = make_axes(3.7, 1, 2, width_ratios=[1.7, 1])
-    whole = max(map(_total_memory, found.values()))
+        return DEGREES
+    figure, (left, right) = style.make_axes(3.7, 1, 2, width_ratios=[1.7, 1])
+    metrics = [record.metrics for record in found.values()]
+    whole = max(float(m["memory.limit_bytes"] + m["memory.context_bytes"]) for m in metrics)
     _draw_memory(left, found, whole)
     _draw_samples(right, found)
-    published = {prefix: view.row(name).row.printed for prefix, name in PUBLISHED_DEGREE_ROWS.items()}
-    for number, (prefix, (_, colour)) in enumerate(SERIES.items()):
-        printed = published[prefix]
+    look: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 8}
+    for prefix, (_, colour) in SERIES.items():
+        printed = view.row(PUBLISHED_DEGREE_ROWS[prefix]).row.printed
         if printed is not None and printed.value in MP_DEGREES:
-            at = (MP_DEGREES.index(int(printed.value)) + (number - 0.5) * 0.42, -0.02)
-            left.annotate(
-                "▲",
-                at,
-                (0, 0),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                color=colour,
-                fontsize=8,
-                annotation_clip=False,
-            )
+            at = (_bar_position(prefix, int(printed.value)), -0.02)
+            style.write_near(left, "▲", at, (0, 0), color=colour, annotation_clip=False, **look)
     _draw_degrees_legend(figure, whole)
-    missing = DEGREES_COMMAND if len(found) < len(SERIES) * len(MP_DEGREES) else ""
-    return Drawing(
-        DEGREES_ID,
-        DEGREES_TITLE,
-        _degrees_caption(found),
-        tuple(sorted(r.label for r in found.values())),
-        missing,
-        figure,
-        SIMULATED,
-    )
+    missing = len(found) < len(SERIES) * len(MP_DEGREES)
+    runs = sorted(r.label for r in found.values())
+    return DEGREES.drawn(figure, _degrees_caption(found), runs, missing=missing)
 
 
 DegreeRecords = dict[tuple[str, int], Record]
 
 
-def _total_memory(record: Record) -> float:
-    """Return the bytes of the device: the allocator's limit and the context."""
-    return float(record.metrics["memory.limit_bytes"] + record.metrics["memory.context_bytes"])
+def _bar_position(prefix: str, degree: int) -> float:
+    return MP_DEGREES.index(degree) + (list(SERIES).index(prefix) - 0.5) * 0.42
 
 
 def _draw_memory(axes: Axes, found: DegreeRecords, whole: float) -> None:
     top = MAX_HEIGHT_IN_MEMORIES * whole / units.GB
     for (prefix, degree), record in found.items():
-        number = list(SERIES).index(prefix)
-        x, size = MP_DEGREES.index(degree) + (number - 0.5) * 0.42, required_bytes(record) / units.GB
-        fits, colour = record.outcome == "ok", SERIES[prefix][1]
+        x, colour = _bar_position(prefix, degree), SERIES[prefix][1]
+        size = style.required_bytes(record) / units.GB
         look: dict[str, Any] = {"color": colour, "lw": 0}
-        if not fits:
+        if record.outcome != "ok":
             look = {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "lw": 0.9}
         axes.bar(x, min(size, top), 0.38, zorder=2, **look)
         words = f"{size:.0f}" if size < top else f"{size:.0f} ↑"
-        inside = size >= 0.93 * top
-        axes.annotate(
-            words,
-            (x, min(size, top)),
-            (0, -3 if inside else 2),
-            textcoords="offset points",
-            ha="center",
-            va="top" if inside else "bottom",
-            fontsize=7.5,
-            bbox={"facecolor": "white", "linewidth": 0, "pad": 0.8} if inside else None,
-        )
-    axes.axhline(whole / units.GB, color=VERMILION, lw=1.4, zorder=3)
+        offset: tuple[int, int] = (0, 2)
+        place: dict[str, Any] = {"va": "bottom"}
+        if size >= 0.93 * top:  # inside the bar
+            offset, place = (0, -3), {"va": "top", "bbox": {"facecolor": "white", "linewidth": 0, "pad": 0.8}}
+        style.write_near(axes, words, (x, min(size, top)), offset, ha="center", fontsize=7.5, **place)
+    axes.axhline(whole / units.GB, color=style.VERMILION, lw=1.4, zorder=3)
     axes.set_ylim(0, top)
     _set_degree_axis(axes, "model-parallel degree (▲ published)", "GB per GPU, simulated")
 
@@ -247,20 +185,14 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
-        number = list(SERIES).index(prefix)
-        x = MP_DEGREES.index(degree) + (number - 0.5) * 0.42
+        x = _bar_position(prefix, degree)
         gpus = int(record.simulated_on.devices_per_node or 1) if record.simulated_on else 1
         samples = gpus // degree * record.experiment.layout.micro_batch
         axes.bar(x, samples, 0.38, color=SERIES[prefix][1], lw=0, zorder=2)
         rate = record.metrics.get("hardware_flops_per_s.device")
         words = f"{samples}" + (f" ({rate / units.TERA:.0f} TF)" if rate else "")
-        place: dict[str, Any] = {
-            "textcoords": "offset points",
-            "ha": "center",
-            "va": "bottom",
-            "rotation": 90,
-        }
-        axes.annotate(words, (x, samples), (0, 3), fontsize=7.5, **place)
+        place: dict[str, Any] = {"ha": "center", "va": "bottom", "rotation": 90}
+        style.write_near(axes, words, (x, samples), (0, 3), fontsize=7.5, **place)
     axes.set_ylim(0, 1.3 * max(axes.dataLim.y1, 1))
     _set_degree_axis(axes, "model-parallel degree", "samples at a time on a node")
 
@@ -272,16 +204,15 @@ def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
     axes.tick_params(axis="x", length=0, pad=9)
     axes.set_xlabel(what)
     axes.set_ylabel(height)
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
 
 
 def _draw_degrees_legend(figure: Figure, whole: float) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label=name) for name, colour in SERIES.values()]
-    handles.append(Patch(facecolor="white", edgecolor=MUTED, hatch="//////", label="does not fit"))
-    handles.append(Patch(facecolor=VERMILION, label=f"memory of the GPU, {units.size(whole)}"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    misfit = Patch(facecolor="white", edgecolor=style.MUTED, hatch="//////", label="does not fit")
+    limit = Patch(facecolor=style.VERMILION, label=f"memory of the GPU, {units.size(whole)}")
+    style.draw_fills_above(figure, dict(SERIES.values()), misfit, limit, ncols=4)
 
 
 def _degrees_caption(found: DegreeRecords) -> str:

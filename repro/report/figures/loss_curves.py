@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from repro.report.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Drawing,
-    Record,
-    dp_degree,
-    make_axes,
-    set_grid,
-    successful_records,
-    zero_stage,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.results.metrics import FP32_ROUNDING, loss_distances, root_mean_square
 
 if TYPE_CHECKING:
@@ -29,8 +15,12 @@ if TYPE_CHECKING:
 
 
 PARITY_PREFIX, SINGLE_PROCESS = "parity-", "parity-single"
-PARITY_TITLE = "Loss under every strategy, against one process"
-PARITY_COMMAND = "repro run suites/smoke.toml --only 'parity-*'"
+PARITY = Drawing(
+    "loss",
+    "Loss under every strategy, against one process",
+    "No record of parity-*.",
+    missing="repro run suites/smoke.toml --only 'parity-*'",
+)
 PARITY_TOLERANCE = 1e-5
 MIN_DRAWN_DIFFERENCE = 1e-9
 """Position of an exact zero on the log axis; fp32 losses near 5 cannot differ by less."""
@@ -38,46 +28,37 @@ MIN_DRAWN_DIFFERENCE = 1e-9
 
 def draw_parity(records: list[Record]) -> Drawing:
     """Draw the curves (left) and the relative difference at every step (right), with one line per strategy."""
-    shown = [r for r in successful_records(records, PARITY_PREFIX) if r.series.loss]
+    shown = [r for r in style.successful_records(records, PARITY_PREFIX) if r.series.loss]
     single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
     if single is None:
-        missing = (
-            f"No record of {SINGLE_PROCESS}, which the others are compared with."
-            if shown
-            else "No record of parity-*."
-        )
-        return Drawing("loss", PARITY_TITLE, missing, (), PARITY_COMMAND)
-    others = sorted(
-        (r for r in shown if r is not single),
-        key=lambda r: (_strategy_order(_strategy_of(r)), zero_stage(r), r.name),
-    )
+        words = f"No record of {SINGLE_PROCESS}, which the others are compared with."
+        return replace(PARITY, caption=words) if shown else PARITY
+    others = [r for r in shown if r is not single]
+    others.sort(key=lambda r: (list(STRATEGY_LINES).index(_strategy_of(r)), style.zero_stage(r), r.name))
     reference = single.series.loss or []
 
     rows = max(3.2, 1.1 + 0.24 * len(others))
-    figure, (left, right) = make_axes(rows, 1, 2, width_ratios=(1, 1.35))
+    figure, (left, right) = style.make_axes(rows, 1, 2, width_ratios=(1, 1.35))
     named: dict[str, Any] = {}
     for record in [single, *others]:
         kind = _strategy_of(record)
-        seen = [(step, loss) for step, loss in enumerate(record.series.loss or (), 1) if loss is not None]
-        steps, losses = [step for step, _ in seen], [loss for _, loss in seen]
-        (line,) = left.plot(
-            steps, losses, color=STRATEGY_COLOURS[kind], linestyle=STRATEGY_DASHES[kind], linewidth=1.6
-        )
+        colour, dashes = STRATEGY_LINES[kind]
+        (line,) = left.plot(*_loss_by_step(record), color=colour, linestyle=dashes, linewidth=1.6)
         named.setdefault(kind, line)
     left.legend(named.values(), named.keys(), loc="upper right")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_xlabel("optimizer step")
     left.set_ylabel("loss (nats per token)")
     left.set_title("loss curves, overlaid")
-    set_grid(left, "y")
+    style.set_grid(left, "y")
 
     for y, record in enumerate(others):
         drawn = [max(d, MIN_DRAWN_DIFFERENCE) for d in loss_distances(record.series.loss or [], reference)]
-        colour = STRATEGY_COLOURS[_strategy_of(record)]
+        colour, _ = STRATEGY_LINES[_strategy_of(record)]
         right.scatter(drawn, [y] * len(drawn), s=14, color=colour, alpha=0.35, linewidths=0)
         if drawn:
-            right.scatter(max(drawn), y, s=34, color=colour, edgecolors=INK, linewidths=0.8, zorder=3)
-    right.axvline(PARITY_TOLERANCE, color=INK, linewidth=1.2, linestyle="--")
+            right.scatter(max(drawn), y, s=34, color=colour, edgecolors=style.INK, linewidths=0.8, zorder=3)
+    right.axvline(PARITY_TOLERANCE, color=style.INK, linewidth=1.2, linestyle="--")
     right.text(PARITY_TOLERANCE * 1.25, -0.55, "tolerance", ha="left", va="bottom", fontsize=8)
     right.set_xscale("log")
     right.set_xlim(MIN_DRAWN_DIFFERENCE * 0.6, max(1e-3, *right.get_xlim()) if others else 1e-3)
@@ -88,7 +69,7 @@ def draw_parity(records: list[Record]) -> Drawing:
     right.set_ylim(len(others) - 0.4, -0.9)
     right.set_xlabel("relative difference to one process, every step")
     right.set_title("distance from one process (largest outlined)")
-    set_grid(right, "x")
+    style.set_grid(right, "x")
 
     differences = [d for r in others for d in loss_distances(r.series.loss or [], reference)]
     absent = sum(loss is None for r in [single, *others] for loss in r.series.loss or ())
@@ -99,34 +80,24 @@ def draw_parity(records: list[Record]) -> Drawing:
     )
     if absent:
         caption += f" {absent} loss values were NaN and are not drawn."
-    return Drawing(
-        "loss",
-        PARITY_TITLE,
-        caption,
-        tuple(r.label for r in [single, *others]),
-        "" if others else PARITY_COMMAND,
-        figure,
-    )
+    return PARITY.drawn(figure, caption, (r.label for r in [single, *others]), missing=not others)
 
 
-STRATEGY_COLOURS = {
-    "one process": INK,
-    "ZeRO 0-3": BLUE,
-    "tensor parallel": ORANGE,
-    "tensor x ZeRO": GREEN,
-    "recomputation": PURPLE,
-    "other": GREY,
+STRATEGY_LINES: dict[str, tuple[str, Any]] = {
+    "one process": (style.INK, "-"),
+    "ZeRO 0-3": (style.BLUE, (0, (4, 1.5))),
+    "tensor parallel": (style.ORANGE, (0, (1, 1))),
+    "tensor x ZeRO": (style.GREEN, (0, (3, 1.25, 1.5, 1.25))),
+    "recomputation": (style.PURPLE, (0, (5, 1, 1, 1))),
+    "other": (style.GREY, (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25))),
 }
-"""Colour of each kind of strategy, in the order of the lines."""
-STRATEGY_DASHES = {
-    "one process": "-",
-    "ZeRO 0-3": (0, (4, 1.5)),
-    "tensor parallel": (0, (1, 1)),
-    "tensor x ZeRO": (0, (3, 1.25, 1.5, 1.25)),
-    "recomputation": (0, (5, 1, 1, 1)),
-    "other": (0, (3, 1.25, 1.25, 1.25, 1.25, 1.25)),
-}
-"""Dashes of each kind of strategy, which make coinciding curves distinguishable."""
+"""Colour and dashes of each kind of strategy, in the order of the lines. Dashes keep coinciding curves apart."""
+
+
+def _loss_by_step(record: Record) -> tuple[list[int], list[float]]:
+    """Return the steps that have a loss, counted from 1, and their losses."""
+    found = {step: loss for step, loss in enumerate(record.series.loss or (), 1) if loss is not None}
+    return [*found], [*found.values()]
 
 
 def _strategy_of(record: Record) -> str:
@@ -136,56 +107,45 @@ def _strategy_of(record: Record) -> str:
     if layout.recompute:
         return "recomputation"
     if layout.tp > 1:
-        return "tensor x ZeRO" if dp_degree(record) > 1 else "tensor parallel"
-    return "ZeRO 0-3" if dp_degree(record) > 1 else "other"
+        return "tensor x ZeRO" if style.dp_degree(record) > 1 else "tensor parallel"
+    return "ZeRO 0-3" if style.dp_degree(record) > 1 else "other"
 
 
-def _strategy_order(kind: str) -> int:
-    return list(STRATEGY_COLOURS).index(kind)
-
-
-CONVERGENCE_SUITE, REFERENCE_RUN = "convergence", "fp32"
-CONTROL_PREFIX, FAULT_PREFIX, SEED_PREFIX, BATCH_PREFIX = "order-", "fault-", "seed-", "batch-"
-CONVERGENCE_TITLE = "One loss curve under every layout"
 CONVERGENCE_COMMAND = "repro run suites/convergence.toml"
+CONVERGENCE = Drawing(
+    "convergence",
+    "One loss curve under every layout",
+    "No curve of one process with its controls.",
+    missing=CONVERGENCE_COMMAND,
+)
 STEPS_PER_POINT = 10
 """Number of steps per drawn distance, because distances of single steps cross zero."""
 FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
 LAYOUT_COLOURS = {
-    "data parallel, ZeRO 1-3": BLUE,
-    "tensor parallel": ORANGE,
-    "pipelines": GREEN,
-    "two of these": PURPLE,
-    "DeepSpeed": VERMILION,
+    "data parallel, ZeRO 1-3": style.BLUE,
+    "tensor parallel": style.ORANGE,
+    "pipelines": style.GREEN,
+    "two of these": style.PURPLE,
+    "DeepSpeed": style.VERMILION,
 }
-PRECISION_COLOURS = {"fp16": VERMILION, "bf16": BLUE}
+PRECISION_COLOURS = {"fp16": style.VERMILION, "bf16": style.BLUE}
 
 
 def draw_convergence(records: Sequence[Record]) -> Drawing:
     """Draw losses, distances of fp32 layouts from one process, and distances of 16 bits and other seeds from fp32."""
-    found = successful_records([record for record in records if record.suite == CONVERGENCE_SUITE], "")
-    ran = [
-        r
-        for r in found
-        if r.series.loss and None not in r.series.loss and not r.name.startswith(BATCH_PREFIX)
-    ]
-    reference = next((record for record in ran if record.name == REFERENCE_RUN), None)
-    controls = [record for record in ran if record.name.startswith(CONTROL_PREFIX)]
+    found = style.successful_records([record for record in records if record.suite == "convergence"], "")
+    every = [r for r in found if r.series.loss and None not in r.series.loss]
+    ran = [record for record in every if not record.name.startswith("batch-")]
+    reference = next((record for record in ran if record.name == "fp32"), None)
+    prefixes = ("order-", "fault-", "seed-")
+    controls, faults, seeds = (style.successful_records(ran, prefix) for prefix in prefixes)
     if reference is None or not controls:
-        return Drawing(
-            "convergence",
-            CONVERGENCE_TITLE,
-            "No curve of one process with its controls.",
-            (),
-            CONVERGENCE_COMMAND,
-        )
-    faults = [record for record in ran if record.name.startswith(FAULT_PREFIX)]
-    seeds = [record for record in ran if record.name.startswith(SEED_PREFIX)]
+        return CONVERGENCE
     fine = {id(record) for record in (reference, *controls, *faults, *seeds)}
     layouts = [r for r in ran if id(r) not in fine and r.experiment.layout.precision == "fp32"]
     short = [r for r in ran if id(r) not in fine and r.experiment.layout.precision != "fp32"]
 
-    figure, (left, middle, right) = make_axes(4.6, 1, 3, width_ratios=(0.9, 1.3, 0.9))
+    figure, (left, middle, right) = style.make_axes(4.6, 1, 3, width_ratios=(0.9, 1.3, 0.9))
     _draw_losses(left, reference, layouts, short, seeds)
     _draw_distances(middle, reference, controls, layouts, faults)
     _draw_precisions(right, reference, short, seeds)
@@ -198,22 +158,21 @@ def draw_convergence(records: Sequence[Record]) -> Drawing:
         f"difference at any step of an fp32 layout: {largest:.1e}, of one process with its sums in another order: "
         f"{explained:.1e}. Dotted: small faults, which are no rounding."
     )
-    missing = "" if layouts and faults and short and seeds else CONVERGENCE_COMMAND
-    return Drawing("convergence", CONVERGENCE_TITLE, caption, tuple(r.label for r in ran), missing, figure)
+    missing = not (layouts and faults and short and seeds)
+    return CONVERGENCE.drawn(figure, caption, (r.label for r in ran), missing=missing)
 
 
 def _draw_losses(
     axes: Axes, reference: Record, layouts: list[Record], short: list[Record], seeds: list[Record]
 ) -> None:
     for label, records, colour, dashes in (
-        ("other seeds", seeds, GREY, "-"),
-        ("fp16, bf16", short, VERMILION, "-"),
-        ("one process, fp32", [reference], INK, "-"),
-        ("layouts, fp32", layouts, SKY, (0, (2, 4))),
+        ("other seeds", seeds, style.GREY, "-"),
+        ("fp16, bf16", short, style.VERMILION, "-"),
+        ("one process, fp32", [reference], style.INK, "-"),
+        ("layouts, fp32", layouts, style.SKY, (0, (2, 4))),
     ):
         for record in records:
-            losses = [loss for loss in record.series.loss or () if loss is not None]
-            axes.plot(range(1, len(losses) + 1), losses, color=colour, lw=0.7, ls=dashes, label=label)
+            axes.plot(*_loss_by_step(record), color=colour, lw=0.7, ls=dashes, label=label)
     axes.set_title("loss")
     axes.set_ylabel("loss (nats per token)")
     _finish_axes(axes)
@@ -222,21 +181,19 @@ def _draw_losses(
 def _draw_distances(
     axes: Axes, reference: Record, controls: list[Record], layouts: list[Record], faults: list[Record]
 ) -> None:
-    band = [_smoothed_distances(record, reference) for record in controls]
-    steps = range(STEPS_PER_POINT, STEPS_PER_POINT * len(band[0]) + 1, STEPS_PER_POINT)
-    low, high = ([pick(at) for at in zip(*band, strict=True)] for pick in (min, max))
+    curves = [_smoothed_distances(record, reference) for record in controls]
+    steps, _ = curves[0]
+    low, high = ([pick(at) for at in zip(*(c for _, c in curves), strict=True)] for pick in (min, max))
     label = "one process, other orders of sums"
-    axes.fill_between(steps, low, high, color=GREY, alpha=0.5, lw=0, label=label)
+    axes.fill_between(steps, low, high, color=style.GREY, alpha=0.5, lw=0, label=label)
     for record in sorted(layouts, key=lambda r: list(LAYOUT_COLOURS).index(layout_kind(r))):
         kind = layout_kind(record)
-        axes.plot(
-            steps, _smoothed_distances(record, reference), color=LAYOUT_COLOURS[kind], lw=0.8, label=kind
-        )
+        axes.plot(*_smoothed_distances(record, reference), color=LAYOUT_COLOURS[kind], lw=0.8, label=kind)
     for record in faults:
-        values = _smoothed_distances(record, reference)
-        axes.plot(steps, values, color=INK, lw=1.0, ls=":")
-        label, last = FAULT_LABELS.get(record.name, record.name), (steps[-1], values[-1])
-        axes.annotate(label, last, (2, 0), textcoords="offset points", va="center", fontsize=7.5)
+        steps, values = _smoothed_distances(record, reference)
+        axes.plot(steps, values, color=style.INK, lw=1.0, ls=":")
+        label = FAULT_LABELS.get(record.name, record.name)
+        style.write_near(axes, label, (steps[-1], values[-1]), (2, 0), va="center", fontsize=7.5)
     axes.set_yscale("log")
     axes.set_title("fp32: distance from one process")
     _finish_axes(axes)
@@ -245,9 +202,8 @@ def _draw_distances(
 def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: list[Record]) -> None:
     for record in (*seeds, *short):
         name = record.experiment.layout.precision if record in short else "other seeds"
-        values = _smoothed_distances(record, reference)
-        steps = range(STEPS_PER_POINT, STEPS_PER_POINT * len(values) + 1, STEPS_PER_POINT)
-        axes.plot(steps, values, color=PRECISION_COLOURS.get(name, GREY), lw=0.8, label=name)
+        colour = PRECISION_COLOURS.get(name, style.GREY)
+        axes.plot(*_smoothed_distances(record, reference), color=colour, lw=0.8, label=name)
     if seeds or short:
         axes.set_yscale("log")
     axes.set_title("16 bits: distance from fp32")
@@ -261,7 +217,7 @@ def _finish_axes(axes: Axes) -> None:
         shown, below = [*handles.values()], (-0.02, -0.17)
         axes.legend(shown, [*handles], loc="upper left", bbox_to_anchor=below, fontsize=8)
     axes.set_xlabel("optimizer step")
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
 
 
 def layout_kind(record: Record) -> str:
@@ -279,17 +235,18 @@ def _distances(record: Record, reference: Record) -> list[float]:
     return loss_distances(record.series.loss or (), reference.series.loss or ())
 
 
-def _smoothed_distances(record: Record, reference: Record) -> list[float]:
-    """Return root mean squares over `STEPS_PER_POINT` steps, at least the rounding error of an fp32 loss."""
+def _smoothed_distances(record: Record, reference: Record) -> tuple[range, list[float]]:
+    """Return the last steps of all stretches of `STEPS_PER_POINT` steps, and the root mean squares of the stretches.
+
+    A root mean square is at least the rounding error of an fp32 loss.
+    """
     found = _distances(record, reference)
-    parts = [
-        found[start : start + STEPS_PER_POINT]
-        for start in range(0, len(found) - STEPS_PER_POINT + 1, STEPS_PER_POINT)
-    ]
-    return [max(root_mean_square(part), FP32_ROUNDING / 2) for part in parts]
+    ends = range(STEPS_PER_POINT, len(found) + 1, STEPS_PER_POINT)
+    squares = (root_mean_square(found[end - STEPS_PER_POINT : end]) for end in ends)
+    return ends, [max(square, FP32_ROUNDING / 2) for square in squares]
 
 
-CURVES_TITLE = "Loss over the steps"
+CURVES = Drawing("curves", "Loss over the steps", "none of them trained for two steps.")
 MAX_NAMED_CURVES = 12
 """Maximum number of lines of a panel with a name next to the panel."""
 CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
@@ -306,26 +263,20 @@ def draw_loss_curves(records: Sequence[Record]) -> Drawing:
             key = record.suite, record.experiment.model.name, record.shown_as
             panels.setdefault(key, []).append(record)
     if not panels:
-        return Drawing("curves", CURVES_TITLE, "none of them trained for two steps.", (), "")
-    figure, grid = make_axes(0.4 + 2.6 * len(panels), len(panels), 1, squeeze=False)
+        return CURVES
+    figure, grid = style.make_axes(0.4 + 2.6 * len(panels), len(panels), 1, squeeze=False)
     for axes, ((suite, model, kind), shown) in zip(grid[:, 0], panels.items(), strict=True):
         colours = seaborn.husl_palette(len(shown), l=0.5)
         for i, (record, colour) in enumerate(zip(shown, colours, strict=True)):
-            seen = [(step, loss) for step, loss in enumerate(record.series.loss or (), 1) if loss is not None]
-            axes.plot(
-                *zip(*seen, strict=True),
-                color=colour,
-                dashes=CURVE_DASHES[i % len(CURVE_DASHES)],
-                label=record.name,
-            )
+            dashes = CURVE_DASHES[i % len(CURVE_DASHES)]
+            axes.plot(*_loss_by_step(record), color=colour, dashes=dashes, label=record.name)
         if len(shown) <= MAX_NAMED_CURVES:
             axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("loss (nats per token)")
-        axes.set_title(
-            f"{suite}: {model}, {kind}" + f", {len(shown)} curves" * (len(shown) > MAX_NAMED_CURVES)
-        )
-        set_grid(axes, "y")
+        count = f", {len(shown)} curves" * (len(shown) > MAX_NAMED_CURVES)
+        axes.set_title(f"{suite}: {model}, {kind}{count}")
+        style.set_grid(axes, "y")
     grid[-1, 0].set_xlabel("optimizer step")
     drawn = tuple(record.label for shown in panels.values() for record in shown)
-    return Drawing("curves", CURVES_TITLE, f"Loss of {len(drawn)} results.", drawn, "", figure)
+    return CURVES.drawn(figure, f"Loss of {len(drawn)} results.", drawn, missing=False)

@@ -5,35 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from repro.report.figures.style import (
-    CATEGORY_COLOURS,
-    INK,
-    STAGE_NAMES,
-    Drawing,
-    Record,
-    draw_stacked_bar,
-    has_memory_categories,
-    make_axes,
-    set_grid,
-    zero_stage,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.results.schema import SIMULATED
 from repro.util import units
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 
-PEAK_TITLE = "Peak memory of one step by category"
-PEAK_COMMAND = "repro run suites/smoke.toml"
+PEAK = Drawing(
+    "peak",
+    "Peak memory of one step by category",
+    "No experiment in the store that ended ok.",
+    missing="repro run suites/smoke.toml",
+)
 HOST_STYLE: dict[str, Any] = {
     "facecolor": "none",
-    "edgecolor": CATEGORY_COLOURS["host"],
+    "edgecolor": style.CATEGORY_COLOURS["host"],
     "hatch": "////",
     "linewidth": 0.6,
 }
-CATEGORY_STYLES: dict[str, Any] = CATEGORY_COLOURS | {"host": HOST_STYLE}
+CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {"host": HOST_STYLE}
 RARE_CATEGORIES = ("checkpoints", "host")
 """Categories that few layouts have; the legend lists them only if a bar shows them."""
 MAX_BARS = 40
@@ -42,18 +35,20 @@ MAX_BARS = 40
 
 def draw_peaks(records: list[Record]) -> Drawing:
     """Draw one panel per model and one bar per experiment: live bytes at the peak of the fullest rank."""
-    every = [r for r in records if r.outcome == "ok" and has_memory_categories(r)]
+    ended = style.successful_records(records, "")
+    every = [r for r in ended if style.has_memory_categories(r)]
     shown = sorted(every, key=lambda r: r.order, reverse=True)[:MAX_BARS]
-    others = [r for r in records if r.outcome == "ok" and not has_memory_categories(r)]
+    others = [r for r in ended if not style.has_memory_categories(r)]
     if not shown:
-        return Drawing("peak", PEAK_TITLE, "No experiment in the store that ended ok.", (), PEAK_COMMAND)
+        return PEAK
     panels: dict[str, list[Record]] = {}
     for record in sorted(shown, key=_bar_order):
         panels.setdefault(record.experiment.model.name, []).append(record)
     models = sorted(panels, key=lambda name: (-len(panels[name]), name))
     heights = [len(panels[name]) + 2.0 for name in models]
 
-    figure, grid = make_axes(0.6 + 0.205 * sum(heights), len(models), 1, squeeze=False, height_ratios=heights)
+    size = 0.6 + 0.205 * sum(heights), len(models), 1
+    figure, grid = style.make_axes(*size, squeeze=False, height_ratios=heights)
     for axes, model in zip(grid[:, 0], models, strict=True):
         rows = panels[model]
         totals = [peak_of_fullest_rank(r)["total"] + peak_of_fullest_rank(r).get("host", 0) for r in rows]
@@ -61,31 +56,22 @@ def draw_peaks(records: list[Record]) -> Drawing:
         for y, record in enumerate(rows):
             peak = peak_of_fullest_rank(record)
             sizes = {category: count / scale for category, count in peak.items()}
-            base = draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
-            axes.annotate(
-                units.size(peak["total"]),
-                (base, y),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-            )
+            base = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
+            style.write_near(axes, units.size(peak["total"]), (base, y), (4, 0), va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [r.name for r in rows], fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, 1.12 * max(totals) / scale)
         axes.set_xlabel(f"{unit} on the fullest rank")
         axes.set_title(model)
-        set_grid(axes, "x")
+        style.set_grid(axes, "x")
     from matplotlib.patches import Patch
 
-    seen = [
-        c
-        for c in CATEGORY_COLOURS
-        if c not in RARE_CATEGORIES or any(peak_of_fullest_rank(r).get(c, 0) for r in shown)
-    ]
-    handles = [
-        Patch(**(HOST_STYLE if c == "host" else {"color": CATEGORY_COLOURS[c]}), label=c) for c in seen
-    ]
+    peaks = [peak_of_fullest_rank(r) for r in shown]
+    looks = {
+        c: HOST_STYLE if c == "host" else {"color": colour} for c, colour in style.CATEGORY_COLOURS.items()
+    }
+    seen = [c for c in looks if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)]
+    handles = [Patch(**looks[c], label=c) for c in seen]
     figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
 
     caption = (
@@ -98,11 +84,9 @@ def draw_peaks(records: list[Record]) -> Drawing:
         caption += f" The newest {len(shown)} of {len(every):,}; `repro export --table experiments` has all."
     if others:
         engines = ", ".join(sorted({r.experiment.engine for r in others}))
-        caption += (
-            f" Left out: {len(others)} experiments of engine {engines}, of whose memory the total and the model "
-            "states alone are known."
-        )
-    return Drawing("peak", PEAK_TITLE, caption, tuple(r.label for r in shown), "", figure)
+        known = "of whose memory the total and the model states alone are known"
+        caption += f" Left out: {len(others)} experiments of engine {engines}, {known}."
+    return PEAK.drawn(figure, caption, (r.label for r in shown), missing=False)
 
 
 def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
@@ -115,7 +99,6 @@ def peak_of_fullest_rank(record: Record) -> dict[str, int]:
     return max((held.peak or {} for held in record.memory_by_rank), key=lambda peak: peak.get("total", 0))
 
 
-TIMELINE_ID, TIMELINE_TITLE = "memory-timeline", "Memory over one step by category"
 TIMELINE_ROWS = (
     tuple(f"zero_memory/7.5b-z{stage}-n64" for stage in range(4)),
     ("zero_r/fig6-c1-40b", "zero_r/fig7-c2-40b", "zero_r/fig7-c3-40b", "zero_r/fig7-c4-40b"),
@@ -124,9 +107,16 @@ TIMELINE_COMMANDS = (
     "repro run suites/zero_memory.toml --evidence simulated --rerun --only '7.5b-z*-n64'",
     "repro run suites/zero_r.toml --evidence simulated --rerun --only 'fig[67]-c?-40b'",
 )
+TIMELINES = Drawing(
+    "memory-timeline",
+    "Memory over one step by category",
+    "No simulated record that keeps its memory over time.",
+    missing=" && ".join(TIMELINE_COMMANDS),
+    evidence=SIMULATED,
+)
 MAX_HEIGHT_IN_LIMITS = 1.5
 """Maximum height of a panel in units of the memory limit; higher panels are cut."""
-PHASE_NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+MARKED_PHASES = ("forward", "backward", "optimizer")
 
 
 def draw_timelines(simulated: list[Record]) -> Drawing:
@@ -136,18 +126,10 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     shown = [record for row in rows for record in row if record]
     missing = " && ".join(run for row, run in zip(rows, TIMELINE_COMMANDS, strict=True) if not all(row))
     if not shown:
-        return Drawing(
-            TIMELINE_ID,
-            TIMELINE_TITLE,
-            "No simulated record that keeps its memory over time.",
-            (),
-            missing,
-            evidence=SIMULATED,
-        )
+        return TIMELINES
     rows = [row for row in rows if any(row)]
-    figure, grid = make_axes(
-        0.6 + 2.5 * len(rows), len(rows), len(TIMELINE_ROWS[0]), squeeze=False, sharey="row", sharex=True
-    )
+    size = 0.6 + 2.5 * len(rows), len(rows), len(TIMELINE_ROWS[0])
+    figure, grid = style.make_axes(*size, squeeze=False, sharey="row", sharex=True)
     seen: set[str] = set()
     for row, line in zip(rows, grid, strict=True):
         for number, (record, axes) in enumerate(zip(row, line, strict=True)):
@@ -161,15 +143,10 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     for axes in grid[-1]:
         axes.set_xlabel("device's busy time")
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    handles: list[Artist] = [
-        Patch(facecolor=CATEGORY_COLOURS[name], label=name)
-        for name in CATEGORY_COLOURS
-        if name in seen and name != "host"
-    ]
-    limit = Line2D([], [], color=INK, ls="--", lw=1.2, label="limit of the allocator")
-    figure.legend(handles=[*handles, limit], loc="outside upper center", ncols=8, columnspacing=1.1)
+    colours = {name: colour for name, colour in style.CATEGORY_COLOURS.items() if name in seen}
+    limit = Line2D([], [], color=style.INK, ls="--", lw=1.2, label="limit of the allocator")
+    style.draw_fills_above(figure, colours, limit, ncols=8, columnspacing=1.1)
     first = shown[0].experiment.model.name
     caption = (
         f"Simulated, not measured: every allocation of the real step, run on shapes. Above: {first} under the "
@@ -177,9 +154,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
         "device's operators, without waits; of each 96th of it the moment that holds most. Dotted: backward and "
         "update begin."
     )
-    return Drawing(
-        TIMELINE_ID, TIMELINE_TITLE, caption, tuple(r.label for r in shown), missing, figure, SIMULATED
-    )
+    return TIMELINES.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
 def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
@@ -196,54 +171,41 @@ def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
 
 def _draw_timeline(axes: Axes, record: Record) -> set[str]:
     bytes_of = gigabytes_by_category(record)
-    names = [name for name in CATEGORY_COLOURS if name in bytes_of]
+    names = [name for name in style.CATEGORY_COLOURS if name in bytes_of]
+    colours = [style.CATEGORY_COLOURS[name] for name in names]
     size = len(bytes_of[names[0]])
     places = [(number + 0.5) / size for number in range(size)]
-    axes.stackplot(
-        places, [bytes_of[name] for name in names], colors=[CATEGORY_COLOURS[name] for name in names], lw=0
-    )
-    limit = record.metrics.get("memory.limit_bytes")
-    if limit:
-        axes.axhline(limit / units.GB, color=INK, ls="--", lw=1.2)
+    axes.stackplot(places, [bytes_of[name] for name in names], colors=colours, lw=0)
+    if limit := record.metrics.get("memory.limit_bytes"):
+        axes.axhline(limit / units.GB, color=style.INK, ls="--", lw=1.2)
     before = ""
     for part, name, _ in (record.series.memory or {})["phases"]:
-        if name in PHASE_NAMES and name != before:
+        if name in MARKED_PHASES and name != before:
             if before:
-                axes.axvline(part / size, color=INK, lw=0.7, ls=":")
+                axes.axvline(part / size, color=style.INK, lw=0.7, ls=":")
             before = name
     axes.set_xlim(0, 1)
     axes.set_xticks([])
     axes.tick_params(length=3)
     words = "" if record.outcome == "ok" else ", does not fit"
-    axes.set_title(f"{_layout_title(record)}{words}", fontsize=8.5)
+    in_stages = record.suite == "zero_memory"
+    title = style.STAGE_NAMES[style.zero_stage(record)] if in_stages else record.name.split("-")[1].upper()
+    axes.set_title(f"{title}{words}", fontsize=8.5)
     return set(names)
-
-
-def _layout_title(record: Record) -> str:
-    if record.suite == "zero_memory":
-        return STAGE_NAMES[zero_stage(record)]
-    return record.name.split("-")[1].upper()
 
 
 def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
     """Set one height for a row: the maximum, or `MAX_HEIGHT_IN_LIMITS` if a panel is far above the limit."""
-    most = {
-        number: max(map(sum, zip(*gigabytes_by_category(r).values(), strict=True)))
-        for number, r in enumerate(row)
-        if r
-    }
+    curves = {number: gigabytes_by_category(r).values() for number, r in enumerate(row) if r}
+    most = {number: max(map(sum, zip(*curve, strict=True))) for number, curve in curves.items()}
     limit = max(r.metrics.get("memory.limit_bytes", 0) / units.GB for r in row if r)
     top = 1.06 * max(limit, *most.values())
     if limit and top > 2 * limit:
         top = MAX_HEIGHT_IN_LIMITS * limit
         for number, value in most.items():
             if value > top:
-                place: dict[str, Any] = {
-                    "xycoords": "axes fraction",
-                    "ha": "center",
-                    "va": "top",
-                    "fontsize": 8,
-                }
                 box = {"facecolor": "white", "lw": 0, "pad": 1.5}
-                line[number].annotate(f"up to {units.number(value)} GB ↑", (0.5, 0.97), bbox=box, **place)
+                look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "bbox": box}
+                words = f"up to {units.number(value)} GB ↑"
+                line[number].annotate(words, (0.5, 0.97), xycoords="axes fraction", **look)
     line[0].set_ylim(0, top)

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from repro.claims.evidence import run_command
 from repro.config.words import count_noun as count_nouns
-from repro.report.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-    Drawing,
-    Record,
-    draw_stacked_bar,
-    make_axes,
-    set_grid,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing, Record
 from repro.report.figures.values import View
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import SIMULATED
@@ -35,7 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BREAKDOWN_ID, BREAKDOWN_TITLE = "breakdown", "Where the seconds of a step go"
+BREAKDOWN = Drawing(
+    "breakdown",
+    "Where the seconds of a step go",
+    "No simulated step of a published layout has a time.",
+    evidence=SIMULATED,
+)
 YUAN_RUN, YUAN_STEP_ROW = "yuan/yuan-245b", "yuan-step-time/step"
 OTHER_RUNS = {
     "Megatron-LM 1T, 3072 A100": "megatron_2021/table1-1t",
@@ -49,16 +40,16 @@ OTHER_RUNS = {
 }
 """Name in the figure and record."""
 PART_COLOURS = {
-    "matrix products": BLUE,
-    "attention": SKY,
-    "other operators": GREEN,
-    "compute": MUTED,
-    "optimizer": PURPLE,
-    "waits for tensor parallelism": VERMILION,
-    "waits for data parallelism": ORANGE,
-    "waits between stages": YELLOW,
-    "waits for communication": INK,
-    "bubble": GREY,
+    "matrix products": style.BLUE,
+    "attention": style.SKY,
+    "other operators": style.GREEN,
+    "compute": style.MUTED,
+    "optimizer": style.PURPLE,
+    "waits for tensor parallelism": style.VERMILION,
+    "waits for data parallelism": style.ORANGE,
+    "waits between stages": style.YELLOW,
+    "waits for communication": style.INK,
+    "bubble": style.GREY,
 }
 OPERATOR_PARTS = {"matmul": "matrix products", "attention": "attention", "optimizer": "optimizer"}
 GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between stages"}
@@ -66,47 +57,31 @@ GROUP_PARTS = {"(tp)": "waits for tensor parallelism", "(pp)": "waits between st
 
 def draw_breakdown(view: View, simulated: list[Record]) -> Drawing:
     """Draw the seconds of Yuan's step (left), and the parts' shares of the step in other published layouts (right)."""
-    records = {record.label: record for record in simulated if "step_seconds.median" in record.metrics}
+    records = {record.label: record for record in simulated if STEP_SECONDS in record.metrics}
     yuan = records.get(YUAN_RUN)
     others = {name: records[run] for name, run in OTHER_RUNS.items() if run in records}
     lacking = [run for run in (YUAN_RUN, *OTHER_RUNS.values()) if run not in records]
     suites = dict.fromkeys(run.partition("/")[0] for run in lacking)
     missing = " && ".join(run_command(suite, SIMULATED) for suite in suites)
     if yuan is None and not others:
-        return Drawing(
-            BREAKDOWN_ID,
-            BREAKDOWN_TITLE,
-            "No simulated step of a published layout has a time.",
-            (),
-            missing,
-            evidence=SIMULATED,
-        )
+        return replace(BREAKDOWN, missing=missing)
     widths = [width for width, shown in ((1, yuan), (2.1, others)) if shown]
-    figure, grid = make_axes(3.9, 1, len(widths), squeeze=False, width_ratios=widths)
+    figure, grid = style.make_axes(3.9, 1, len(widths), squeeze=False, width_ratios=widths)
     seen: set[str] = set()
     if yuan is not None:
         seen |= _draw_yuan(grid[0, 0], view, yuan)
     if others:
         seen |= _draw_shares(grid[0, -1], others)
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, label=name) for name, colour in PART_COLOURS.items() if name in seen]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    style.draw_fills_above(
+        figure, {part: PART_COLOURS[part] for part in PART_COLOURS if part in seen}, ncols=4
+    )
     shown = ([yuan] if yuan is not None else []) + list(others.values())
     caption = (
         "Simulated, not measured: the slowest stage's seconds. Waits are communication that nothing hides; the "
         "bubble is waiting for other stages to compute. No source prints parts; Yuan's step is published. "
         f"Claims: yuan-step-time, yuan-bubble. {count_bases(map(basis_of_record, shown))}"
     )
-    return Drawing(
-        BREAKDOWN_ID,
-        BREAKDOWN_TITLE,
-        caption.rstrip(),
-        tuple(r.label for r in shown),
-        missing,
-        figure,
-        SIMULATED,
-    )
+    return BREAKDOWN.drawn(figure, caption.rstrip(), (r.label for r in shown), missing=missing)
 
 
 def seconds_by_part(record: Record) -> dict[str, float]:
@@ -117,15 +92,12 @@ def seconds_by_part(record: Record) -> dict[str, float]:
         for kind, seconds in series["busy"].items():
             found[OPERATOR_PARTS.get(kind, "other operators")] += seconds
         for name, seconds in series["exposed"].items():
-            group = next(
-                (part for end, part in GROUP_PARTS.items() if name.endswith(end)),
-                "waits for data parallelism",
-            )
-            found[group] += seconds
+            parts = (part for end, part in GROUP_PARTS.items() if name.endswith(end))
+            found[next(parts, "waits for data parallelism")] += seconds
     else:
         found["compute"], found["optimizer"] = metrics["time.compute_s"], metrics["time.optimizer_s"]
         found["waits for communication"] = metrics["time.exposed_s"]
-    found["bubble"] = max(0.0, metrics["step_seconds.median"] - sum(found.values()))
+    found["bubble"] = max(0.0, metrics[STEP_SECONDS] - sum(found.values()))
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
@@ -135,15 +107,15 @@ def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
     for y, record in enumerate(records.values()):
         found = seconds_by_part(record)
         shares = {name: 100 * seconds / sum(found.values()) for name, seconds in found.items()}
-        draw_stacked_bar(axes, y, shares, PART_COLOURS, 0.62, across=True)
+        style.draw_stacked_bar(axes, y, shares, PART_COLOURS, 0.62, across=True)
         seen |= set(found)
-        words = units.seconds(record.metrics["step_seconds.median"])
-        axes.annotate(words, (100, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        words = units.seconds(record.metrics[STEP_SECONDS])
+        style.write_near(axes, words, (100, y), (4, 0), va="center", fontsize=8)
     axes.set_yticks(range(len(records)), list(records))
     axes.set_ylim(len(records) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the predicted step")
-    set_grid(axes, "x")
+    style.set_grid(axes, "x")
     return seen
 
 
@@ -151,11 +123,11 @@ def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
     """Draw Yuan's step next to the published step, and return the names of the parts."""
     printed = view.row(YUAN_STEP_ROW).row.printed
     assert printed is not None
-    found, step = seconds_by_part(record), record.metrics["step_seconds.median"]
-    draw_stacked_bar(axes, 1, found, PART_COLOURS, 0.6, across=False)
-    axes.bar(0, printed.value, 0.6, facecolor="none", edgecolor=INK, lw=1.3)
+    found, step = seconds_by_part(record), record.metrics[STEP_SECONDS]
+    style.draw_stacked_bar(axes, 1, found, PART_COLOURS, 0.6, across=False)
+    axes.bar(0, printed.value, 0.6, facecolor="none", edgecolor=style.INK, lw=1.3)
     for x, value, words in ((0, printed.value, printed.text), (1, step, f"{step:.2f}")):
-        axes.annotate(f"{words} s", (x, value), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
+        style.write_near(axes, f"{words} s", (x, value), (0, 3), ha="center", fontsize=8.5)
     off = f"{step / printed.value - 1:+.1%}".replace("-", "−")
     axes.set_xticks([0, 1], ["published", f"simulated\n({off})"])
     axes.tick_params(axis="x", length=0)
@@ -163,11 +135,11 @@ def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
     axes.set_ylim(0, 1.14 * max(step, printed.value))
     axes.set_ylabel("seconds of a step")
     axes.set_title("Yuan 1.0, 2128 A100")
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
     return set(found)
 
 
-MACHINE_ID, MACHINE_TITLE = "machine", "Predicted against measured"
+MACHINE = Drawing("machine", "Predicted against measured", "No measured run in the store was also simulated.")
 MACHINE_PANELS = (
     ("memory.peak_bytes", "peak memory of the fullest rank", units.size),
     ("comm.sent_bytes", "sent by a rank in a step", units.size),
@@ -186,55 +158,41 @@ MeasuredPairs = list[tuple[str, float, float]]
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
     """Draw one panel per quantity: the prediction's relative error over the measured value."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
-    missing = " && ".join(
-        command
-        for command, metric in ((MACHINE_COMMAND, "memory.peak_bytes"), (MACHINE_TIMES_COMMAND, STEP_SECONDS))
-        if not found[metric]
-    )
+    commands = {"memory.peak_bytes": MACHINE_COMMAND, STEP_SECONDS: MACHINE_TIMES_COMMAND}
+    missing = " && ".join(command for metric, command in commands.items() if not found[metric])
     if not any(found.values()):
-        return Drawing(
-            MACHINE_ID, MACHINE_TITLE, "No measured run in the store was also simulated.", (), missing
-        )
-    figure, grid = make_axes(2.9, 1, len(MACHINE_PANELS))
+        return replace(MACHINE, missing=missing)
+    figure, grid = style.make_axes(2.9, 1, len(MACHINE_PANELS))
     parts = []
     for axes, (metric, what, words) in zip(grid, MACHINE_PANELS, strict=True):
         points = found[metric]
         if not points:
             axes.set_axis_off()
-            axes.text(
-                0.5,
-                0.5,
-                f"{what}:\nnothing predicted\nfor this machine",
-                ha="center",
-                va="center",
-                color=MUTED,
-            )
+            text = f"{what}:\nnothing predicted\nfor this machine"
+            axes.text(0.5, 0.5, text, ha="center", va="center", color=style.MUTED)
             continue
         _draw_machine_panel(axes, points, what, words)
         errors = [abs(predicted / measured - 1) for _, measured, predicted in points]
-        parts.append(
-            f"{what}: {count_nouns(len(points), 'run')}, median error {units.percent(median(errors))}, "
-            f"largest {units.percent(max(errors))}"
-        )
+        middle, largest = units.percent(median(errors)), units.percent(max(errors))
+        runs = count_nouns(len(points), "run")
+        parts.append(f"{what}: {runs}, median error {middle}, largest {largest}")
     shown = {name for points in found.values() for name, _, _ in points}
     newest, timed = _newest_simulations(simulated, STEP_SECONDS), found[STEP_SECONDS]
     caption = (
         "Measured by the processes of this store's machine, predicted from the trace of the same step. Bands: 10 and "
         f"25 %. {'; '.join(parts)}. {count_bases(basis_of_record(newest[name]) for name, _, _ in timed)}"
     )
-    return Drawing(MACHINE_ID, MACHINE_TITLE, caption.rstrip(), tuple(sorted(shown)), missing, figure)
+    return MACHINE.drawn(figure, caption.rstrip(), sorted(shown), missing=missing)
 
 
 def measured_pairs(experiments: list[Record], simulated: list[Record], metric: str) -> MeasuredPairs:
     """Return measured runs with the newest simulation of the same experiment."""
     predicted = _newest_simulations(simulated, metric)
+    native = (r for r in style.successful_records(experiments, "") if r.experiment.engine == "native")
     return [
         (record.label, record.metrics[metric], float(predicted[record.label].metrics[metric]))
-        for record in experiments
-        if record.outcome == "ok"
-        and record.experiment.engine == "native"
-        and record.metrics.get(metric)
-        and record.label in predicted
+        for record in native
+        if record.metrics.get(metric) and record.label in predicted
     ]
 
 
@@ -254,21 +212,21 @@ def _newest_simulations(simulated: list[Record], metric: str) -> dict[str, Recor
 
 
 def _draw_machine_panel(axes: Axes, points: MeasuredPairs, what: str, words: Callable[[float], str]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
     measured = [value for _, value, _ in points]
     errors = [predicted / value - 1 for _, value, predicted in points]
     for room, alpha in ((0.25, 0.16), (0.10, 0.28)):
-        axes.axhspan(-room, room, color=GREY, alpha=alpha, lw=0)
-    axes.axhline(0, color=INK, lw=0.8)
-    axes.scatter(measured, errors, s=22, color=BLUE, edgecolors=INK, lw=0.3, alpha=0.8, zorder=3)
+        axes.axhspan(-room, room, color=style.GREY, alpha=alpha, lw=0)
+    axes.axhline(0, color=style.INK, lw=0.8)
+    axes.scatter(measured, errors, s=22, color=style.BLUE, edgecolors=style.INK, lw=0.3, alpha=0.8, zorder=3)
     far = 1.15 * max(0.3, *map(abs, errors))
     axes.set(xscale="log", xlim=(min(measured) / 1.6, max(measured) * 1.6), ylim=(-far, far))
     axes.xaxis.set_major_locator(LogLocator(numticks=4))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: words(value))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title(what)
     axes.set_xlabel("measured")
     axes.set_ylabel("predicted less measured")
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")

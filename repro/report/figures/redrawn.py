@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +27,18 @@ from repro.claims.published import UNITS
 from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
-from repro.report.figures import evidence_marks
-from repro.report.figures.style import BLUE, GREEN, GREY, INK, ORANGE, Drawing, set_grid
-from repro.report.figures.values import Value, View
+from repro.report.figures import style
+from repro.report.figures.style import Drawing
+from repro.report.figures.values import (
+    BarPair,
+    Value,
+    View,
+    bar_pair,
+    draw_bars,
+    draw_error,
+    draw_legend,
+    draw_points,
+)
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
 
@@ -57,9 +66,8 @@ class SeriesEntry:
         if not (self.rows or self.at or self.more):
             raise ConfigError("rows", says="is missing: rows, at or more says what is drawn")
         if self.rows and "*" not in self.rows:
-            raise ConfigError(
-                "rows", self.rows, "claim/label with a *; at = { place = ... } takes single rows"
-            )
+            right = "claim/label with a *; at = { place = ... } takes single rows"
+            raise ConfigError("rows", self.rows, right)
 
 
 @dataclass(kw_only=True)
@@ -116,7 +124,7 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
     return found
 
 
-SERIES_COLOURS = (BLUE, ORANGE, GREEN)
+SERIES_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 """Colours of a figure's series, in the order of their names."""
 MAX_ROW_BARS = 40
 """Bars in one row of panels; with more, the next panel starts a new row."""
@@ -141,11 +149,11 @@ class Panel:
         """Width of the panel in bars."""
         return max(4, 2 * len(self.places) * self.crowd)
 
-    def slot(self, value: Value, series: str) -> evidence_marks.BarPair:
+    def slot(self, value: Value, series: str) -> BarPair:
         """Return the position of a series' bars at a place, next to the other series at that place."""
         there = [name for name, values in self.series if any(other.at == value.at for other in values)]
         first = (self.crowd - len(there)) / 2
-        return evidence_marks.bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
+        return bar_pair(self.places.index(value.at), first + there.index(series), self.crowd)
 
     @property
     def crowd(self) -> int:
@@ -169,11 +177,10 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
+    words = f"{entry.text} Nothing in the store stands beside its published values: {_claims_sentence(entry)}"
+    empty = Drawing(entry.id, entry.title, words, missing=" && ".join(remedy), evidence=SIMULATED)
     if not shown:
-        words = (
-            f"{entry.text} Nothing in the store stands beside its published values: {_claims_sentence(entry)}"
-        )
-        return Drawing(entry.id, entry.title, words, (), " && ".join(remedy), evidence=SIMULATED)
+        return empty
     evidence = "measured" if "measured" in shown.values() else SIMULATED
     names = dict.fromkeys(name for panel in panels for name, _ in panel.series)
     colours = {name: SERIES_COLOURS[number % len(SERIES_COLOURS)] for number, name in enumerate(names)}
@@ -184,16 +191,10 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
         if lower is not None:
             _draw_errors(lower, panel, colours, view)
     figure.align_ylabels()
-    evidence_marks.draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
-    return Drawing(
-        entry.id,
-        entry.title,
-        _caption(entry, values),
-        tuple(sorted(run for run, kind in shown.items() if kind == evidence)),
-        " && ".join(remedy),
-        figure,
-        evidence,
-    )
+    draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    runs = sorted(run for run, kind in shown.items() if kind == evidence)
+    drawn = empty.drawn(figure, _caption(entry, values), runs, missing=empty.missing)
+    return replace(drawn, evidence=evidence)
 
 
 def _read_panel(entry: PanelEntry, view: View) -> Panel:
@@ -215,14 +216,12 @@ def _make_axes(panels: Sequence[Panel]) -> tuple[Figure, list[tuple[Axes, Axes |
     """Return pairs of axes for panels in rows of at most `MAX_ROW_BARS` bars; each pair shares its places."""
     from matplotlib.figure import Figure
 
-    from repro.report.figures.style import WIDTH_INCHES
-
     rows: list[list[Panel]] = [[]]
     for panel in panels:
         if rows[-1] and sum(p.bars for p in rows[-1]) + panel.bars > MAX_ROW_BARS:
             rows.append([])
         rows[-1].append(panel)
-    figure = Figure(figsize=(WIDTH_INCHES, 0.7 + 3.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(style.WIDTH_INCHES, 0.7 + 3.3 * len(rows)), layout="constrained")
     outer = figure.add_gridspec(len(rows), 1)
     grid: list[tuple[Axes, Axes | None]] = []
     for number, row in enumerate(rows):
@@ -241,9 +240,9 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
         for value in values:
             at = panel.slot(value, name)
             if panel.entry.log:
-                evidence_marks.draw_points(axes, at, value, colours[name], size)
+                draw_points(axes, at, value, colours[name], size)
             else:
-                evidence_marks.draw_bars(axes, at, value, colours[name], size)
+                draw_bars(axes, at, value, colours[name], size)
     if panel.entry.log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -256,7 +255,7 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     elif lines:
         axes.set_title(lines[0])
     axes.set_ylabel(panel.entry.label)
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
     _set_places(axes, panel, view, labelled=not panel.compared)
 
 
@@ -267,19 +266,19 @@ def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     metrics = {value.metric for value in panel.values if value.published}
     room = max((RELATIVE_TOLERANCE[metric] for metric in metrics), default=0.0)
     if room:
-        axes.axhspan(-room, room, color=GREY, alpha=0.22, lw=0)
-    axes.axhline(0, color=INK, lw=0.8)
+        axes.axhspan(-room, room, color=style.GREY, alpha=0.22, lw=0)
+    axes.axhline(0, color=style.INK, lw=0.8)
     errors = [0.0]
     for name, values in panel.series:
         for value in values:
             at = panel.slot(value, name)
-            errors.append(evidence_marks.draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
+            errors.append(draw_error(axes, at, value, colours[name], MAX_DRAWN_ERROR))
     low, high = min(min(errors), -room, -0.1), max(max(errors), room, 0.1)
     axes.set_ylim(low - 0.32 * (high - low), high + 0.32 * (high - low))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_ylabel("ours less\npublished", fontsize=8)
-    set_grid(axes, "y")
+    style.set_grid(axes, "y")
     _set_places(axes, panel, view, labelled=True)
 
 
@@ -312,16 +311,13 @@ def _row_words(reference: str, view: View) -> str:
 def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     compared = [value for value in values if value.published and value.predicted]
     printed = [value for value in values if value.published]
-    kinds = sorted({value.predicted.kind for value in compared if value.predicted})
-    accepted = sum(value.predicted.agrees is True for value in compared if value.predicted)
     parts = [entry.text]
+    predicted = [value.predicted for value in compared if value.predicted]
     if compared:
-        parts.append(
-            f"{', '.join(kinds).capitalize()}: {accepted} of {len(compared)} values lie within the ledger's tolerance."
-        )
-    if any(
-        v.predicted.kind == SIMULATED and v.predicted.high > v.predicted.low for v in compared if v.predicted
-    ):
+        kinds = ", ".join(sorted({ours.kind for ours in predicted})).capitalize()
+        accepted = sum(ours.agrees is True for ours in predicted)
+        parts.append(f"{kinds}: {accepted} of {len(compared)} values lie within the ledger's tolerance.")
+    if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
         parts.append("Whiskers, and pale bands below: the 90 % interval that unknown inputs leave of ours.")
     lacking = len(printed) - len(compared)
     if printed and lacking:

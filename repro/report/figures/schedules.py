@@ -53,9 +53,8 @@ def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str
         mixed = (a + (b - a) * chunk / (chunks - 1) for a, b in zip(first, last, strict=True))
         fill = "#" + "".join(f"{round(channel):02x}" for channel in mixed)
     # Relative luminance (WCAG 2): black text reads better than white above about 0.18.
-    linear = [
-        c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in _channels(fill)
-    ]
+    parts = [value / 255 for value in _channels(fill)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return ("#000000" if light > 0.18 else "#ffffff"), fill
 
@@ -90,9 +89,8 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         span = float(int(span)) if span >= 10 else span
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
-        titles[0] += (
-            "\nThe whole step: in every part the colours of what the stage does, mixed by share of time"
-        )
+        mixed = "in every part the colours of what the stage does, mixed by share of time"
+        titles[0] += f"\nThe whole step: {mixed}"
         titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
 
     tall = [stages * height for height in heights]
@@ -107,7 +105,8 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         axes.set_yticks(range(0, stages, every), [f"stage {stage}" for stage in range(0, stages, every)])
         axes.set_title(words, fontweight="normal")
         beside = axes.secondary_yaxis("right")
-        beside.set_yticks(range(0, stages, every), [str(_count_in_flight(row)) for row in rows[::every]])
+        live = (in_flight([slot.action for slot in row]) for row in rows[::every])
+        beside.set_yticks(range(0, stages, every), [str(count) for count in live])
         beside.set_ylabel("in flight")
         beside.tick_params(length=0)
         beside.spines["right"].set_visible(False)
@@ -145,14 +144,9 @@ def draw_actions(
             corners[fill].append([(left, low), (right, low), (right, high), (left, high), (left, low)])
             size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
             if size >= MIN_NUMBER_POINTS:
-                look: dict[str, Any] = {
-                    "ha": "center",
-                    "va": "center",
-                    "color": ink,
-                    "fontsize": size,
-                    "in_layout": False,
-                }
-                axes.text((left + right) / 2, stage, str(action.micro_batch), **look)
+                look: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
+                number = str(action.micro_batch)
+                axes.text((left + right) / 2, stage, number, color=ink, fontsize=size, **look)
     for fill, found in corners.items():
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
@@ -169,19 +163,14 @@ def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> Non
     import numpy as np
     from matplotlib.colors import to_rgb
 
-    forward, backward, idle = (
-        np.array(to_rgb(c)) for c in (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
-    )
+    fills = (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
+    forward, backward, idle = (np.array(to_rgb(fill)) for fill in fills)
     shares = np.array([busy_shares(row, total, columns) for row in rows])  # [stage, column, F and B]
     colours = shares[..., :1] * forward + shares[..., 1:] * backward
     colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle
     extent = (0, total, len(rows) - 0.5, -0.5)
     axes.imshow(colours.clip(0, 1), extent=extent, aspect="auto", interpolation="none")
     axes.tick_params(axis="y", length=0)
-
-
-def _count_in_flight(row: Sequence[TimedAction]) -> int:
-    return in_flight([slot.action for slot in row])
 
 
 def _count_chunks(rows: TimedRows) -> int:
@@ -199,16 +188,11 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
         for kind in (FORWARD, BACKWARD)
     ]
     names = [f"forward{by_chunk}", f"backward{by_chunk}", "idle"]
-    figure.legend(
-        [*signs, Patch(facecolor=GRID)],
-        names,
-        loc="outside upper right",
-        ncols=3,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-    )
+    joined = {tuple: HandlerTuple(ndivide=None, pad=0)}
+    handles = [*signs, Patch(facecolor=GRID)]
+    figure.legend(handles, names, loc="outside upper right", ncols=3, handler_map=joined)
 
 
-SCHEDULES_ID, SCHEDULES_TITLE = "schedules", "Pipeline schedules, and what they leave idle"
 STAGES, MICRO_BATCHES = 4, 8
 """Size of the paper's figures."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
@@ -218,12 +202,20 @@ TWIN_ROWS = {
     "interleaved": "meg2-bubble/interleaved, p = 2, m = 4, v = 2: idle over compute time",
 }
 SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
+PAPER_SCHEDULES = Drawing(
+    "schedules",
+    "Pipeline schedules, and what they leave idle",
+    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
+    "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
+    "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",
+    missing=SCHEDULES_COMMAND,
+)
 
 
 def draw_schedules(view: View) -> Drawing:
     """Draw one panel per schedule and one row per stage, with the counted bubble and the bubble measured on a twin."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
-    records: list[str] = []
+    records: dict[str, None] = {}
     missing, longest = False, 0.0
     for axes, (name, title, chunks) in zip(grid, SCHEDULES, strict=True):
         schedule = build_schedule(name, STAGES, MICRO_BATCHES, chunks)
@@ -235,11 +227,10 @@ def draw_schedules(view: View) -> Drawing:
         measured = next((f for f in row.findings if f.kind == "measured"), None)
         twin = "twin not measured"
         if measured is not None and isinstance(measured.value, int | float):
-            twin = (
-                f"twin of {row.row.label.partition(': ')[0].partition(', ')[2]}: measured {measured.text} %"
-            )
+            sizes = row.row.label.partition(": ")[0].partition(", ")[2]
+            twin = f"twin of {sizes}: measured {measured.text} %"
             twin += f", formula {units.number(float(measured.expected or 0))} %"
-            records += [name for name in measured.experiments if name not in records]
+            records |= dict.fromkeys(measured.experiments)
         missing = missing or twin == "twin not measured"
         most = max(in_flight(actions) for actions in schedule)
         idle = float(bubble_ratio(schedule))
@@ -255,11 +246,4 @@ def draw_schedules(view: View) -> Drawing:
         axes.tick_params(length=0)
     grid[-1].set_xlim(0, longest)
     grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
-    caption = (
-        f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
-        "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
-        "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others."
-    )
-    return Drawing(
-        SCHEDULES_ID, SCHEDULES_TITLE, caption, tuple(records), SCHEDULES_COMMAND if missing else "", figure
-    )
+    return PAPER_SCHEDULES.drawn(figure, PAPER_SCHEDULES.caption, records, missing=missing)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from repro.results.schema import ExperimentRecord
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame
@@ -50,13 +51,16 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure, the records that it shows, and the commands for missing records."""
+    """Figure, the records that it shows, and the commands for missing records.
+
+    A module defines each of its figures as a drawing without records, and `drawn` adds the picture.
+    """
 
     id: str
     """File name without its suffix, and the anchor in the page."""
     title: str
     caption: str
-    records: tuple[str, ...]
+    records: tuple[str, ...] = ()
     """`suite/name` of every record that the figure shows."""
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
@@ -64,6 +68,11 @@ class Drawing:
     """Picture; None without data to draw."""
     evidence: str = "measured"
     """Kind of evidence of the records, which selects their place on the page."""
+
+    def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
+        """Return the drawing with its picture. `missing`: whether records are missing, or the commands for them."""
+        command = self.missing if missing is True else missing or ""
+        return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
 
 def fix_layout(figure: Figure) -> None:
@@ -78,12 +87,7 @@ def fix_layout(figure: Figure) -> None:
 
 def to_svg(drawing: Drawing) -> str:
     """Return the figure as an `<svg>` element with real text, which takes the colours of a light or a dark page."""
-    assert drawing.figure is not None
-    out = io.StringIO()
-    with figure_style():
-        fix_layout(drawing.figure)
-        drawing.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
+    text = _render(drawing, format="svg", metadata={"Date": None, "Creator": None}).decode()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = text.replace("<svg", f'<svg role="img" aria-label="{drawing.title}"', 1)
@@ -103,11 +107,15 @@ def _dark_rules() -> str:
 
 def to_png(drawing: Drawing) -> bytes:
     """Return the figure as a PNG of 160 dots per inch on white."""
+    return _render(drawing, format="png", dpi=160, metadata={"Software": None})
+
+
+def _render(drawing: Drawing, **options: Any) -> bytes:
     assert drawing.figure is not None
     out = io.BytesIO()
     with figure_style():
         fix_layout(drawing.figure)
-        drawing.figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
+        drawing.figure.savefig(out, **options)
     return out.getvalue()
 
 
@@ -194,12 +202,27 @@ def scatter_by(
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **looks)
 
 
+def draw_fills_above(figure: Figure, fills: Mapping[str, str], *more: Artist, **where: Any) -> None:
+    """Draw the legend of the colours of bars, and of `more` signs, above all axes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
+    figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
+
+
 def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
     """Draw the legend of the colours and markers of `scatter_by` above all axes."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
     figure.legend(handles=handles, loc="outside upper center", **where)
+
+
+def write_near(
+    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
+) -> None:
+    """Write `words` at an `offset` in points from a place of the axes."""
+    axes.annotate(words, at, offset, textcoords="offset points", **look)
 
 
 def set_grid(axes: Axes, axis: str) -> None:

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log10
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.implied_inputs import ImpliedInput, RequiredInput
-from repro.accuracy.validate.published import (
-    A100_MEGATRON,
-    CLUSTER,
-    FAMILIES,
-    NODE,
-    OTHER,
-    RATE,
-    RATIO,
-    TIMES,
-    V100_MEGATRON,
-    V100_ZERO,
-    YUAN,
-    Point,
-    family_statistics,
-)
+from repro.accuracy.validate import published
+from repro.accuracy.validate.implied_inputs import ImpliedInput
+from repro.accuracy.validate.published import Point
 from repro.claims.published import UNITS
 from repro.config.systems.unknowns import PACE, SPREAD
 from repro.config.words import count_noun as count_nouns
-from repro.report.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Drawing,
-    draw_legend_above,
-    make_axes,
-    scatter_by,
-    set_grid,
-)
+from repro.report.figures import style
+from repro.report.figures.style import Drawing
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
 from repro.util import units
@@ -49,16 +22,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-VALIDATION_ID, VALIDATION_TITLE = "validation", "Published throughput against predicted"
 VALIDATION_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated"
+VALIDATION = Drawing(
+    "validation",
+    "Published throughput against predicted",
+    "Nothing that was published in time is predicted.",
+    missing=VALIDATION_COMMAND,
+    evidence=SIMULATED,
+)
 FAMILY_STYLES = {
-    V100_MEGATRON: (VERMILION, "o"),
-    V100_ZERO: (BLUE, "s"),
-    A100_MEGATRON: (GREEN, "^"),
-    YUAN: (PURPLE, "D"),
-    NODE: (ORANGE, "P"),
-    CLUSTER: (SKY, "X"),
-    OTHER: (GREY, "v"),
+    published.V100_MEGATRON: (style.VERMILION, "o"),
+    published.V100_ZERO: (style.BLUE, "s"),
+    published.A100_MEGATRON: (style.GREEN, "^"),
+    published.YUAN: (style.PURPLE, "D"),
+    published.NODE: (style.ORANGE, "P"),
+    published.CLUSTER: (style.SKY, "X"),
+    published.OTHER: (style.GREY, "v"),
 }
 """Colour and marker of each family."""
 MAX_NAMED_POINTS = 4
@@ -70,54 +49,39 @@ MAX_LINE_CHARACTERS = 40
 def draw_validation(found: Sequence[Point]) -> Drawing:
     """Draw rates in TFLOP/s per GPU (left) and ratios (right) of the points that count."""
     judged = [point for point in found if not point.left_out]
-    rates = [point for point in judged if point.kind == RATE and point.device_flops]
-    ratios = [point for point in judged if point.kind == RATIO]
+    rates = [point for point in judged if point.kind == published.RATE and point.device_flops]
+    ratios = [point for point in judged if point.kind == published.RATIO]
     if not rates:
-        return Drawing(
-            VALIDATION_ID,
-            VALIDATION_TITLE,
-            "Nothing that was published in time is predicted.",
-            (),
-            VALIDATION_COMMAND,
-            evidence=SIMULATED,
-        )
+        return VALIDATION
     import pandas as pd
 
     # Some families have only ratios, so the legend covers both panels.
     seen = {point.family for point in [*rates, *ratios]}
-    look = {family: FAMILY_STYLES[family] for family in FAMILIES if family in seen}
-    figure, (left, right) = make_axes(5.0, 1, 2)
+    look = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
+    figure, (left, right) = style.make_axes(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
             axes.set_visible(False)
             continue
-        frame = pd.DataFrame([_position(point) for point in group], columns=["published", "predicted"])
-        for point in group:
-            x, _ = _position(point)
-            axes.plot(
-                [x, x], _interval_of(point), color=look[point.family][0], lw=0.9, alpha=0.55, zorder=2.5
-            )
+        places = [_position(point) for point in group]
+        for point, (x, _) in zip(group, places, strict=True):
+            colour = look[point.family][0]
+            axes.plot([x, x], _interval_of(point), color=colour, lw=0.9, alpha=0.55, zorder=2.5)
+        frame = pd.DataFrame(places, columns=["published", "predicted"])
         frame["family"] = [point.family for point in group]
-        scatter_by(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
-        _draw_error_bands(axes, [_position(point) for point in group], what)
+        style.scatter_by(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
+        _draw_error_bands(axes, places, what)
         _name_outliers(axes, group)
-    right.axvline(1, color=MUTED, lw=0.8, ls=":")
-    right.axhline(1, color=MUTED, lw=0.8, ls=":")
-    draw_legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
-    return Drawing(
-        VALIDATION_ID,
-        VALIDATION_TITLE,
-        _validation_caption(found),
-        tuple(sorted({run for p in judged for run in p.runs})),
-        "",
-        figure,
-        SIMULATED,
-    )
+    right.axvline(1, color=style.MUTED, lw=0.8, ls=":")
+    right.axhline(1, color=style.MUTED, lw=0.8, ls=":")
+    style.draw_legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
+    runs = sorted({run for point in judged for run in point.runs})
+    return VALIDATION.drawn(figure, _validation_caption(found), runs, missing=False)
 
 
 def _position(point: Point) -> tuple[float, float]:
     """Return the published and the predicted value, in TFLOP/s per GPU or as a plain ratio."""
-    if point.kind == RATE:
+    if point.kind == published.RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
     return point.published * UNITS[point.unit], point.predicted * UNITS[point.unit]
@@ -127,33 +91,27 @@ def _interval_of(point: Point) -> tuple[float, float]:
     """Return the interval from unknown inputs, in the unit of `_position`."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
-    if point.unit in TIMES:  # the longest time gives the smallest rate
+    if point.unit in published.TIMES:  # the longest time gives the smallest rate
         low, high = predicted * point.predicted / point.high, predicted * point.predicted / point.low
     return low, high
 
 
 def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     values = [value for place in at for value in place]
     low, high = min(values) / 1.25, max(values) * 1.25
     line = [low, high]
     for share, alpha in ((0.25, 0.16), (0.10, 0.28)):
-        axes.fill_between(
-            line,
-            [(1 - share) * v for v in line],
-            [(1 + share) * v for v in line],
-            color=GREY,
-            alpha=alpha,
-            lw=0,
-        )
-    axes.plot(line, line, color=MUTED, lw=0.9)
+        below, above = ([factor * v for v in line] for factor in (1 - share, 1 + share))
+        axes.fill_between(line, below, above, color=style.GREY, alpha=alpha, lw=0)
+    axes.plot(line, line, color=style.MUTED, lw=0.9)
     axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal")
+    ticks = [v for v in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500) if low <= v <= high]
     for axis in (axes.xaxis, axes.yaxis):
-        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-        ticks = [v for v in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500) if low <= v <= high]
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter("{x:g}")
     axes.set_xlabel(f"published, {what}")
     axes.set_ylabel(f"predicted, {what}")
 
@@ -161,36 +119,25 @@ def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) 
 def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
     """Write claim and row next to the points with the largest errors."""
     named: list[float] = []
-    for point in sorted(points, key=lambda point: -abs(point.error)):
+    box = {"facecolor": "white", "linewidth": 0, "pad": 1}
+    look: dict[str, Any] = {"fontsize": 6.5, "color": style.MUTED, "zorder": 2, "bbox": box, "va": "center"}
+    far = [point for point in points if abs(point.error) > 0.25]
+    for point in sorted(far, key=lambda point: -abs(point.error)):
         height = log10(_position(point)[1])
-        if (
-            abs(point.error) <= 0.25
-            or len(named) == MAX_NAMED_POINTS
-            or any(abs(height - n) < 0.05 for n in named)
-        ):
+        if len(named) == MAX_NAMED_POINTS or any(abs(height - n) < 0.05 for n in named):
             continue
         named.append(height)
-        left = point.error > 0
         words = f"{point.claim}, {point.label.partition(':')[0]}"
-        axes.annotate(
-            words if len(words) <= MAX_LINE_CHARACTERS else words.replace(", ", ",\n", 1),
-            _position(point),
-            xytext=(-5 if left else 5, 0),
-            textcoords="offset points",
-            fontsize=6.5,
-            color=MUTED,
-            zorder=2,
-            bbox={"facecolor": "white", "linewidth": 0, "pad": 1},
-            ha="right" if left else "left",
-            va="center",
-        )
+        words = words if len(words) <= MAX_LINE_CHARACTERS else words.replace(", ", ",\n", 1)
+        offset, side = ((-5, 0), "right") if point.error > 0 else ((5, 0), "left")
+        style.write_near(axes, words, _position(point), offset, ha=side, **look)
 
 
 def _validation_caption(found: Sequence[Point]) -> str:
     parts = [
         f"{family.name}: {family.points} points, median error {units.percent(family.median)}, "
         f"{family.close} within 25 %, worst {family.worst.error:+.0%}"
-        for family in family_statistics(found)
+        for family in published.family_statistics(found)
     ]
     return (
         "Simulated, not measured: each dot is a run that a source published, predicted from its model, layout, batch, "
@@ -200,8 +147,13 @@ def _validation_caption(found: Sequence[Point]) -> str:
     )
 
 
-IMPLIED_ID, IMPLIED_TITLE = "implied", "What the sources imply: the value of an unknown that each row needs"
-IMPLIED_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated"
+IMPLIED = Drawing(
+    "implied",
+    "What the sources imply: the value of an unknown that each row needs",
+    "No predicted row of the store says what it needs.",
+    missing=VALIDATION_COMMAND,
+    evidence=SIMULATED,
+)
 MAX_IMPLIED_PANELS = 8
 MAX_LABELLED_ROWS = 24
 """Maximum number of named rows of a panel; above it, only contradicting rows have names."""
@@ -211,16 +163,9 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
     """Draw one panel per unknown, and per row a line over the values in tolerance with a dot at the exact value."""
     shown = select_implied(found)
     if not shown:
-        return Drawing(
-            IMPLIED_ID,
-            IMPLIED_TITLE,
-            "No predicted row of the store says what it needs.",
-            (),
-            IMPLIED_COMMAND,
-            evidence=SIMULATED,
-        )
+        return IMPLIED
     heights = [0.55 + 0.15 * max(2, min(len(one.needs), MAX_LABELLED_ROWS)) for one in shown]
-    figure, grid = make_axes(sum(heights), len(shown), 1, squeeze=False, height_ratios=heights)
+    figure, grid = style.make_axes(sum(heights), len(shown), 1, squeeze=False, height_ratios=heights)
     for axes, one in zip(grid[:, 0], shown, strict=True):
         _draw_implied_panel(axes, one)
     text = " ".join(f"{one.key} of {one.system}: {one.words}" for one in shown)
@@ -229,7 +174,7 @@ def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
         "value that is used. Lines: values that bring the prediction within the tolerance of the row; dots: where it "
         f"is what was published; crosses at the right: rows that no value serves. {text}"
     )
-    return Drawing(IMPLIED_ID, IMPLIED_TITLE, caption, (), "", figure, SIMULATED)
+    return IMPLIED.drawn(figure, caption, (), missing=False)
 
 
 def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
@@ -247,23 +192,24 @@ def select_implied(found: Sequence[ImpliedInput]) -> list[ImpliedInput]:
 
 
 def _draw_implied_panel(axes: Axes, one: ImpliedInput) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.axvspan(one.low, one.high, color=GREY, alpha=0.3, lw=0)
-    axes.axvline(one.best, color=INK, lw=0.9)
+    axes.axvspan(one.low, one.high, color=style.GREY, alpha=0.3, lw=0)
+    axes.axvline(one.best, color=style.INK, lw=0.9)
     against = {need.row for need in one.contradiction or ()}
     right = one.searched[1]
     for y, need in enumerate(one.needs):
-        colour = VERMILION if need.row in against else BLUE
+        colour = style.VERMILION if need.row in against else style.BLUE
         if need.low is not None and need.high is not None:
             axes.plot([need.low, need.high], [y, y], color=colour, lw=1.6, solid_capstyle="butt", alpha=0.6)
         else:
-            axes.plot(right, y, "x", color=MUTED, ms=4, clip_on=False)
+            axes.plot(right, y, "x", color=style.MUTED, ms=4, clip_on=False)
         if need.value is not None:
             axes.plot(need.value, y, "o", color=colour, ms=3.2)
     few = len(one.needs) <= MAX_LABELLED_ROWS
-    named = [(y, _row_label(need)) for y, need in enumerate(one.needs) if few or need.row in against]
-    axes.set_yticks([y for y, _ in named], [words for _, words in named], fontsize=6)
+    rows = {y: need.row for y, need in enumerate(one.needs) if few or need.row in against}
+    named = {y: row.replace("/", " ", 1) for y, row in rows.items()}
+    axes.set_yticks([*named], [*named.values()], fontsize=6)
     axes.set_ylabel(count_nouns(len(one.needs), "row"))
     logarithmic = one.searched[0] > 0
     axes.set(xscale="log" if logarithmic else "linear", xlim=one.searched, ylim=(len(one.needs) - 0.4, -0.6))
@@ -271,10 +217,5 @@ def _draw_implied_panel(axes: Axes, one: ImpliedInput) -> None:
     if logarithmic:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    set_grid(axes, "x")
-
-
-def _row_label(need: RequiredInput) -> str:
-    claim, _, label = need.row.partition("/")
-    return f"{claim} {label}"
+    axes.xaxis.set_major_formatter("{x:g}")
+    style.set_grid(axes, "x")

@@ -1,14 +1,17 @@
-"""Values of a figure from the judged ledger: published values and the values of each kind of evidence.
+"""Values of a figure from the judged ledger, published and of each kind of evidence, and their marks.
 
 A figure names rows of the ledger as `claim/label`. A `*` in the label stands for the places on the axis. A value that a
 source draws but does not print has no row. Such a place names an expression over simulated records, in the ledger's own
 language.
+
+Published values are solid, simulated hatched, measured dotted, analytic a diamond, missing dashed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repro.accuracy.validate.published import TIMED
 from repro.claims.evidence import run_command
@@ -20,9 +23,14 @@ from repro.claims.published import UNITS, PrintedNumber
 from repro.claims.records import Missing, Records
 from repro.claims.verdicts import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
-from repro.report.figures.style import Record
+from repro.report.figures.style import GREY, INK, MUTED, VERMILION, Record, write_near
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import basis_of_record, weakest_basis
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _CHOOSE = {"largest", "smallest"}
 
@@ -36,7 +44,7 @@ class Ours:
     value: float
     low: float
     high: float
-    agrees: bool | None
+    agrees: bool | None = None
     """Whether the judge accepts the value; None if it calibrates the time model, is `possible` or is not judged."""
     runs: tuple[str, ...]
     """`suite/name` of the records that give the value."""
@@ -120,18 +128,17 @@ class View:
         else:
             value, low, high = (float(v) / UNITS[unit] for v in (result.value, result.low, result.high))
             runs = tuple(experiments_read(parsed, {}))
-            ours = (
-                Ours(
-                    kind=SIMULATED,
-                    value=value,
-                    low=low,
-                    high=high,
-                    agrees=None,
-                    runs=runs,
-                    fits=self._fit(runs),
-                    rests_on=self._rests_on(expression, runs),
-                ),
+            basis = self._rests_on(expression, runs)
+            found = Ours(
+                kind=SIMULATED,
+                value=value,
+                low=low,
+                high=high,
+                runs=runs,
+                fits=self._fit(runs),
+                rests_on=basis,
             )
+            ours = (found,)
         return Value(at=at, published=None, error=0.0, metric="", unit=unit, ours=ours, remedy=remedy)
 
     def _value(self, at: str, result: RowResult) -> Value:
@@ -155,26 +162,24 @@ class View:
         itself.
         """
         value = finding.value
-        scale = PUBLISHED_SCALE if finding.kind == "measured" else finding.scale
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
-        if finding.scale != scale or (finding.kind == "analytic" and finding.itself):
+        if finding.kind == "measured" and finding.scale != PUBLISHED_SCALE:
             return None
+        if finding.kind == "analytic" and finding.itself:
+            return None
+        is_simulated, runs = finding.kind == SIMULATED, finding.experiments
+        is_search = bool(parse(finding.expression).calls & _CHOOSE)  # in which some runs do not fit
         return Ours(
             kind=finding.kind,
             value=float(value),
             low=float(value if finding.low is None else finding.low),
             high=float(value if finding.high is None else finding.high),
             agrees=finding.verdict in GOOD if finding.verdict in (*GOOD, *BAD) else None,
-            runs=finding.experiments,
+            runs=runs,
             possible=finding.verdict == POSSIBLE,
-            # In a search for the largest or smallest fit, some runs do not fit.
-            fits=finding.kind != SIMULATED
-            or bool(parse(finding.expression).calls & _CHOOSE)
-            or self._fit(finding.experiments),
-            rests_on=self._rests_on(finding.expression, finding.experiments)
-            if finding.kind == SIMULATED
-            else "",
+            fits=not is_simulated or is_search or self._fit(runs),
+            rests_on=self._rests_on(finding.expression, runs) if is_simulated else "",
         )
 
     def _rests_on(self, expression: str, runs: Sequence[str]) -> str:
@@ -183,3 +188,157 @@ class View:
 
     def _fit(self, runs: Sequence[str]) -> bool:
         return not any(run in self._oom for run in runs)
+
+
+KIND_HATCHES = {SIMULATED: "//////", "measured": "....."}
+PLACE_WIDTH = 0.84
+"""Total width of the bars at a place, in units of the axis."""
+
+
+class BarPair(NamedTuple):
+    """Position of a series' pair of bars at a place: the centre, and the width of both bars."""
+
+    middle: float
+    width: float
+
+
+def bar_pair(place: int, series: float, count: int) -> BarPair:
+    """Return the bar pair of series number `series` of `count` at `place`."""
+    width = PLACE_WIDTH / count
+    return BarPair(place - PLACE_WIDTH / 2 + (series + 0.5) * width, width * 0.94)
+
+
+def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+    """Draw the published bar on the left and our bar on the right, or a dashed outline where a record is missing."""
+    half = at.width / 2
+    left, right = at.middle - half / 2, at.middle + half / 2
+    printed, ours = value.published, value.predicted
+    if printed:
+        axes.bar(left, printed.value / size, half, color=colour, lw=0, zorder=2)
+        spread = max(value.error, (printed.high - printed.low) / 2) / size
+        if spread:
+            axes.errorbar(left, printed.value / size, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
+    else:
+        write_near(axes, "?", (left, 0), (0, 2), ha="center", color=MUTED, fontsize=8)
+    if ours:
+        axes.bar(right, ours.value / size, half, zorder=2, **_fill(ours, colour))
+        _draw_interval_and_misfit(axes, right, ours, size)
+    elif printed and not value.of_kind("analytic"):
+        outline: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linestyle": (0, (3, 2))}
+        axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
+    weaker = value.of_kind(SIMULATED)
+    if weaker and weaker is not ours:
+        look: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
+        axes.scatter(right, weaker.value / size, s=24, zorder=5, **look)
+    analytic = value.of_kind("analytic")
+    if analytic:
+        axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
+
+
+def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
+    """Draw a published disc and our square, joined by a line, on a logarithmic axis."""
+    quarter = at.width / 4
+    left, right = at.middle - quarter, at.middle + quarter
+    printed, ours = value.published, value.predicted
+    square: dict[str, Any] = {"s": 40, "marker": "s", "facecolor": "white"}
+    if printed and ours:
+        axes.plot([left, right], [printed.value / size, ours.value / size], color=colour, lw=1.2, zorder=2)
+    if printed:
+        axes.scatter(left, printed.value / size, s=44, color=colour, lw=0, zorder=3)
+    if ours:
+        axes.scatter(right, ours.value / size, edgecolor=colour, lw=1.4, zorder=3, **square)
+        _draw_interval_and_misfit(axes, right, ours, size)
+    elif printed:
+        axes.scatter(right, printed.value / size, edgecolor=GREY, ls="--", zorder=1, **square)
+
+
+def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
+    """Draw the relative error of our value as a stem with a number; return the drawn height, 0 without two values."""
+    ours, printed = value.predicted, value.published
+    if printed is None:
+        return 0.0
+    if ours is None:
+        axes.annotate("no\nrecord", (at.middle, 0), ha="center", va="center", color=MUTED, fontsize=6.5)
+        return 0.0
+    off = ours.value / printed.value - 1
+    shown = max(-far, min(far, off))
+    calibrates = ours.agrees is None and not ours.possible
+    axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
+    if ours.high > ours.low:  # limited to the axis
+        ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
+        axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
+    face = colour if ours.agrees else "white"
+    edge = GREY if calibrates else colour
+    axes.scatter(at.middle, shown, s=26, facecolor=face, edgecolor=edge, lw=1.4, zorder=3)
+    percent = f"{off:+.0%}".replace("-", "−").replace("−0%", "0%").replace("+0%", "0%")
+    words = ("cal." if calibrates else percent) + "?" * ours.possible
+    offset, side = ((0, 4), "bottom") if shown >= 0 else ((0, -4), "top")
+    look: dict[str, Any] = {"ha": "center", "va": side, "fontsize": 6.5}
+    write_near(axes, words, (at.middle, shown), offset, color=MUTED if ours.agrees else INK, **look)
+    return shown
+
+
+def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
+    """Draw the legend of the series' colours, and of the fills and signs that occur. `dots`: some panel has points."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    def mark(sign: str, label: str, **look: Any) -> None:
+        handles.append(Line2D([], [], marker=sign, linestyle="none", label=label, **look))
+
+    handles: list[Artist] = []
+    if len(colours) > 1:
+        handles += [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    if any(value.published for value in values):
+        handles.append(Patch(facecolor=MUTED, label="published"))
+    kinds = {value.predicted.kind for value in values if value.predicted}
+    handles += [
+        Patch(facecolor="white", edgecolor=MUTED, hatch=KIND_HATCHES[kind], label=kind)
+        for kind in ("measured", SIMULATED)
+        if kind in kinds
+    ]
+    if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
+        mark("s", "simulated, beside measured", color=INK, mfc="white", markersize=5)
+    if any(value.of_kind("analytic") for value in values):
+        mark("D", "analytic", color=INK, markersize=5)
+    if any(value.published and not value.ours for value in values):
+        handles.append(Patch(facecolor="none", edgecolor=GREY, linestyle="--", label="not run"))
+    if any(value.published is None for value in values):
+        mark("$?$", "not printed", color=MUTED, markersize=6)
+    if any(ours.kind == SIMULATED and not ours.fits for value in values for ours in value.ours):
+        mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
+    compared = [value.predicted for value in values if value.published and value.predicted]
+    if any(ours.possible for ours in compared):
+        mark("o", "?: possible, unknown inputs decide", color=MUTED, mfc="white")
+    if any(ours.agrees is None and not ours.possible for ours in compared):
+        mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
+    elif any(ours.agrees is False for ours in compared):
+        mark("o", "beyond the tolerance", color=MUTED, mfc="white")
+    names = [str(handle.get_label()) for handle in handles]
+    signs: dict[str, Line2D] = {}
+    if dots:
+        signs["published"] = Line2D([], [], marker="o", color=MUTED, markersize=6, linestyle="none")
+        square = Line2D([], [], marker="s", color=MUTED, mfc="white", markersize=6, linestyle="none")
+        signs |= dict.fromkeys(kinds, square)
+    both: list[Any] = [
+        (handle, signs[name]) if name in signs else handle
+        for handle, name in zip(handles, names, strict=True)
+    ]
+    columns = len(both) if len(both) <= 5 else (len(both) + 1) // 2
+    look: dict[str, Any] = {"handlelength": 1.6, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
+    figure.legend(both, names, loc="outside upper center", ncols=columns, **look)
+
+
+def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:
+    """Draw the interval of the evidence if it has one, and a cross if a run does not fit."""
+    y = ours.value / size
+    if ours.high > ours.low:
+        spread = [[(ours.value - ours.low) / size], [(ours.high - ours.value) / size]]
+        axes.errorbar(x, y, spread, color=INK, lw=0.9, capsize=1.5, zorder=4)
+    if not ours.fits:
+        write_near(axes, "×", (x, y), (0, 0), ha="center", va="bottom", color=VERMILION, fontsize=11)
+
+
+def _fill(ours: Ours, colour: str) -> dict[str, Any]:
+    return {"facecolor": "white", "edgecolor": colour, "hatch": KIND_HATCHES[ours.kind], "linewidth": 0.9}

@@ -12,7 +12,7 @@ from repro.accuracy.validate import published
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary
 from repro.config.errors import ConfigError
-from repro.report import evidence, verdicts
+from repro.report import evidence, views
 from repro.report.page.context import context, render_site
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
@@ -61,7 +61,7 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
-    from repro.report.page.notebooks import write_notebooks as write_notebooks
+    from repro.report.page.notebooks import write_notebooks
 
     try:
         for folder in ("figures", "claims"):
@@ -71,9 +71,8 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     found = evidence.read_store(results, own)
     chosen = select(found.records)
     points = published.points(found.judged, found.records)
-    drawings = draw_all(
-        chosen.measured, chosen.comparisons, chosen.simulated, points, found.judged, found.implied
-    )
+    records = chosen.measured, chosen.comparisons, chosen.simulated
+    drawings = draw_all(*records, points, found.judged, found.implied)
     remarks = _remarks(found, chosen)
     counts = summary(found.judged)["verdicts"]
 
@@ -89,9 +88,9 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     )
     figures = [_save(drawing, out / "figures", report) for drawing in drawings]
     rendered = write_notebooks(results, out / "notebooks") if notebooks else []
-    report.notebooks = [notebook.page for notebook in rendered]
+    report.notebooks = [page for page, _ in rendered]
     values = context(found, chosen, figures, remarks, SuiteCatalogue())
-    values["notebooks"] = [(f"notebooks/{notebook.page.name}", notebook.title) for notebook in rendered]
+    values["notebooks"] = [(f"notebooks/{page.name}", title) for page, title in rendered]
     for path, text in render_site(values).items():
         replace_file(out / path, text.encode())
     return report
@@ -101,21 +100,19 @@ def _save(drawing: Drawing, folder: Path, report: Report) -> dict[str, Any]:
     """Write a figure's two files and return its data for the template. Old files of an empty figure are removed."""
     from repro.report.figures import style
 
-    if drawing.figure is None:
-        for ending in ("svg", "png"):
-            (folder / f"{drawing.id}.{ending}").unlink(missing_ok=True)
-    else:
-        for path, content in (
-            (folder / f"{drawing.id}.svg", style.to_svg(drawing).encode()),
-            (folder / f"{drawing.id}.png", style.to_png(drawing)),
-        ):
-            replace_file(path, content)
+    writers = {"svg": lambda: style.to_svg(drawing).encode(), "png": lambda: style.to_png(drawing)}
+    for ending, write in writers.items():
+        path = folder / f"{drawing.id}.{ending}"
+        if drawing.figure is None:
+            path.unlink(missing_ok=True)
+        else:
+            replace_file(path, write())
             report.figures.append(path)
     return {
         "id": drawing.id,
         "title": drawing.title,
         "caption": drawing.caption,
-        "records": {name: verdicts.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
+        "records": {name: views.anchor(drawing.evidence, name) for name in drawing.records[:MAX_LINKS]},
         "more_records": max(0, len(drawing.records) - MAX_LINKS),
         "missing": drawing.missing,
         "is_drawn": drawing.figure is not None,
@@ -127,25 +124,20 @@ def _remarks(found: evidence.JudgedStore, chosen: Selection) -> list[str]:
     if len(found.torn) > MAX_PRINTED_REMARKS:
         remarks.append(f"and {len(found.torn) - MAX_PRINTED_REMARKS} more lines that are no records")
     if not found.records:
-        remarks.append(
-            f"no records in {found.results}: the site shows the ledger, analytic evidence and reference records only"
-        )
+        shown = "the site shows the ledger, analytic evidence and reference records only"
+        remarks.append(f"no records in {found.results}: {shown}")
     if chosen.foreign:
-        remarks.append(
-            f"{chosen.foreign} records of another measurement protocol are left out: not comparable"
-        )
-    every = [*chosen.measured, *chosen.simulated]
-    failed = [record for record in every if not record.conclusive]
+        foreign = f"{chosen.foreign} records of another measurement protocol"
+        remarks.append(f"{foreign} are left out: not comparable")
+    failed = [record for record in [*chosen.measured, *chosen.simulated] if not record.conclusive]
     if failed:
         names = ", ".join(f"{record.label} ({record.outcome})" for record in failed[:6])
         more = f" and {len(failed) - 6} more" if len(failed) > 6 else ""
         remarks.append(f"without a conclusive result: {names}{more}; the next `repro run` runs them again")
     findings = (finding for result in found.judged for finding in result.findings)
     if labels := dict.fromkeys(one.measured_on for one in findings if one.is_reference and one.decided):
-        remarks.append(
-            f"values as measured on {'; '.join(labels)} come from reference records of this package: "
-            "this store has no such results"
-        )
+        values = f"values as measured on {'; '.join(labels)} come from reference records of this package"
+        remarks.append(f"{values}: this store has no such results")
     return remarks
 
 

@@ -23,9 +23,9 @@ from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import summary, totals
 from repro.config.words import count_noun
 from repro.measure.provenance import program_version
-from repro.report import verdicts
+from repro.report import views
 from repro.report.evidence import JudgedStore
-from repro.report.records import Machines, record_row
+from repro.report.views import Machines, record_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
 from repro.util.units import NO_VALUE, interval
@@ -76,7 +76,7 @@ def context(
     known = {_anchor(record): record for record in everything}
     headlines = headline_lines(found.ledger, found.judged)
     first = list(dict.fromkeys(line.claim for line in headlines))
-    claims = [verdicts.claim_view(result, found.ledger, catalogue) for result in found.judged]
+    claims = [views.claim_view(result, found.ledger, catalogue) for result in found.judged]
     claims.sort(key=lambda claim: first.index(claim["id"]) if claim["id"] in first else len(first))
     readers = defaultdict(list)
     for claim in claims:
@@ -94,7 +94,7 @@ def context(
         "claims": claims,
         "headlines": headlines,
         "kinds": SHOWN_KINDS,
-        "summary": verdicts.count_verdicts(claims),
+        "summary": views.count_verdicts(claims),
         "totals": totals(summary(found.judged)),
         "sources": (sources := _sources(found.ledger, claims, figures)),
         "groups": [
@@ -151,7 +151,7 @@ def _sources(
                     (ledger.titles[file], [one for one in own if one["file"] == file]) for file in members
                 ],
                 "claims": len(own),
-                "verdicts": verdicts.count_verdicts(own),
+                "verdicts": views.count_verdicts(own),
                 "figures": [
                     one for at in SOURCE_FIGURES.get(name, "").split() for one in figures if one["id"] == at
                 ],
@@ -195,27 +195,25 @@ def _again(found: Mapping[str, Sequence[Answer]], ledger: Ledger) -> dict[str, A
         }
         for answers in zip(*found.values(), strict=True)
     ]
-    return {
-        "words": PREDICTIONS,
-        "systems": list(found),
-        "lines": lines,
-        "command": simulation_command("SYSTEM"),
-    }
+    command = simulation_command("SYSTEM")
+    return {"words": PREDICTIONS, "systems": list(found), "lines": lines, "command": command}
 
 
 def render_site(values: dict[str, Any]) -> dict[str, str]:
     """Return every file of the site, except for the figures, by its path."""
     site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
     site["records.js"] = f"const STORE = {json.dumps(_records(values['rows']), separators=(',', ':'))};\n"
+
+    def add(path: str, name: str, **own: Any) -> None:
+        root = "../" * path.count("/")
+        site[path] = template(name).render(**values, root=root, page=path, **own)
+
     for name in ("index.html", "claims.html", "experiments.html", "machines.html"):
-        site[name] = template(name).render(**values, root="", page=name)
+        add(name, name)
     for source in values["sources"]:
-        site[source["page"]] = template("source.html").render(
-            **values, root="", page=source["page"], source=source
-        )
+        add(source["page"], "source.html", source=source)
     for claim in values["claims"]:
-        path = f"claims/{claim['id']}.html"
-        site[path] = template("claim.html").render(**values, root="../", page=path, claim=claim)
+        add(f"claims/{claim['id']}.html", "claim.html", claim=claim)
     return site
 
 
@@ -239,17 +237,12 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    signs, slugs = (
-        verdicts.VERDICT_SIGNS,
-        {verdict: verdict.replace(" ", "-") for verdict in verdicts.VERDICT_SIGNS},
-    )
-    filters = {
+    environment.filters |= {
         "code": _code,
         "counted": count_noun,
-        "sign": signs.get,
-        "slug": slugs.get,
+        "sign": views.VERDICT_SIGNS.get,
+        "slug": lambda verdict: verdict.replace(" ", "-"),
     }
-    environment.filters.update(filters)
     return environment.get_template(name)
 
 
@@ -261,7 +254,7 @@ def _code(words: str) -> Any:
 
 
 def _anchor(record: ExperimentRecord) -> str:
-    return verdicts.anchor(record.evidence, record.label)
+    return views.anchor(record.evidence, record.label)
 
 
 def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[ExperimentRecord]:
@@ -274,7 +267,7 @@ def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[Exper
 def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
     return {
         "record": record,
-        "anchor": verdicts.anchor("measured", record.label),
+        "anchor": views.anchor("measured", record.label),
         "ratio": units.number(record.ratio),
         "interval": interval(record.low, record.high),
         "machine": machines.number(record),

@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,6 @@ class CellFailed(Exception):
     """Failure of a cell; `str` is one line with file, cell and error."""
 
 
-@dataclass(frozen=True)
-class RenderedNotebook:
-    """Notebook that was written as HTML."""
-
-    title: str
-    page: Path
-    cells: int
-
-
 def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
     """Return the notebooks by number. Raises `ConfigError` if there is no checkout."""
     found = sorted(folder.glob("[0-9][0-9]_*.py"))
@@ -47,8 +37,11 @@ def find_notebooks(folder: Path = NOTEBOOKS_FOLDER) -> list[Path]:
     return found
 
 
-def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[RenderedNotebook]:
-    """Execute every notebook on `results` and write `out`/NAME.html. Raises `CellFailed`, or as `find_notebooks`."""
+def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -> list[tuple[Path, str]]:
+    """Execute every notebook on `results`, write `out`/NAME.html, and return the pages and their titles.
+
+    Raises `CellFailed`, or as `find_notebooks`.
+    """
     paths = find_notebooks(folder)
     with tempfile.TemporaryDirectory() as settings:
         # IPython reads no settings of the user, and works where the home folder cannot be written.
@@ -82,19 +75,15 @@ async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
 
 
 async def execute(path: Path, results: Path) -> Any:
-    """The notebook at `path` with its outputs.  Raises `CellFailed`."""
+    """Return the notebook at `path` with its outputs.  Raises `CellFailed`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     notebook = read_notebook(path)
+    timeouts: Any = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), CELL_TIMEOUT_S)
+    kernel: Any = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"]}
     client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT_S,
-        startup_timeout=CELL_TIMEOUT_S,
-        iopub_timeout=CELL_TIMEOUT_S,
-        kernel_name="python3",
-        extra_arguments=["--log-level=ERROR"],
-        resources={"metadata": {"path": str(path.parent)}},
+        notebook, resources={"metadata": {"path": str(path.parent)}}, **timeouts, **kernel
     )
     environment = {**os.environ, STORE_VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     try:
@@ -109,39 +98,31 @@ async def execute(path: Path, results: Path) -> Any:
 def _place(notebook: Any) -> str:
     """Return number and first line of the cell that did not finish."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    bad = [
+    bad = (
         number
         for number, cell in enumerate(code, 1)
-        if any(output.output_type == "error" for output in cell.outputs) or cell.execution_count is None
-    ]
-    number = bad[0] if bad else len(code)
+        if cell.execution_count is None or any(output.output_type == "error" for output in cell.outputs)
+    )
+    number = next(bad, len(code))
     return f"code cell {number} ({code[number - 1].source.strip().splitlines()[0]})"
 
 
-def _save(path: Path, notebook: Any, out: Path) -> RenderedNotebook:
+def _save(path: Path, notebook: Any, out: Path) -> tuple[Path, str]:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
     # A template without Jupyter's styles and scripts, which a browser would fetch from the network.
-    body, _ = HTMLExporter(
-        template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
-    ).from_notebook_node(notebook)
+    bare = {"template_name": "basic", "exclude_input_prompt": True, "exclude_output_prompt": True}
+    body, _ = HTMLExporter(**bare).from_notebook_node(notebook)
     title = title_of(notebook, path)
-    colours = [
-        HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "github-dark")
-    ]
+    styles = (HtmlFormatter(style=name) for name in ("default", "github-dark"))
+    light, dark = (style.get_style_defs(".highlight") for style in styles)
     style = (TEMPLATES / "notebook.css").read_text(encoding="utf-8")
-    page = template("notebook.html").render(
-        title=title,
-        style=style + colours[0] + "\n@media (prefers-color-scheme: dark) {\n" + colours[1] + "\n}",
-        body=body,
-        source=path.name,
-    )
+    style += light + "\n@media (prefers-color-scheme: dark) {\n" + dark + "\n}"
+    page = template("notebook.html").render(title=title, style=style, body=body, source=path.name)
     target = out / f"{path.stem}.html"
     target.write_text(page, encoding="utf-8")
-    return RenderedNotebook(
-        title=title, page=target, cells=sum(cell.cell_type == "code" for cell in notebook.cells)
-    )
+    return target, title
 
 
 def title_of(notebook: Any, path: Path) -> str:

@@ -84,30 +84,18 @@ def _fit_cells(question: FitQuestion, document: dict[str, Any]) -> list[str]:
     hidden, stage = str(document["sizes"]["hidden"]), str(question.layout.zero)
     if not largest:
         return [stage, units.NO_VALUE, units.NO_VALUE, hidden, units.NO_VALUE, units.NO_VALUE, limit]
-    counts = (
-        units.parameter_count(largest["params"]),
-        str(largest["layers"]),
-        hidden,
-        str(largest["micro_batch"]),
-    )
-    return [stage, *counts, gb(largest["needed_bytes"]), limit]
+    counts = str(largest["layers"]), hidden, str(largest["micro_batch"])
+    return [stage, units.parameter_count(largest["params"]), *counts, gb(largest["needed_bytes"]), limit]
 
 
 def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | Table]:
     """Return the memory at the peak of both sizes at the limit, by category, the failure, and all trials."""
     largest, failing = ((document[key] or {}) for key in ("largest", "first_failing"))
-    sizes = {
-        term: [
-            each.get("memory", {"by_category": {}})["by_category"].get(key, 0) for each in (largest, failing)
-        ]
-        for key, term in TERMS.items()
-    }
+    peaks = [each.get("memory", {"by_category": {}})["by_category"] for each in (largest, failing)]
+    sizes = {term: [peak.get(key, 0) for peak in peaks] for key, term in TERMS.items()}
     rows = ((term, *map(gb, pair)) for term, pair in sizes.items() if any(pair))
-    headings = (
-        f"ZeRO {question.layout.zero}: category",
-        "largest that fits (GB)",
-        "first that does not fit (GB)",
-    )
+    category = f"ZeRO {question.layout.zero}: category"
+    headings = (category, "largest that fits (GB)", "first that does not fit (GB)")
     tried = ", ".join(f"{trial['value']} ({trial['outcome']})" for trial in document["trials"])
     how = f"{document['evidence']}, {units.seconds(document['seconds'])}" if "seconds" in document else ""
     how = how or f"{document['traces']} traces in {units.seconds(document['trace_seconds'])}"
@@ -132,9 +120,8 @@ def print_layouts(
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
-    counts += [
-        f"{len(left):,} were not simulated, because their lower bound of the step time is longer"
-    ] * bool(left)
+    bound = "because their lower bound of the step time is longer"
+    counts += [f"{len(left):,} were not simulated, {bound}"] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
     return print_page(
         console,
@@ -237,9 +224,8 @@ def _plan_details(
     trained = ["training\n(days)"] if request.tokens else []
     rates = new_table("row", "rate per GPU\n(TFLOP/s)", "throughput\n(samples/s)", *losses, *trained)
     sent = new_table("row", "sent inside\nnodes (GB)", "sent between\nnodes (GB)")
-    pairs = new_table(
-        "row", "tied with row", "faster in draws (%)", "deciding inputs", left=("deciding inputs",)
-    )
+    headings = ("row", "tied with row", "faster in draws (%)", "deciding inputs")
+    pairs = new_table(*headings, left=headings[3:])
     for place, row in enumerate(rows, 1):
         time, links = row.time, row.comm.get("bytes_by_link", {})
         between = links.get("inter-node", 0)
@@ -338,7 +324,6 @@ def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:
         if row.outcome == OOM:
             by_term.setdefault(row.ruled_out_by, []).append(f"{cell.tp} x {cell.pp}")
     size = units.size(limit)
-    failures = [
-        f"{size} does not fit tp x pp, {term}: {', '.join(places)}." for term, places in by_term.items()
-    ]
+    texts = {term: ", ".join(places) for term, places in by_term.items()}
+    failures = [f"{size} does not fit tp x pp, {term}: {places}." for term, places in texts.items()]
     return failures or [f"{size}: all fit."]

@@ -26,7 +26,7 @@ ZERO_STAGES = ("0  DP", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 
 def print_models(name: str | None, json: bool, details: bool = False) -> int:
     """Print all models or one in full. Raises `ConfigError` for an unknown name or an invalid file."""
-    models = [load_model(name)] if name else [load_model(each) for each in model_names()]
+    models = [load_model(each) for each in ([name] if name else model_names())]
     if json:
         described = [describe_model(model) for model in models]
         print_json(described[0] if name else described)
@@ -80,22 +80,16 @@ def _print_model_groups(models: dict[str, Model]) -> None:
 
 
 def _print_every_model(models: list[Model]) -> None:
-    headings = (
-        "model",
-        "layers",
-        "hidden\nsize",
-        "heads",
-        "vocab\nsize",
-        "parameters",
-        "printed",
-        "states\n(GB)",
-    )
+    sizes = ("layers", "hidden\nsize", "heads", "vocab\nsize")
+    headings = ("model", *sizes, "parameters", "printed", "states\n(GB)")
     rows = new_table(*headings, gap=1)  # narrow enough for 80 columns, so that no name or count is cut
     for model in models:
         psi = total_parameters(model)
-        sizes = (str(size) for size in (model.hidden, model.heads, model.vocab))
+        widths = (str(size) for size in (model.hidden, model.heads, model.vocab))
         states = units.number(states_bytes(psi, 1, 0) / units.GB)
-        rows.add_row(model.name, _layer_count(model), *sizes, f"{psi:,}", model.published_name or "-", states)
+        rows.add_row(
+            model.name, _layer_count(model), *widths, f"{psi:,}", model.published_name or "-", states
+        )
     other = ", ".join(f"{alias} = {name}" for alias, name in model_aliases().items())
     print_page(
         stdout(),
@@ -141,12 +135,9 @@ def _print_model(name: str, model: Model, details: bool) -> None:
         flop,
         new_table("part", "parameters", "share (%)", rows=parts),
         new_table("ZeRO stage: memory per GPU (GB)", *(f"{nd} GPUs" for nd in ZERO_DEGREES), rows=states),
-        *([f"FLOP formula: {counts.flops_formula(model)}."] if details and is_gpt else []),
-        *(
-            [f"Source: {model.source}" if model.source else "", f"Note: {model.note}" if model.note else ""]
-            if details
-            else []
-        ),
+        f"FLOP formula: {counts.flops_formula(model)}." if details and is_gpt else "",
+        f"Source: {model.source}" if details and model.source else "",
+        f"Note: {model.note}" if details and model.note else "",
         "" if details else "--details shows sources and formulas.",
         command=f"repro plan --model {name} --system dgx-a100 --gpus 8" if is_gpt else "",
     )
@@ -206,9 +197,8 @@ def _bandwidth(system: System, link: str) -> str:
 def _print_all_systems(systems: list[System]) -> None:
     # Narrow enough for 80 columns, so that no name or number is cut.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
-    rows = new_table(
-        "system", "other names", "device", *headings, left=3, wrap=("device", "other names"), gap=1
-    )
+    names = ("system", "other names", "device")
+    rows = new_table(*names, *headings, left=3, wrap=names[1:], gap=1)
     for system in systems:
         device = system.device
         peak = device.peak_flops.get("fp16")

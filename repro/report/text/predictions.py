@@ -1,4 +1,6 @@
-"""`repro simulate`, `repro fit` and `repro plan`: check the input, compute the result, print it.
+"""Commands on one model: check the input, compute the result, print it.
+
+These are `repro simulate`, `repro fit`, `repro plan`, `repro evaluate` and `repro export-weights`.
 
 Invalid input is reported before the import of torch.
 """
@@ -12,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from repro.config import Experiment, Training, models
+from repro.config import Experiment, Layout, Training, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
@@ -26,6 +28,7 @@ from repro.simulate.plan.candidates import (
     device_memory_limit,
     parse_memory_size,
 )
+from repro.util import units
 from repro.util.console import print_json, show_progress
 
 
@@ -41,24 +44,16 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
     from repro.simulate.step import simulate as run
 
     with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
-        found = run(
-            experiment,
-            on,
-            memory_limit=limit,
-            expandable=query.expandable,
-            time=True,
-            record=timeline is not None,
-            interval=True,
-        )
+        wanted: dict[str, bool] = {"time": True, "record": timeline is not None, "interval": True}
+        found = run(experiment, on, memory_limit=limit, expandable=query.expandable, **wanted)
     if timeline is not None:
         from repro.simulate.time.breakdown import write_chrome_trace
 
         if not found.fits:
             print(f"note: {timeline} is not written: {NO_STEP_TIME}", file=sys.stderr)
         elif found.time is None:
-            raise ConfigError(
-                "timeline", str(timeline), says=f"needs times, which cannot be predicted: {found.no_time}"
-            )
+            says = f"needs times, which cannot be predicted: {found.no_time}"
+            raise ConfigError("timeline", str(timeline), says=says)
         else:
             write_chrome_trace(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
     if json:
@@ -70,13 +65,8 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
 
 def _question(model: str, query: LayoutQuery) -> str:
     """Return the model, the system and the devices of a query as options of the command line."""
-    options = {
-        "--model": model,
-        "--system": query.system,
-        "--gpus": str(query.gpus),
-        "--memory-limit": query.memory_limit,
-    }
-    options["--seq"] = str(query.seq or "")
+    options = {"--model": model, "--system": query.system, "--gpus": str(query.gpus)}
+    options |= {"--memory-limit": query.memory_limit, "--seq": str(query.seq or "")}
     text = " ".join(f"{option} {shlex.quote(value)}" for option, value in options.items() if value)
     return text + " --expandable" * query.expandable
 
@@ -85,14 +75,9 @@ def _system(query: LayoutQuery) -> System:
     """Return the requested system; note on standard error if it has fewer devices than the query."""
     at_most("gpus", query.gpus, RANKS)
     on = load_system(query.system)
-    nodes, devices = on.nodes.value, on.devices_per_node.value
-    if (
-        nodes
-        and devices
-        and on.provenance is None
-        and "memory" not in on.links
-        and query.gpus > nodes * devices
-    ):
+    nodes, devices = on.nodes.value or 0, on.devices_per_node.value or 0
+    is_published = on.provenance is None and "memory" not in on.links
+    if is_published and 0 < nodes * devices < query.gpus:
         most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
         note = f"note: {query.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
         print(note, file=sys.stderr)
@@ -177,9 +162,8 @@ def print_measured_fit(
     else:
         print_fits([(trials.question, document)], _question(model or "MODEL", query), details=details)
         if not interrupt:
-            print(
-                f"Recorded in {results}; `repro claims --results {results}` compares it with published limits."
-            )
+            command = f"`repro claims --results {results}`"
+            print(f"Recorded in {results}; {command} compares it with published limits.")
     if interrupt:
         return 128 + interrupt.signal
     failed = answer.first_failing is not None and answer.first_failing.outcome != "oom"
@@ -208,12 +192,8 @@ def print_plan(
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
     require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
-    require(
-        not price or tokens > 0,
-        "tokens",
-        tokens,
-        "more than 0 with --price-per-gpu-hour: how much is trained",
-    )
+    trained = "more than 0 with --price-per-gpu-hour: how much is trained"
+    require(not price or tokens > 0, "tokens", tokens, trained)
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
@@ -221,9 +201,8 @@ def print_plan(
     given = query.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
     limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
-    request = candidates.PlanRequest(
-        sizes, on, gpus, limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
-    )
+    asked = limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
+    request = candidates.PlanRequest(sizes, on, gpus, *asked)
     if as_map:
         return _print_map(request, limits, json)
     count = len(candidates.candidates(request))
@@ -260,3 +239,50 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
     else:
         print_plan_map(request, cells, limits)
     return 0 if any(row.outcome == OK for cell in cells for row in cell.rows.values()) else 1
+
+
+def print_scores(
+    weights: Path, task: str, data: Path, layout: Layout, results: Path, json: bool, **how: Any
+) -> int:
+    """Score and print the result, or the record (`json`); return 1 if the ranks failed. Raises `ConfigError`."""
+    from repro.quality.evaluate.run import EvaluationOptions, run_evaluation
+
+    options = EvaluationOptions(weights=weights, task=task, data=data, layout=layout, **how)
+    try:
+        record, signal = run_evaluation(options, results)
+    except ConfigError as error:
+        known = error.key in ("tp", "pp", "dp", "zero", "micro_batch", "precision") and not error.file
+        raise error.for_key(f"--{error.key.replace('_', '-')}") if known else error from None
+    if signal:
+        return 128 + signal
+    if json:
+        print_json(record.as_dict())
+        return int(record.outcome != "ok")
+    print(f"{record.name}: {record.outcome}  {record.reason}".rstrip())
+    for name, value in record.metrics.items():
+        shown = units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}"
+        print(f"  {name}  {shown}")
+    way = record.way
+    print(f"protocol {way['name']}: {way['source']}")
+    for name, key in (("", "rules"), ("left open: ", "left_open"), ("published so: ", "published")):
+        for line in way[key]:
+            print(f"  {name}{line}")
+    return int(record.outcome != "ok")
+
+
+def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, json: bool) -> int:
+    """Write the weights and name the files; return 0. Raises `ConfigError` before any file is written."""
+    from repro.quality.weights import open_weights
+    from repro.quality.weights.huggingface import export_huggingface
+
+    source = open_weights(weights, models.load_model(model) if model else None)
+    source.check()
+    written = export_huggingface(source, output, vocab)
+    if json:
+        print_json({"weights": source.kind, "files": [str(path) for path in written]})
+        return 0
+    sizes = source.model
+    print(f"{source.kind}: {sizes.layers} layers of {sizes.hidden}, {sizes.vocab} tokens")
+    for path in written:
+        print(f"{path}  {units.size(path.stat().st_size)}")
+    return 0

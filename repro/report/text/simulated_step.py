@@ -79,16 +79,12 @@ def _describe_fit(simulation: Simulation, system: System, memory: dict[str, Any]
     available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
     if error is None:
         return [f"Fits: {name}. Peak memory: {units.size(memory['reserved_bytes'])} of {available}."]
-    cause = (
-        f"{units.size(memory['peak_bytes'])} are allocated at the peak in {memory['peak_phase']}, more than"
-    )
+    peak = units.size(memory["peak_bytes"])
+    cause = f"{peak} are allocated at the peak in {memory['peak_phase']}, more than"
     if simulation.fullest.by_fragmentation:
-        sizes = units.size(error.requested), units.size(error.largest_free), units.size(error.allocated)
-        cause = (
-            "fragmentation. {} are requested and the largest free block is {}. {} are allocated of".format(
-                *sizes
-            )
-        )
+        asked, free, held = map(units.size, (error.requested, error.largest_free, error.allocated))
+        cause = f"fragmentation. {asked} are requested and the largest free block is {free}. "
+        cause += f"{held} are allocated of"
     return [f"Does not fit: {name}.", f"Cause: {cause} {available}."]
 
 
@@ -121,11 +117,8 @@ def _memory_table(simulation: Simulation, memory: dict[str, Any]) -> Table:
         sizes["fragmentation"] = memory["reserved_bytes"] - peak
     title = "memory at the peak" if role == "all" else f"memory of the {role} stage at the peak"
     share = f"share of {'device' if simulation.limit_bytes else 'reserved'} memory (%)"
-    rows = (
-        (term, gb(size), f"{100 * size / total:.1f}")
-        for term, size in sizes.items()
-        if size >= MIN_SHOWN_SHARE * peak
-    )
+    large = {term: size for term, size in sizes.items() if size >= MIN_SHOWN_SHARE * peak}
+    rows = ((term, gb(size), f"{100 * size / total:.1f}") for term, size in large.items())
     return new_table(title, "size (GB)", share, rows=rows)
 
 

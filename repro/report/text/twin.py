@@ -73,16 +73,13 @@ def print_twin(
         arguments += ["--steps", steps]
         arguments += [part for pair in options.items() if pair[1] for part in pair]
         made = " ".join(map(str, [*arguments, "--write", write]))
-        files.replace_file(
-            write, suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
-        )
+        text = suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
+        files.replace_file(write, text)
     if json:
         print_json([_document(each.twin, each.ending) for each in found])
         return 0
     count = sum(len(each.twin.members) for each in found)
-    parts: list[str | Table] = (
-        [part for each in found for part in _twin_details(each.twin)] if details else []
-    )
+    parts = [part for each in found if details for part in _twin_details(each.twin)]
     print_page(
         stdout(PAGE_COLUMNS),
         *_describe_ratios(found),
@@ -138,11 +135,8 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         name = f"{ratio.member} over {twin.members[0].original.name}{ending}"
         values = (f"{value:.3f}" for value in (ratio.original, ratio.twin))
         compared.add_row(name, *values, f"{100 * difference:+.1f}", f"{ratio.rest:.3f}")
-    headings = (
-        f"{side}\n{size}"
-        for size in ("degrees", "layers x width", "step (s)")
-        for side in ("original", "twin")
-    )
+    properties = ("degrees", "layers x width", "step (s)")
+    headings = (f"{side}\n{size}" for size in properties for side in ("original", "twin"))
     sizes = new_table("experiment", *headings)
     for member in found[0].twin.members:
         both = member.original, member.twin
@@ -151,9 +145,8 @@ def _describe_ratios(found: Sequence[NamedTwin]) -> list[str | Table]:
         steps = (units.number(p.step_s) for p in (member.before, member.after))
         sizes.add_row(member.original.name, *degrees, *shapes, *steps)
     note = "Ratio: FLOP/s of a device over those of the baseline. Corrected: without the differences of the twin."
-    answer = (
-        f"The twin changes the predicted ratio by {units.percent(max(map(abs, apart), default=0.0))} or less."
-    )
+    largest = units.percent(max(map(abs, apart), default=0.0))
+    answer = f"The twin changes the predicted ratio by {largest} or less."
     return [*([answer, compared, note] if apart else ["No experiments are compared."]), sizes]
 
 
@@ -161,9 +154,8 @@ def _twin_details(twin: Twin) -> list[str | Table]:
     """Return the similarity numbers of all members, and the effects of all differences on the ratios."""
     parts: list[str | Table] = []
     for member, scale in zip(twin.members, twin.scales, strict=True):
-        numbers = new_table(
-            "number", "original", "twin", "change", "reason", left={"number", "reason"}, wrap=("reason",)
-        )
+        headings = ("number", "original", "twin", "change", "reason")
+        numbers = new_table(*headings, left={"number", "reason"}, wrap=("reason",))
         for n in similarity_numbers(member, twin.members[0]):
             values = units.number(n.original, 4), units.number(n.twin, 4)
             change = "new" if not n.original else units.percent(n.change, sign=True)
@@ -177,10 +169,8 @@ def _twin_details(twin: Twin) -> list[str | Table]:
     parts += [f"No limit: {reason}" for reason in twin.unlimited]
     for ratio in _ratios(twin):
         effects = {effect.difference: effect.ratio for effect in ratio.effects} | {"all of these": ratio.rest}
-        rows = (
-            (name, f"{value:.3f}", f"{100 * (value / ratio.twin - 1):+.1f}")
-            for name, value in effects.items()
-        )
+        changes = {name: (value, 100 * (value / ratio.twin - 1)) for name, value in effects.items()}
+        rows = ((name, f"{value:.3f}", f"{change:+.1f}") for name, (value, change) in changes.items())
         parts += [new_table(f"{ratio.member}: ratio of the twin, if", "ratio", "change (%)", rows=rows)]
     return parts
 
@@ -203,10 +193,7 @@ def _document(twin: Twin, ending: str) -> dict[str, Any]:
                     "original": useful_rate(member.before),
                     "twin": useful_rate(member.after),
                 },
-                "numbers": [
-                    {**vars(number), "kept": number.kept}
-                    for number in similarity_numbers(member, twin.members[0])
-                ],
+                "numbers": [{**vars(n), "kept": n.kept} for n in similarity_numbers(member, twin.members[0])],
             }
             for member, scale in zip(twin.members, twin.scales, strict=True)
         ],

@@ -6,26 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.published import (
-    ALL_RATES,
-    CALIBRATION,
-    CLOSE_ERROR,
-    FAMILIES,
-    RATE,
-    RATIO,
-    RATIOS,
-    FamilyStatistics,
-    Point,
-    claim_statistics,
-    family_statistics,
-    points,
-)
-from repro.accuracy.validate.unknowns import (
-    LISTED_INPUTS,
-    UncertainInput,
-    count_by_claim,
-    format_range,
-)
+from repro.accuracy.validate import published
+from repro.accuracy.validate.published import FamilyStatistics, Point
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, UncertainInput, count_by_claim, format_range
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
@@ -38,6 +21,7 @@ if TYPE_CHECKING:
 
     from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.machine import MachineErrors
+    from repro.report.evidence import JudgedStore
 
 
 WIDER_INTERVAL_NOTE = (
@@ -55,12 +39,8 @@ def print_validation(
 
     `own`: additional ledger files.
     """
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
-    found = points(seen.judged, seen.records)
+    seen = _read_store(results, own)
+    found = published.points(seen.judged, seen.records)
     machine = None
     if system:
         from repro.accuracy.validate.machine import predict_measured_runs
@@ -81,14 +61,12 @@ def print_validation(
 
 def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Path] = ()) -> int:
     """Print how many published rates and ratios lie in their intervals; return 0 if both shares lie in `between`."""
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
+    seen = _read_store(results, own)
     console, least, most = stdout(), *between
-    found = family_statistics(points(seen.judged, seen.records))
-    together = [family for family in found if family.name in (ALL_RATES, RATIOS) and family.wider]
+    found = published.family_statistics(published.points(seen.judged, seen.records))
+    together = [
+        family for family in found if family.name in (published.ALL_RATES, published.RATIOS) and family.wider
+    ]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
         print_page(console, "Too little is predicted in this store.", command=SIMULATE_COMMAND)
@@ -101,9 +79,19 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     return 0 if as_promised else 1
 
 
+def _read_store(results: Path, own: Sequence[Path]) -> JudgedStore:
+    """Return the judged store, and name its unreadable lines on standard error."""
+    from repro.report.evidence import read_store
+    from repro.results.store import print_remarks
+
+    seen = read_store(results, own)
+    print_remarks(seen.torn)
+    return seen
+
+
 def validation_document(found: Sequence[Point], machine: MachineErrors | None = None) -> dict[str, Any]:
     """Return the validation as JSON data."""
-    ratios = [point for point in found if point.kind == RATIO and not point.left_out]
+    ratios = [point for point in found if point.kind == published.RATIO and not point.left_out]
     document: dict[str, Any] = {
         "points": [
             {
@@ -117,11 +105,11 @@ def validation_document(found: Sequence[Point], machine: MachineErrors | None = 
             }
             for point in found
         ],
-        "families": [_statistics_of(family) for family in family_statistics(found)],
-        "claims": [_statistics_of(claim) for claim in claim_statistics(found)],
+        "families": [_statistics_of(family) for family in published.family_statistics(found)],
+        "claims": [_statistics_of(claim) for claim in published.claim_statistics(found)],
         "ratios_on_the_right_side_of_1": sum(point.right_side for point in ratios),
         "ratios": len(ratios),
-        "calibration": [point.name for point in found if point.left_out == CALIBRATION],
+        "calibration": [point.name for point in found if point.left_out == published.CALIBRATION],
     }
     if machine is not None:
         document["machine"] = {
@@ -151,50 +139,46 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
     if not found:
         print_page(console, "This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
-    families, ratios = family_statistics(found), [p for p in found if p.kind == RATIO and not p.left_out]
+    families = published.family_statistics(found)
+    ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
     text = ""
-    for rates in (family for family in families if family.name == ALL_RATES):
+    for rates in (family for family in families if family.name == published.ALL_RATES):
         text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
         text += "in the 90 % interval of uncertain inputs. "
     if ratios:
         text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
     headings = (
-        *(
-            "family",
-            "rows",
-            "median\nerror (%)",
-            "error below\n25 %",
-            "in 90 %\ninterval",
-            "in wider\ninterval",
-        ),
-        *("largest\nerror (%)", "row of the largest error"),
+        *("family", "rows", "median\nerror (%)", "error below\n25 %", "in 90 %\ninterval"),
+        *("in wider\ninterval", "largest\nerror (%)", "row of the largest error"),
     )
     left = (headings[0], headings[-1])
     rows = (_statistics_cells(family) for family in families)
     statistics = new_table(*headings, left=left, wrap=left, rows=rows)
-    parts = (
-        _point_tables(found) if details else ["--details lists all rows, and the reasons of large errors."]
-    )
+    more = "--details lists all rows, and the reasons of large errors."
+    parts = _point_tables(found) if details else [more]
     print_page(console, text.strip(), statistics, WIDER_INTERVAL_NOTE, *parts)
 
 
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
     """Return the points by family, those that do not count, the reasons of large errors, and the counts by claim."""
     counted = [point for point in found if not point.left_out]
-    groups = {name: [p for p in counted if (p.kind, p.family) == (RATE, name)] for name in FAMILIES}
+    groups = {
+        name: [p for p in counted if (p.kind, p.family) == (published.RATE, name)]
+        for name in published.FAMILIES
+    }
     groups |= {
-        "Ratios": [point for point in counted if point.kind == RATIO],
-        "Calibration: left out": [point for point in found if point.left_out == CALIBRATION],
+        "Ratios": [point for point in counted if point.kind == published.RATIO],
+        "Calibration: left out": [point for point in found if point.left_out == published.CALIBRATION],
         "Not counted: bounds, means, and other rows about a run above": [
-            point for point in found if point.left_out not in ("", CALIBRATION)
+            point for point in found if point.left_out not in ("", published.CALIBRATION)
         ],
     }
     reasons: dict[str, list[str]] = {}
     for point in counted:
-        if abs(point.error) > CLOSE_ERROR:
+        if abs(point.error) > published.CLOSE_ERROR:
             reasons.setdefault(point.note or "unknown", []).append(f"{point.claim} {point.label}")
-    left = f"rows with an error above {units.number(100 * CLOSE_ERROR)} %", "known reason"
-    by_claim = ((c.name, str(c.points), *_interval_counts(c)) for c in claim_statistics(found))
+    left = f"rows with an error above {units.number(100 * published.CLOSE_ERROR)} %", "known reason"
+    by_claim = ((c.name, str(c.points), *_interval_counts(c)) for c in published.claim_statistics(found))
     used = {point.rests_on for point in found}
     return [
         *(part for title, group in groups.items() if group for part in (title, _point_table(group))),
@@ -208,7 +192,11 @@ def _point_tables(found: Sequence[Point]) -> list[str | Table]:
 
 def _point_table(group: Sequence[Point]) -> Table:
     left = ("claim", "row", "unit", "basis")
-    wrong = [point for point in group if point.kind == RATIO and not point.left_out and not point.right_side]
+    wrong = [
+        point
+        for point in group
+        if point.kind == published.RATIO and not point.left_out and not point.right_side
+    ]
     headings = ("published", "predicted", "90 % interval", "wider interval", "unit", "error (%)", "basis")
     rows = (
         (
@@ -260,19 +248,14 @@ def _write_scatter(found: Sequence[Point], path: Path) -> None:
     with style.figure_style():
         drawing = validation.draw_validation(found)
     if drawing.figure is None:
-        raise ConfigError(
-            "--svg", str(path), says=f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
-        )
+        says = f"needs a store with predictions; `{SIMULATE_COMMAND}` makes them"
+        raise ConfigError("--svg", str(path), says=says)
     files.write_file(path, style.to_svg(drawing))
 
 
 def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path] = ()) -> int:
     """List the unknowns of the predictions in the store `results`; return 0. `own`: additional ledger files."""
-    from repro.report import evidence
-    from repro.results.store import print_remarks
-
-    seen = evidence.read_store(results, own)
-    print_remarks(seen.torn)
+    seen = _read_store(results, own)
     if json:
         print_json({**seen.shopping_list.as_dict(), "implied": [one.as_dict() for one in seen.implied]})
         return 0
@@ -280,18 +263,20 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
     answer = "No input is uncertain."
     for first in found[:1]:
         answer = f"Largest uncertainty: {words.describe_input(first.key)} of {first.system}, "
-        answer += (
-            f"{units.percent(first.share)} of the width of all intervals. {len(found)} inputs are uncertain."
-        )
+        answer += f"{units.percent(first.share)} of the width of all intervals. "
+        answer += f"{len(found)} inputs are uncertain."
     headings = ("input", "system", "value [range]", "rows", "decided\nrows", "share of\nwidth (%)")
-    rows = (
+    rows = [
         (
-            *(one.key, one.system, format_range(one), str(len(one.rows))),
+            one.key,
+            one.system,
+            format_range(one),
+            str(len(one.rows)),
             str(len(one.settles)),
             f"{100 * one.share:.1f}",
         )
         for one in found[: None if details else MAX_INPUTS]
-    )
+    ]
     print_page(
         stdout(PAGE_COLUMNS),
         answer,
@@ -308,13 +293,10 @@ def _input_details(found: Sequence[UncertainInput], implied: Sequence[ImpliedInp
     for one in found[:LISTED_INPUTS]:
         how, facts = one.measured_by, new_facts_table()
         facts.add_row("input", f"{one.key} of {one.system}")
-        facts.add_row(
-            "verdicts",
-            f"{len(one.possible)} possible{': ' * bool(one.possible)}{count_by_claim(one.possible)}",
-        )
-        facts.add_row(
-            "measured by", f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
-        )
+        claims = f"{': ' * bool(one.possible)}{count_by_claim(one.possible)}"
+        facts.add_row("verdicts", f"{len(one.possible)} possible{claims}")
+        command = f"{how.command}: {how.fact}" if how.command else "not by repro calibrate"
+        facts.add_row("measured by", command)
         facts.add_row("", how.how)
         facts.add_row("source", one.source)
         parts += [facts]

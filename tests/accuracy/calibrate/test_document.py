@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from repro.accuracy.calibrate import document, link_tables
+from repro.accuracy.calibrate import document, fit
 from repro.accuracy.calibrate.document import _gpu
 from repro.config.files import tomllib
 
@@ -30,7 +30,7 @@ def test_no_payload_takes_longer_than_a_larger_one() -> None:
     def row(*seconds: float) -> list[list[object]]:
         return [[2**10 * 4**i, [s, s, s, 5]] for i, s in enumerate(seconds)]
 
-    found = link_tables.collective_points([row(9e-4, 2e-4, 3e-4), row(1e-4, 1e-4, 5e-4)])
+    found = fit.collective_points([row(9e-4, 2e-4, 3e-4), row(1e-4, 1e-4, 5e-4)])
     assert found == [[2**10, 2e-4], [2**12, 2e-4], [2**14, 5e-4]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from repro.accuracy.calibrate import link_tables, plan
+from repro.accuracy.calibrate import fit, plan
 from repro.accuracy.calibrate.plan import BETWEEN, INSIDE, GroupKind
 from repro.parallel import mesh as meshes
 
@@ -76,7 +76,7 @@ def test_tables_of_two_nodes() -> None:
         "overlap": {INSIDE: {"all_reduce": 0.5}, BETWEEN: {"all_reduce": 0.1}},
     }
     links = {"memory": {"per": "device", "bandwidth": {"value": "unknown", "source": "x"}}}
-    found = link_tables.link_tables([result] * 4, links, "all at once")
+    found = fit.link_tables([result] * 4, links, "all at once")
     assert found["memory"]["bandwidth"]["value"] == pytest.approx(1e9)
     assert found["memory"]["collectives"]["all_reduce"]["ranks"] == 2
     network = found["inter-node"]

@@ -56,9 +56,9 @@ def test_every_case_has_a_profile_with_room_and_time_for_it(suite: Suite, tmp_pa
         for array, row in zip(intent.arrays, document["arrays"], strict=True):
             assert f"#SBATCH --nodes={array.shape.nodes}\n" in row["script"]
             assert array.shape.tasks_per_node <= site.ranks_per_node
-            if site.gpus_per_node:
+            if site.slurm.gpus_per_node:
                 # Whole nodes wherever a case is larger than one.
-                assert array.shape.nodes == 1 or array.shape.tasks_per_node == site.gpus_per_node
+                assert array.shape.nodes == 1 or array.shape.tasks_per_node == site.slurm.gpus_per_node
             for experiment in (e for bundle in array.bundles for e in bundle.experiments):
                 # The harness gives a case up, and says why, before SLURM does; what has no limit has days and starts.
                 assert experiment.limits.timeout_s <= 60 * array.shape.time_min
@@ -100,4 +100,4 @@ def test_twins_have_every_strategy_of_the_published_cases(suite: Suite) -> None:
 def test_ready_profiles_are_of_systems_and_use_whole_nodes() -> None:
     for name, site in PROFILES.items():
         if name not in ("generic", "lab"):
-            assert site.gpus_per_node == load_system(site.system).devices_per_node.value, name
+            assert site.slurm.gpus_per_node == load_system(site.system).devices_per_node.value, name

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from repro.launch.doctor import gpu, machine
-from repro.launch.doctor.gpu import (
+from repro.launch.doctor import machine
+from repro.launch.doctor.machine import (
     check_gpus,
     check_profile_binding,
     check_task_binding,
@@ -117,7 +117,7 @@ def test_precisions_by_compute_capability() -> None:
 def test_what_keeps_a_gpu_from_being_used_is_one_line(
     there: Any, in_machine: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
+    monkeypatch.setattr(machine, "gpus", lambda: [{"name": name, "driver": "1"} for name in in_machine])
     found = unusable_reason(there)
     assert (found.startswith(says) and "\n" not in found) if says else not found
     assert ("no" in {check.state for check in check_gpus(there)}) is bool(says)
@@ -127,7 +127,7 @@ def test_the_line_and_the_exit_code() -> None:
     """Also on a machine with GPUs: this process is shown none."""
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "repro.launch.doctor.gpu"], capture_output=True, text=True, env=hidden
+        [sys.executable, "-m", "repro.launch.doctor.machine"], capture_output=True, text=True, env=hidden
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("error: ")

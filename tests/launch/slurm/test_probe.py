@@ -107,7 +107,7 @@ DGX2: dict[str, Any] = {"system": "dgx2", "slurm": {"gpus_per_node": 16}}
 
 
 def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "version", lambda package: "2.6")
+    monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
     seen = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
     has = "what the profile's system has"
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
@@ -122,7 +122,7 @@ def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "version", lambda package: "2.6")
+    monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
     bare = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
     seen = [answer("n1", versions={"torch": "2.6"}), bare]
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {

@@ -36,13 +36,13 @@ def test_what_is_left_out_is_as_the_file_to_start_from_has_it() -> None:
             if key not in filled.get(table, ()) and not (table == "" and isinstance(value, dict)):
                 assert defaults[key] == value, key
     site = profile.parse_profile({}, file="mine.toml")
-    assert (site.system, site.gpus_per_node, site.slurm.tasks_per_node, site.slurm.cpus_per_task) == (
+    assert (site.system, site.slurm.gpus_per_node, site.slurm.tasks_per_node, site.slurm.cpus_per_task) == (
         "local",
         0,
         0,
         0,
     )
-    assert (site.ranks_per_node, site.private, site.slurm.signal_delay_s) == (1, True, 90)
+    assert (site.ranks_per_node, site.storage.private, site.slurm.signal_delay_s) == (1, True, 90)
     assert asdict(site.class_of("a")) == {
         "match": "*",
         "nodes": 0,

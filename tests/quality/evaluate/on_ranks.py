@@ -15,7 +15,7 @@ from repro.parallel import mesh as meshes
 from repro.quality.evaluate import rank as ranks_part
 from repro.quality.evaluate.rank import Scorer
 from repro.quality.evaluate.samples import Samples, split_windows
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from tests.quality.weights.made_by_hand import SEQ, VOCAB, tokens
 
 STRIDE, LENGTH = 5, 40

@@ -13,20 +13,20 @@ from repro.cli import main
 from repro.config import ConfigError, Experiment, Layout
 from repro.parallel import mesh as meshes
 from repro.quality.evaluate import rank
-from repro.quality.evaluate.protocols import find_protocol
 from repro.quality.evaluate.run import EvaluationOptions, compute_metrics, run_evaluation
 from repro.quality.evaluate.samples import (
     ByteTokenizer,
     Gpt2Tokenizer,
     Samples,
     detokenize,
+    find_protocol,
     last_word_samples,
     open_tokenizer,
     read_samples,
     read_stop_words,
     split_windows,
 )
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.results.schema import EvaluationRecord
 from repro.results.store import read_records
 from tests.quality.evaluate.made_up import CONTEXT, SIZE, write_tokenizer, write_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from repro.config import Layout
 from repro.quality.evaluate.samples import split_windows
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.quality.weights.huggingface import export_huggingface
 from tests.engines.native.checkpoint.saved import HALF, checkpoint, experiment, train
 from tests.engines.native.checkpoint.saved import LAYOUTS as TRAINED

@@ -15,7 +15,7 @@ from repro.config.models import load_model
 from repro.model.counts import total_parameters
 from repro.model.gpt import GPT, BatchPosition
 from repro.parallel import mesh as meshes
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.quality.weights.huggingface import export_huggingface, family_of_model
 from repro.quality.weights.source import WeightSource
 

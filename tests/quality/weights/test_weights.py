@@ -19,7 +19,7 @@ from torch import Tensor
 
 from repro.cli import main
 from repro.config import ConfigError, Experiment, Model
-from repro.quality.weights.formats import open_weights
+from repro.quality.weights import open_weights
 from repro.quality.weights.huggingface import export_huggingface
 from repro.quality.weights.source import WeightSource
 from tests.engines.native.checkpoint.saved import HALF, LAYOUTS, checkpoint, experiment, start

@@ -59,9 +59,7 @@ class SubmissionWork:
 
     def save(self, folder: Path) -> None:
         """Write the work file to `folder`."""
-        entries = [
-            {"experiment": entry.experiment.as_dict(), "expect": entry.expect} for entry in self.suite.entries
-        ]
+        entries = [{"experiment": e.experiment.as_dict(), "expect": e.expect} for e in self.suite.entries]
         document = {
             "suite": {"name": self.suite.name, "file": self.suite.file, "entries": entries},
             "bundles": [[_task(task) for task in bundle.tasks] for bundle in self.bundles],
@@ -74,26 +72,19 @@ class SubmissionWork:
         """Read the work file that `save` wrote to `folder`."""
         document = json.loads((folder / WORK_FILE).read_text(encoding="utf-8"))
         suite = document["suite"]
-        entries = tuple(
-            Entry(experiment=from_dict(row["experiment"]), expect=row["expect"]) for row in suite["entries"]
-        )
+        rows = ((from_dict(row["experiment"]), row["expect"]) for row in suite["entries"])
+        entries = tuple(Entry(experiment=experiment, expect=expect) for experiment, expect in rows)
         known = {entry.experiment.name: entry.experiment for entry in entries}
         bundles = tuple(
-            Bundle(index=index, tasks=tuple(_task_from(row, known) for row in rows))
-            for index, rows in enumerate(document["bundles"])
+            Bundle(index=index, tasks=tuple(_task_from(task, known) for task in tasks))
+            for index, tasks in enumerate(document["bundles"])
         )
         named = Suite(name=suite["name"], file=suite["file"], entries=entries)
         return SubmissionWork(suite=named, bundles=bundles, rerun=document["rerun"])
 
 
 def _task(task: Task) -> dict[str, Any]:
-    comparison = task.comparison
-    compare = comparison and {
-        "baseline": comparison.baseline,
-        "subjects": list(comparison.subjects),
-        "rounds": comparison.rounds,
-        "apart": comparison.apart,
-    }
+    compare = task.comparison and vars(task.comparison)
     return {"experiments": [experiment.name for experiment in task.experiments], "compare": compare}
 
 
@@ -205,12 +196,10 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
     if comparison is None:
         return [Task(experiments=left)]
     baseline = task.experiments[0]
-    outcome = ended.get(baseline.name, "")
-    if outcome and outcome != "ok":  # there is nothing to compare with
+    if ended.get(baseline.name, "ok") != "ok":  # there is nothing to compare with
         return [Task(experiments=left)]
-    if baseline in left:
-        return [Task(experiments=left, comparison=comparison)]
-    return [Task(experiments=(baseline, *left), comparison=comparison)]
+    members = left if baseline in left else (baseline, *left)
+    return [Task(experiments=members, comparison=comparison)]
 
 
 def _read(path: Path) -> dict[str, Any]:

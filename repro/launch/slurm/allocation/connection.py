@@ -130,11 +130,8 @@ class Listener:
                 break
             except OSError as error:
                 silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH)
-                ended = (
-                    f"no answer from it for {KEEPALIVE_TIMEOUT_S} s"
-                    if silent
-                    else f"connection lost ({error.strerror})"
-                )
+                ended = f"connection lost ({error.strerror})"
+                ended = f"no answer from it for {KEEPALIVE_TIMEOUT_S} s" if silent else ended
                 break
             buffer += data
             ended = "" if data else TASK_ENDED

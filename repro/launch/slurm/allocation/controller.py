@@ -69,9 +69,8 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
     tasks = state.remaining(work.bundles[index].tasks)
     try:
         with Store(folder.parents[1]) as store:
-            reports, missing = survey_nodes(
-                allocation, folder / f"nodes-{slurm_job_id(environment)}-{restarts}", stop
-            )
+            place_of_reports = folder / f"nodes-{slurm_job_id(environment)}-{restarts}"
+            reports, missing = survey_nodes(allocation, place_of_reports, stop)
             place = {"slurm": nodes.slurm_provenance(reports, environment)} if reports else {}
             recorder = Recorder(work.suite, store, state, place=place)
             if missing and not stop:
@@ -81,9 +80,8 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
             elif not missing:
                 state.set_nodes(place["slurm"]["nodes"])
                 names = [report.node for report in reports]
-                launcher = ClusterLauncher(
-                    folder / "logs" / str(index), allocation, names, rank_target(), stop
-                )
+                logs = folder / "logs" / str(index)
+                launcher = ClusterLauncher(logs, allocation, names, rank_target(), stop)
                 Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
     except Exception as error:
         state.end(reason=f"{type(error).__name__}: {error}")
@@ -101,9 +99,8 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
     os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:  # a connection for each of many ranks
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES, hard)
-        )
+        wanted = min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return Allocation(
         nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
         per_node=int(environment.get("SLURM_NTASKS_PER_NODE", "1")),
@@ -124,17 +121,15 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
     step.end(0.0)
     found = [read_json(nodes.report_path(folder, task)) for task in range(allocation.tasks)]
     reports = [NodeReport(**report) for report in found if report is not None]
-    missing = (
-        ""
-        if len(reports) == allocation.tasks
-        else _missing(reports, allocation.tasks, step.last_error_line())
-    )
+    missing = _missing(reports, allocation.tasks, step.last_error_line())
     shutil.rmtree(folder, ignore_errors=True)
     return reports, missing
 
 
 def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
-    """Return the reason that names the nodes without a report."""
+    """Return the reason that names the nodes without a report; empty if there are none."""
+    if len(reports) == tasks:
+        return ""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     expected = SlurmJobEnvironment().hostnames
@@ -182,7 +177,7 @@ def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
     """Return the reason why these nodes are not the profile's system; empty if they are."""
     if site.system in systems.LOCAL_SYSTEMS:
         return ""
-    return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.gpus_per_node)
+    return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.slurm.gpus_per_node)
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
@@ -278,13 +273,12 @@ def _run_awaited_job(
     if wrong := describe_wrong_hardware(reports, allocation.site):
         return answer | {"reason": wrong}
     names = [report.node for report in reports]
-    launch = ClusterLaunch(
-        Job.load(folder / JOB_FILE), folder / "ranks", allocation, names, target=target, stop=stop
-    )
+    job, logs = Job.load(folder / JOB_FILE), folder / "ranks"
+    launch = ClusterLaunch(job, logs, allocation, names, target=target, stop=stop)
     try:
         launch.start()
         ending = supervise.watch(launch, interrupted=lambda: stop.reason)
         answer |= {"outcome": ending.outcome, "reason": ending.reason, "results": launch.results(0) or []}
     finally:
-        launch.close(keep_logs=None if answer["outcome"] == "ok" else folder / "ranks")
+        launch.close(keep_logs=None if answer["outcome"] == "ok" else logs)
     return answer

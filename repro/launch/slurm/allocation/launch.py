@@ -212,13 +212,9 @@ class ClusterLaunch:
     def _taken(self) -> bool:
         """Return whether rank 0 found its port in use and another port may be tried."""
         first = self._ranks[0]
+        has_failed = first.code not in (None, 0) and not first.position.begun
         said = f"{(first.report or {}).get('reason', '')} {first.errors}"
-        return (
-            first.code not in (None, 0)
-            and not first.position.begun
-            and self._ports < MAX_PORT_ATTEMPTS
-            and _TAKEN.search(said) is not None
-        )
+        return has_failed and self._ports < MAX_PORT_ATTEMPTS and _TAKEN.search(said) is not None
 
     def _look(self) -> None:
         """Read the messages of the tasks, and record lost tasks."""
@@ -237,10 +233,8 @@ class ClusterLaunch:
             seen.loss_reason, seen.lost_at = self._listener.ended.get(rank, ""), now
             seen.ended_alone = seen.loss_reason == TASK_ENDED
             if over and not self._listener.has_connected(rank):
-                seen.loss_reason, seen.ended_alone = (
-                    f"its task did not start: {self._step.last_error_line()}",
-                    True,
-                )
+                seen.loss_reason = f"its task did not start: {self._step.last_error_line()}"
+                seen.ended_alone = True
 
     def _apply(self, rank: int, message: Message, now: float) -> None:
         seen, what = self._ranks[rank], message["say"]

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from repro.util.files import write_json
 
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
+GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
+"""Facts of a GPU in the provenance."""
 _MEMORY_SLACK = 0.08
 """Relative tolerance of a card's memory size; drivers and ECC reserve a part."""
 
@@ -83,9 +86,8 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
     with nvml() as n:
         if n is None:
             return []
-        uuids = [
-            _text(n.nvmlDeviceGetUUID(n.nvmlDeviceGetHandleByIndex(i))) for i in range(n.nvmlDeviceGetCount())
-        ]
+        handles = map(n.nvmlDeviceGetHandleByIndex, range(n.nvmlDeviceGetCount()))
+        uuids = [_text(n.nvmlDeviceGetUUID(handle)) for handle in handles]
     found = [{"uuid": uuid, **gpu} for uuid, gpu in zip(uuids, gpus(), strict=True)]
     if visible is None:
         return found
@@ -117,10 +119,8 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
             return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
-                return (
-                    f"{WRONG_HARDWARE}node {node} gives task {task.local} {len(task.gpus)} of its GPUs:"
-                    " not comparable; one GPU for each task, or all for all"
-                )
+                gives = f"node {node} gives task {task.local} {len(task.gpus)} of its GPUs"
+                return f"{WRONG_HARDWARE}{gives}: not comparable; one GPU for each task, or all for all"
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
             return f"{WRONG_HARDWARE}node {node} gives one GPU to several of its {len(tasks)} tasks: not comparable"
@@ -153,12 +153,8 @@ def _word(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _count(gpus: list[dict[str, Any]]) -> str:
-    names: dict[str, int] = {}
-    for gpu in gpus:
-        memory = gpu.get("memory_bytes")
-        size = f" ({memory / 1e9:.0f} GB)" if memory else ""
-        label = f"{gpu.get('name')}{size}"
-        names[label] = names.get(label, 0) + 1
+    sizes = ((gpu.get("name"), gpu.get("memory_bytes")) for gpu in gpus)
+    names = Counter(f"{name} ({memory / 1e9:.0f} GB)" if memory else f"{name}" for name, memory in sizes)
     return ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
 
 
@@ -175,13 +171,7 @@ def slurm_provenance(reports: list[NodeReport], environment: dict[str, str]) -> 
             "processor": tasks[0].processor,
             "cores_per_task": tasks[0].cores,
             "memory_bytes": tasks[0].memory_bytes,
-            "gpus": [
-                {
-                    key: gpu.get(key)
-                    for key in ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
-                }
-                for gpu in gpus.values()
-            ],
+            "gpus": [{key: gpu.get(key) for key in GPU_FACTS} for gpu in gpus.values()],
             "links": tasks[0].links,
         }
         kinds.setdefault(repr(what), {"nodes": [], **what})["nodes"].append(name)
@@ -193,9 +183,7 @@ def slurm_provenance(reports: list[NodeReport], environment: dict[str, str]) -> 
         "partition": environment.get("SLURM_JOB_PARTITION", ""),
         "nodes": names,
         "tasks_per_node": max(sum(entry.node == name for entry in reports) for name in names),
-        "switches": {
-            path: [n for n in names if above.get(n) == path] for path in sorted(set(above.values()))
-        },
+        "switches": {at: [n for n in names if above.get(n) == at] for at in sorted(set(above.values()))},
         "hardware": list(kinds.values()),
     }
 

@@ -43,16 +43,14 @@ class Allocation:
 
     def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
         """Start `python -m MODULE FOLDER` in `tasks` tasks, neighbours on one node; srun's errors go to `folder`."""
-        return SrunStep(
-            srun_command(self.site, tasks, self.per_node, [module, str(folder)]), folder / "srun.err"
-        )
+        command = srun_command(self.site, tasks, self.per_node, [module, str(folder)])
+        return SrunStep(command, folder / "srun.err")
 
 
 def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
     """Return the full command line of the step."""
     environment = site.environment
     wanted = {
-        "overlap": "",
         "relative": "0",  # from the first node, where the controller is
         "nodes": str(-(-tasks // per_node)),
         "ntasks": str(tasks),
@@ -65,12 +63,8 @@ def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) ->
         "container-image": environment.container,
         "container-mounts": environment.container_mounts,
     }
-    options = [
-        f"--{key}={value}" if value else f"--{key}"
-        for key, value in wanted.items()
-        if value or key == "overlap"
-    ]
-    return ["srun", *options, environment.python or sys.executable, "-m", *module]
+    options = [f"--{key}={value}" for key, value in wanted.items() if value]
+    return ["srun", "--overlap", *options, environment.python or sys.executable, "-m", *module]
 
 
 class SrunStep:
@@ -85,17 +79,14 @@ class SrunStep:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
+        own = {key: v for key, v in os.environ.items() if not key.startswith(_CONTROLLER_VARIABLES)}
         with open(self._errors, "wb") as file:
             return subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=file,
-                env={
-                    key: value
-                    for key, value in os.environ.items()
-                    if not key.startswith(_CONTROLLER_VARIABLES)
-                },
+                env=own,
                 start_new_session=True,
             )
 

@@ -60,9 +60,8 @@ class AllocationStop:
     @property
     def stop_s(self) -> float:
         """Return the time for a checkpoint, in seconds: SLURM kills soon after SIGTERM, and `delay_s` after SIGUSR2."""
-        return (
-            MIN_KILL_WAIT_S if self.terminated else max(MIN_KILL_WAIT_S, self.delay_s - 2 * MIN_KILL_WAIT_S)
-        )
+        delay_s = 0.0 if self.terminated else self.delay_s - 2 * MIN_KILL_WAIT_S
+        return max(MIN_KILL_WAIT_S, delay_s)
 
     @property
     def requeue(self) -> bool:
@@ -85,9 +84,8 @@ class AllocationStop:
     def reason(self) -> str:
         """Return the reason for a record; empty without a stop.  SLURM is queried once."""
         if self and not self._why:
-            self._why = (
-                f"stopped by SLURM ({self.signal}): {stop_reason(self._job, self.delay_s, self._restarts)}"
-            )
+            reason = stop_reason(self._job, self.delay_s, self._restarts)
+            self._why = f"stopped by SLURM ({self.signal}): {reason}"
         return self._why
 
 
@@ -146,9 +144,7 @@ def _query_slurm(command: list[str]) -> str:
     """Return the answer of SLURM; empty without an answer."""
     try:
         with signals_blocked():  # otherwise the signal could end the query itself
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout

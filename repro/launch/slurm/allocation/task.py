@@ -105,10 +105,8 @@ class RankProcess:
             if now - self._looked >= POSITION_INTERVAL_S or self._experiment_index() != self._experiment:
                 yield from self._position(now)
             yield from self._results()
-            if (
-                self._stacks_before is not None
-                and rank_process.count_stacks(self._errors_file) > self._stacks_before
-            ):
+            before = self._stacks_before
+            if before is not None and rank_process.count_stacks(self._errors_file) > before:
                 self._stacks_before = None
                 yield {"say": "stacks"}
             return

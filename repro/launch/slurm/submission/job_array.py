@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,12 @@ def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
     groups: dict[ArrayShape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(array_shape(task.experiments[0], profile), []).append(task)
-    found, index = [], 0
+    found, indices, size = [], count(), profile.slurm.cases_per_job
     for shape in sorted(groups, reverse=True):
         members = groups[shape]
-        bundles = []
-        for start in range(0, len(members), profile.slurm.cases_per_job):
-            chunk = tuple(members[start : start + profile.slurm.cases_per_job])
-            bundles.append(Bundle(index=index, tasks=chunk))
-            index += 1
-        found.append(JobArray(shape=shape, bundles=tuple(bundles)))
+        chunks = (tuple(members[start : start + size]) for start in range(0, len(members), size))
+        bundles = tuple(Bundle(index=next(indices), tasks=chunk) for chunk in chunks)
+        found.append(JobArray(shape=shape, bundles=bundles))
     return found
 
 
@@ -111,17 +109,15 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
     if slurm.gpus_per_node and slurm.gpu_request != "none":
         # All GPUs of exclusive nodes; otherwise one for each rank.
         gpus = slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node
-        key, value = ("gpus_per_node", f"{profile.gpu_type_prefix}{gpus}")
-        if slurm.gpu_request == "gres":
-            key, value = "gres", f"gpu:{profile.gpu_type_prefix}{gpus}"
-        wanted[key] = value
+        by_gres = slurm.gpu_request == "gres"
+        wanted["gres" if by_gres else "gpus_per_node"] = f"{'gpu:' * by_gres}{profile.gpu_type_prefix}{gpus}"
     return {key: value for key, value in wanted.items() if value not in ("", 0, False, [], None)}
 
 
 def setup_lines(profile: Profile) -> list[str]:
     """Return the shell lines that run before the ranks start."""
     environment = profile.environment
-    lines = ["umask 077"] if profile.private else []
+    lines = ["umask 077"] if profile.storage.private else []
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
     lines += environment.setup
     return lines + [f"export {key}={shlex.quote(value)}" for key, value in environment.variables.items()]
@@ -137,11 +133,7 @@ def batch_script(array: JobArray, profile: Profile, job_name: str, folder: Path)
     """Return the script that submitit writes for `sbatch` with its folder `folder`."""
     from submitit.slurm import slurm
 
-    count = len(array.bundles)
+    jobs = len(array.bundles) if len(array.bundles) > 1 else None
     command = f"{python_command(profile)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    return slurm._make_sbatch_string(
-        command=command,
-        folder=folder,
-        map_count=count if count > 1 else None,
-        **submitit_parameters(array, profile, job_name),
-    )
+    parameters = submitit_parameters(array, profile, job_name)
+    return slurm._make_sbatch_string(command=command, folder=folder, map_count=jobs, **parameters)

@@ -8,7 +8,6 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from repro.launch.slurm.allocation.nodes import is_other_gpu
 from repro.launch.slurm.profile import Profile
 from repro.launch.slurm.scheduler import SchedulerError, run_slurm_command
 from repro.launch.slurm.submission import job_array
+from repro.measure.provenance import versions
 
 PROBE_TIMEOUT_S = 300.0
 """Timeout of the inspection job, in seconds."""
@@ -39,11 +39,9 @@ def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]
         *site.slurm.options.items(),
     ):
         command += [f"--{option.replace('_', '-')}={value}"] if value else []
-    if site.gpus_per_node and site.slurm.gpu_request != "none":
-        gpus = f"{site.gpu_type_prefix}{site.gpus_per_node}"
-        command.append(
-            f"--gres=gpu:{gpus}" if site.slurm.gpu_request == "gres" else f"--gpus-per-node={gpus}"
-        )
+    if site.slurm.gpus_per_node and site.slurm.gpu_request != "none":
+        option = "--gres=gpu:" if site.slurm.gpu_request == "gres" else "--gpus-per-node="
+        command.append(f"{option}{site.gpu_type_prefix}{site.slurm.gpus_per_node}")
     python = shlex.quote(site.environment.python or sys.executable)
     lines = [*job_array.setup_lines(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
     try:
@@ -74,18 +72,12 @@ def inspect_node(marker: Path) -> dict[str, Any]:
         name: next((a.address for a in addresses if a.family == socket.AF_INET), "")
         for name, addresses in psutil.net_if_addrs().items()
     }
-    versions = {}
-    for package in ("repro", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "host": socket.gethostname(),
         "folder": folder,
         "interfaces": interfaces,
         "gpus": gpus(),
-        "versions": versions,
+        "versions": versions(("repro", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")),
         "python": ".".join(map(str, sys.version_info[:3])),
     }
 
@@ -100,12 +92,12 @@ def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     else:
         yield Check("shared folder", YES, "what was written here is read there", "results come back")
     yield _interface(site, seen)
-    here = _version("torch")
+    here = versions(("torch",)).get("torch")
     other = [f"{node['host']}: torch {node['versions'].get('torch', 'missing')}" for node in seen]
     same = all(node["versions"].get("torch") == here for node in seen)
     meaning = "ranks start" if same else f"{here} is here: set environment.python or setup"
     yield Check("torch", YES if same else LIMITED, "; ".join(other), meaning)
-    if site.gpus_per_node:
+    if site.slurm.gpus_per_node:
         yield from _devices(site, seen)
 
 
@@ -114,9 +106,8 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
     known = {name: address for name, address in seen[0]["interfaces"].items() if name != "lo"}
     text = ", ".join(f"{name} {address}".strip() for name, address in known.items())
     if not wanted:
-        return Check(
-            "interface", LIMITED, f"environment.interface is empty; nodes have {text}", "NCCL and gloo choose"
-        )
+        found = f"environment.interface is empty; nodes have {text}"
+        return Check("interface", LIMITED, found, "NCCL and gloo choose")
     lacking = [node["host"] for node in seen if not node["interfaces"].get(wanted)]
     if lacking:
         found = f"no {wanted} with an address on {', '.join(lacking)}; nodes have {text}"
@@ -131,8 +122,9 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     for node in seen:
         gpus = node["gpus"] or []
         text = f"{node['host']}: {len(gpus)} x {gpus[0]['name'] if gpus else 'none'}"
-        if len(gpus) < site.gpus_per_node:
-            yield Check("GPUs there", NO, text, f"slurm.gpus_per_node is {site.gpus_per_node}", fatal=True)
+        if len(gpus) < site.slurm.gpus_per_node:
+            meaning = f"slurm.gpus_per_node is {site.slurm.gpus_per_node}"
+            yield Check("GPUs there", NO, text, meaning, fatal=True)
         elif system is not None and any(is_other_gpu(gpu, system) for gpu in gpus):
             meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
             yield Check("GPUs there", NO, text, meaning, fatal=True)
@@ -141,13 +133,6 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
     nccl = {v for node in seen for k, v in node["versions"].items() if "nccl" in k}
     found = ", ".join(sorted(nccl)) or "not a package; torch may carry its own"
     yield Check("NCCL", YES if nccl else LIMITED, found, "collectives between GPUs")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from repro.config import ConfigError
 from repro.config.words import count_noun
-from repro.launch.doctor import LIMITED, NO, YES, Check, gpu
+from repro.launch.doctor import LIMITED, NO, YES, Check
+from repro.launch.doctor.machine import check_profile_binding
 from repro.launch.slurm.profile import CaseClass, Profile
 from repro.launch.slurm.scheduler import (
     Partition,
@@ -59,64 +60,58 @@ def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> N
     """Raise `ConfigError` for an array that its partition refuses, `SchedulerError` if SLURM does not answer."""
     partitions = scheduler.partitions()
     for array in planned.arrays:
-        shape = array.shape
-        partition = check_partition(partitions, shape.partition, file=planned.profile.file, where="slurm")
+        shape, site = array.shape, planned.profile
+        partition = check_partition(partitions, shape.partition, file=site.file, where="slurm")
         name = array.bundles[0].experiments[0].name
-        require_node_resources(planned.profile, partition)
+        require_node_resources(site, partition)
         if shape.time_min > partition.limit_min:
-            expected = (
-                f"at most {format_time_limit(partition.limit_min)}, the limit of partition {partition.name}"
-            )
-            _refuse(planned, "time_limit", format_time_limit(shape.time_min), expected)
+            limit = format_time_limit(partition.limit_min)
+            expected = f"at most {limit}, the limit of partition {partition.name}"
+            raise _refusal(site, "time_limit", format_time_limit(shape.time_min), expected)
         if shape.nodes > partition.nodes:
             expected = (
                 f"at most {partition.nodes} nodes in partition {partition.name}; {name} has {shape.world} ranks,"
                 f" {shape.tasks_per_node} on a node: leave it out with --only, or name another partition"
             )
-            _refuse(planned, "nodes", shape.nodes, expected)
+            raise _refusal(site, "nodes", shape.nodes, expected)
 
 
 def require_node_resources(site: Profile, partition: Partition) -> None:
     """Raise `ConfigError` if the partition is down or its nodes lack the resources of the profile."""
     slurm = site.slurm
     if not partition.available:
-        raise ConfigError(
-            "partition", partition.name, "a partition that is up", file=site.file, where="slurm"
-        )
+        raise _refusal(site, "partition", partition.name, "a partition that is up")
     if slurm.gpus_per_node > partition.gpus and slurm.gpu_request != "none":
         expected = f"at most {partition.gpus}, what a node of partition {partition.name} has"
-        raise ConfigError("gpus_per_node", slurm.gpus_per_node, expected, file=site.file, where="slurm")
+        raise _refusal(site, "gpus_per_node", slurm.gpus_per_node, expected)
     wanted = slurm.gpu_type.lower()
     known = [kind.lower() for kind in partition.gpu_types]
     if wanted and slurm.gpu_request != "none" and wanted not in known:
-        expected = (
-            f"one of {', '.join(partition.gpu_types) or 'none'}, the types of partition {partition.name}"
-        )
-        raise ConfigError("gpu_type", slurm.gpu_type, expected, file=site.file, where="slurm")
+        types = ", ".join(partition.gpu_types) or "none"
+        expected = f"one of {types}, the types of partition {partition.name}"
+        raise _refusal(site, "gpu_type", slurm.gpu_type, expected)
     cores = slurm.cpus_per_task * site.ranks_per_node
     if cores > partition.cores:
         expected = (
             f"at most {partition.cores // site.ranks_per_node}: a node of partition {partition.name} has"
             f" {partition.cores} cores for {site.ranks_per_node} ranks"
         )
-        raise ConfigError("cpus_per_task", slurm.cpus_per_task, expected, file=site.file, where="slurm")
+        raise _refusal(site, "cpus_per_task", slurm.cpus_per_task, expected)
 
 
-def _refuse(planned: SubmissionPlan, key: str, value: object, expected: str) -> None:
-    raise ConfigError(key, value, expected, file=planned.profile.file, where="slurm")
+def _refusal(site: Profile, key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(key, value, expected, file=site.file, where="slurm")
 
 
 def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     """Yield all checks of a profile; the first fatal failure of a query ends them."""
-    gpus = (
-        f"{site.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node" if site.gpus_per_node else "gloo"
-    )
+    gpus = f"{site.slurm.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node"
+    gpus = gpus if site.slurm.gpus_per_node else "gloo"
     yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "cases of this system run here")
     missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
-        yield Check(
-            "SLURM", NO, f"no {', '.join(missing)} on the path", "run this on a login node", fatal=True
-        )
+        found = f"no {', '.join(missing)} on the path"
+        yield Check("SLURM", NO, found, "run this on a login node", fatal=True)
         return
     scheduler = Scheduler()
     try:
@@ -137,7 +132,7 @@ def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]
     for entry in site.case:
         yield _case(site, entry, partitions)
     yield from _gpus(site, partition)
-    yield from gpu.check_profile_binding(site.slurm.options, site.gpus_per_node)
+    yield from check_profile_binding(site.slurm.options, site.slurm.gpus_per_node)
     accepted = _request(site)
     yield accepted
     if nodes and not accepted.fatal:
@@ -187,7 +182,7 @@ def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> 
 
 
 def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
-    if not site.gpus_per_node:
+    if not site.slurm.gpus_per_node:
         return
     if site.slurm.gpu_request == "none":
         yield Check("GPUs", LIMITED, "not asked for (gpu_request = none)", "nodes come with all they have")
@@ -195,10 +190,9 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
     types = ", ".join(partition.gpu_types) or "no type"
     found = f"{partition.gpus} a node, {types}"
     wanted = site.slurm.gpu_type
-    if site.gpus_per_node > partition.gpus:
-        yield Check(
-            "GPUs", NO, f"{found}; slurm.gpus_per_node is {site.gpus_per_node}", "lower it", fatal=True
-        )
+    if site.slurm.gpus_per_node > partition.gpus:
+        found += f"; slurm.gpus_per_node is {site.slurm.gpus_per_node}"
+        yield Check("GPUs", NO, found, "lower it", fatal=True)
     elif wanted and wanted.lower() not in [kind.lower() for kind in partition.gpu_types]:
         yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "name one of these", fatal=True)
     else:
@@ -207,27 +201,18 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
 
 def _request(site: Profile) -> Check:
     """Check with `sbatch --test-only` whether SLURM accepts a job of this profile."""
-    tasks = site.ranks_per_node
-    shape = ArrayShape(
-        nodes=1,
-        tasks_per_node=tasks,
-        time_min=parse_time_limit(site.slurm.time_limit),
-        partition=site.slurm.partition,
-    )
+    tasks, minutes = site.ranks_per_node, parse_time_limit(site.slurm.time_limit)
+    shape = ArrayShape(nodes=1, tasks_per_node=tasks, time_min=minutes, partition=site.slurm.partition)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probe.sh"
-        path.write_text(
-            job_array.batch_script(JobArray(shape=shape, bundles=()), site, "repro-doctor", Path(folder))
-        )
+        path, array = Path(folder) / "probe.sh", JobArray(shape=shape, bundles=())
+        path.write_text(job_array.batch_script(array, site, "repro-doctor", Path(folder)))
         try:
             run_slurm_command(["sbatch", "--test-only", str(path)])
         except SchedulerError as error:
-            return Check(
-                "request", NO, str(error), "see account, qos, constraint, memory, options", fatal=True
-            )
-    return Check(
-        "request", YES, f"sbatch takes a node with {tasks} ranks", "jobs of this profile are accepted"
-    )
+            where = "see account, qos, constraint, memory, options"
+            return Check("request", NO, str(error), where, fatal=True)
+    found = f"sbatch takes a node with {tasks} ranks"
+    return Check("request", YES, found, "jobs of this profile are accepted")
 
 
 def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:

@@ -64,16 +64,15 @@ class SubmissionPlan:
     def work(self) -> SubmissionWork:
         """Return the work file of the submission."""
         bundles = tuple(bundle for array in self.arrays for bundle in array.bundles)
-        return SubmissionWork(
-            suite=replace(self.suite, entries=self.entries), bundles=bundles, rerun=self.rerun
-        )
+        suite = replace(self.suite, entries=self.entries)
+        return SubmissionWork(suite=suite, bundles=bundles, rerun=self.rerun)
 
     def gpu_hours(self) -> tuple[float, float, int]:
         """Return GPU-hours at the time limits, predicted GPU-hours, and the number of predicted cases.
 
         On processor cores, the unit is core-hours, one core per rank.
         """
-        per_node = self.profile.gpus_per_node
+        per_node = self.profile.slurm.gpus_per_node
         most = sum(array.node_hours() * (per_node or array.shape.tasks_per_node) for array in self.arrays)
         known = [self.predictions[e.name].gpu_hours for e in self.cases if e.name in self.predictions]
         times = [hours for hours in known if hours is not None]
@@ -162,13 +161,12 @@ def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list
 
 def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
     wanted = {e.key: e for task in tasks for e in task.experiments}
+    known = by_key(store.records(), SIMULATED)
     found: dict[str, JobEstimate] = {}
-    for key, record in by_key(store.records(), SIMULATED).items():
-        if key not in wanted or not record.conclusive:
+    for key, experiment in wanted.items():
+        if (record := known.get(key)) is None or not record.conclusive:
             continue
-        experiment = wanted[key]
-        seconds = record.metrics.get(STEP_SECONDS)
-        hours = None
+        seconds, hours = record.metrics.get(STEP_SECONDS), None
         if seconds is not None and record.outcome == "ok":  # an experiment that does not fit ends at once
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)
@@ -187,17 +185,15 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool)
         print(_text(planned, results, place, array))
     print_left_out(planned)
     most, predicted, count = planned.gpu_hours()
-    what = "GPU-hours" if planned.profile.gpus_per_node else "core-hours"
+    what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
     print(
         f"{count_noun(len(planned.cases), 'case')} in {count_noun(len(planned.arrays), 'job array')};"
         f" at most {units.number(most)} {what}" + _price(planned, most)
     )
     if count:
-        print(
-            f"the time model predicts {units.number(predicted)} {what} of steps for {count} of them"
-            + _price(planned, predicted)
-        )
-    elif planned.cases and planned.profile.gpus_per_node:
+        predicts = f"the time model predicts {units.number(predicted)} {what} of steps for {count} of them"
+        print(predicts + _price(planned, predicted))
+    elif planned.cases and planned.profile.slurm.gpus_per_node:
         print("no predicted times in the store: `repro run SUITE --evidence simulated` makes them")
     print("nothing was submitted (--dry-run)")
 
@@ -256,9 +252,8 @@ def print_left_out(planned: SubmissionPlan) -> None:
 def _too_large(planned: SubmissionPlan) -> list[str]:
     """Return the cases that are predicted to run out of memory although the suite does not expect it."""
     expected = {entry.experiment.name for entry in planned.entries if entry.expect == "oom"}
-    return [
-        name for name, found in planned.predictions.items() if found.outcome == "oom" and name not in expected
-    ]
+    found = [name for name, estimate in planned.predictions.items() if estimate.outcome == "oom"]
+    return [name for name in found if name not in expected]
 
 
 def _case(planned: SubmissionPlan, experiment: Experiment) -> str:

@@ -62,7 +62,7 @@ def submit_suite(
         planned = plan_submission(suite, site, Store(results), only=only, move=move, rerun=rerun)
         submission_plan.print_submission_plan(planned, results, json=json)
         return 0
-    if site.private:
+    if site.storage.private:
         os.umask(site.umask)
     extras.require_extras("slurm")
     registry, scheduler, store = Registry(results), Scheduler(), Store(results)
@@ -73,9 +73,8 @@ def submit_suite(
             planned = plan_submission(suite, site, store, only=only, move=move, rerun=rerun, running=running)
             profile_check.require_partition_limits(planned, scheduler)
         except SchedulerError as error:
-            raise ConfigError(
-                "--profile", str(profile_file), says=f"SLURM does not answer: {error}"
-            ) from None
+            says = f"SLURM does not answer: {error}"
+            raise ConfigError("--profile", str(profile_file), says=says) from None
         if not planned.cases:
             _print_nothing_to_submit(planned, json)
             return 0
@@ -121,10 +120,7 @@ def submit_array(
 ) -> str:
     """Submit one array and return its job id.  Raises `SchedulerError`."""
     executor = _executor(folder, wanted, site, requeues)
-    with (
-        _submission_errors(),
-        executor.batch(),
-    ):  # a batch of one makes no array: SLURM's id then has no index
+    with _submission_errors(), executor.batch():  # a batch of one makes no array, and its id no index
         jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     return str(jobs[0].job_id).split("_")[0]
 

@@ -24,7 +24,7 @@ MAX_CHANGES = 16
 """Maximum number of printed changes without `--details`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """Change of one experiment or claim between both sides."""
 
@@ -47,9 +47,8 @@ def changes_of(
 
     Raises `ConfigError` if the sides have no experiment in common.
     """
-    changes = compare_results(
-        read_side(first, results), read_side(second, results), tolerance=tolerance, own=own
-    )
+    sides = [read_side(side, results) for side in (first, second)]
+    changes = compare_results(*sides, tolerance=tolerance, own=own)
     if not changes:
         raise ConfigError("compare", second, f"records of experiments that {first} has too")
     return changes
@@ -88,34 +87,21 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
     name = new.name
     if old.outcome != new.outcome:
         judged = WORSE if old.outcome == "ok" else BETTER if new.outcome == "ok" else SAME
-        outcomes = [f"{r.outcome} {r.reason}".strip() for r in (old, new)]
-        return [Change(kind="outcome", name=name, before=outcomes[0], after=outcomes[1], judged=judged)]
+        before, after = (f"{r.outcome} {r.reason}".strip() for r in (old, new))
+        return [Change("outcome", name, before, after, judged)]
     changes = []
     ratio = speed_ratio(old, new)
     if ratio is not None:
         value, low, high = ratio
         judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
-        rates = [f"{units.number(r.metrics['samples_per_s'])} samples/s" for r in (old, new)]
-        changes.append(
-            Change(
-                kind="speed",
-                name=name,
-                before=rates[0],
-                after=rates[1],
-                judged=judged,
-                ratio=value,
-                low=low,
-                high=high,
-            )
-        )
+        before, after = (f"{units.number(r.metrics['samples_per_s'])} samples/s" for r in (old, new))
+        changes.append(Change("speed", name, before, after, judged, value, low, high))
     sizes = [record.metrics.get("memory.peak_bytes", 0) for record in (old, new)]
     if all(sizes):
         grown = sizes[1] / sizes[0]
         judged = WORSE if grown > 1 + tolerance else BETTER if grown < 1 - tolerance else SAME
-        texts = [units.size(size) for size in sizes]
-        changes.append(
-            Change(kind="memory", name=name, before=texts[0], after=texts[1], judged=judged, ratio=grown)
-        )
+        before, after = map(units.size, sizes)
+        changes.append(Change("memory", name, before, after, judged, grown))
     return changes
 
 
@@ -129,13 +115,10 @@ def speed_ratio(
     import numpy as np
 
     steps = [[s for turn in record.series.step_seconds or () for s in turn] for record in (old, new)]
-    if min(len(read_side) for read_side in steps) < 3:
+    if min(map(len, steps)) < 3:
         return None
     draw = np.random.default_rng(seed)
-    drawn = [
-        np.median(draw.choice(np.asarray(read_side), size=(2000, len(read_side)), replace=True), axis=1)
-        for read_side in steps
-    ]
+    drawn = [np.median(draw.choice(np.asarray(side), size=(2000, len(side))), axis=1) for side in steps]
     low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
     return median(steps[0]) / median(steps[1]), float(low), float(high)
 
@@ -146,17 +129,8 @@ def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) ->
 
     ledger = load_ledger(own=tuple(own))
     old, new = ({r.claim.id: r.verdict for r in judge(ledger, records)} for records in (before, after))
-    return [
-        Change(
-            kind="verdict",
-            name=claim,
-            before=old[claim],
-            after=verdict,
-            judged=_judge_verdicts(old[claim], verdict),
-        )
-        for claim, verdict in new.items()
-        if verdict != old[claim]
-    ]
+    both = ((claim, old[claim], verdict) for claim, verdict in new.items() if verdict != old[claim])
+    return [Change("verdict", *change, _judge_verdicts(*change[1:])) for change in both]
 
 
 def _judge_verdicts(old: str, new: str) -> str:

@@ -1,0 +1,279 @@
+"""`repro export` and `repro artifact`: tables for programs, papers and pull requests, and the artifact appendix.
+
+The appendix gives claim, command, expected value, tolerance and cost on the required cluster. It depends only on the
+ledger and the suites, not on records, so that a checkout always gives the same text. The cost of a measured command is
+a range in GPU-hours. The lower end is the arithmetic of its steps at the device's peak. The upper end is the sum of its
+experiments' time limits. `repro submit --dry-run` predicts the value in between from simulated records.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from repro.claims import run_commands
+from repro.claims.independence import count_independent
+from repro.claims.judge import judge
+from repro.claims.ledger import ITSELF, KINDS
+from repro.claims.reader import load_ledger
+from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue
+from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
+from repro.config import ConfigError, Experiment
+from repro.config.words import count_noun
+from repro.measure.local_system import load_system
+from repro.model import counts
+from repro.report.views import row_view
+from repro.results.reference_records import write_reference
+from repro.results.store import print_remarks, read_records
+from repro.util import files
+from repro.util.extras import missing_package_hint
+from repro.util.units import number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMATS = ("csv", "parquet", "markdown", "latex")
+TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
+REFERENCE = "reference"
+"""Name of the table whose file is JSON lines: the measurements on GPUs, as reference records of the package."""
+
+
+def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
+    """Write one table to `output`, or to standard output; parquet and `reference` need `output`.
+
+    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or a missing `output`.
+    """
+    if table not in (*TABLES, REFERENCE):
+        raise ConfigError("--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
+    if table == REFERENCE:
+        if output is None:
+            raise ConfigError("--output", "", "a file: reference records are JSON lines")
+        count = write_reference(read_records(results), output)
+        print(f"{count_noun(count, 'record')} in {output}.")
+        return 0
+    if form not in FORMATS:
+        raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
+    if form == "parquet" and output is None:
+        raise ConfigError("--output", "", "a file: parquet is no text")
+    frame = build_table(results, table, own)
+    if frame.empty:
+        print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
+    if form == "parquet":
+        assert output is not None
+        _parquet(frame, output)
+        return 0
+    text = _WRITERS[form](frame)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        files.write_file(output, text)
+    return 0
+
+
+def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
+    """Return one of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
+    from repro.report import evidence
+
+    found = evidence.read_store(results, own)
+    print_remarks(found.torn)
+    frames: dict[str, Callable[[], pd.DataFrame]] = {
+        "headlines": found.headlines,
+        "summary": found.summary,
+        "claims": found.claims,
+        "values": found.values,
+        "experiments": found.experiments,
+        "comparisons": found.comparisons,
+        "records": found.provenance,
+        "unknowns": found.unknowns,
+    }
+    return frames[table]()
+
+
+LONG_COLUMNS = (
+    *("source", "how", "title", "reason", "why", "given", "key", "written"),
+    *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
+)
+"""Columns that Markdown tables leave out."""
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    """Return the frame as a Markdown table without long and empty columns."""
+    shown = _filled(frame.drop(columns=[name for name in LONG_COLUMNS if name in frame]))
+    cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
+    return str(cells.to_markdown(index=False)) + "\n"
+
+
+def _latex(frame: pd.DataFrame) -> str:
+    shown = _filled(frame).style.hide(axis="index").format(escape="latex")
+    return str(shown.format_index(escape="latex", axis=1).to_latex(hrules=True))
+
+
+def _filled(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame without empty columns, and with an empty cell for each missing value."""
+    filled = frame.dropna(axis="columns", how="all").astype(object)
+    return filled.where(filled.notna(), "")
+
+
+def _parquet(frame: pd.DataFrame, output: Path) -> None:
+    # A column of numbers and words ("inf", an outcome) has no parquet type.
+    mixed = [name for name in frame if frame[name].map(type).nunique() > 1 and frame[name].dtype == object]
+    typed = frame.assign(**{str(name): frame[name].map(_text) for name in mixed})
+    try:
+        typed.to_parquet(output, index=False)
+    except ImportError:
+        raise ConfigError("--format", "parquet", says=missing_package_hint("pyarrow")) from None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None or value != value else str(value)
+
+
+_WRITERS: dict[str, Callable[[pd.DataFrame], str]] = {
+    "csv": lambda frame: str(frame.to_csv(index=False)),
+    "markdown": _markdown,
+    "latex": _latex,
+}
+
+
+HOUR_S = 3600.0
+INTRODUCTION = """\
+# Artifact appendix
+
+What reviewers of a systems venue ask for: every claim with the command that tests it, the value to expect and its
+tolerance, and the cost in GPU-hours on the cluster that it needs. `make artifact` writes this file from the ledger
+(`repro/claims/*.toml`) and the suites (`suites/*.toml`); a test compares them.
+
+- **Here** needs no GPU: `make smoke` (two cores, minutes) measures the small twins and simulates every published
+  layout; the simulated commands below take about a second or a few for each experiment.
+- **On a cluster** `repro submit` runs the measured commands. Cost: from the arithmetic of the steps at the device's
+  peak rate to the time limits of the experiments. `repro submit SUITE --profile PROFILE --dry-run` says what is
+  predicted in between, once the store has the simulated records.
+- **Tolerance** is what is accepted, by kind of evidence; the rule is in `repro/claims/tolerance.py`. Analytic values
+  need no run: `repro claims ID` computes them.
+"""
+
+
+def write_appendix(output: Path | None, own: Sequence[Path] = ()) -> int:
+    """Write the appendix to `output`, or print it, and return 0.
+
+    `own`: additional ledger files. Raises `ConfigError` if a ledger file is invalid.
+    """
+    if output is None:
+        sys.stdout.write(appendix(own))
+    else:
+        files.write_file(output, appendix(own))
+    return 0
+
+
+def appendix(own: Sequence[Path] = ()) -> str:
+    """Return the appendix as Markdown."""
+    ledger, catalogue = load_ledger(own=tuple(own)), SuiteCatalogue()
+    results = judge(ledger, [])
+    parts = [INTRODUCTION, _independent(results), _overview(results, catalogue)]
+    groups: dict[str, list[ClaimResult]] = {}
+    for result in results:
+        groups.setdefault(ledger.about[result.claim.file], []).append(result)
+    for about, members in groups.items():
+        parts += [f"## {about}\n", *(_claim(result, catalogue) for result in members)]
+    return "\n".join(parts)
+
+
+def gpu_hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> tuple[float | None, float]:
+    """Return the range of the GPU-hours of a measured command's experiments.
+
+    The lower end is the time of the steps' arithmetic at peak rate, None where the peak is unknown.
+    """
+    known = catalogue.suites[found.suite]
+    chosen = [entry for entry in known.entries if entry.experiment.name in found.names]
+    # An experiment that is expected to run out of memory has no steps.
+    least = [_arithmetic_hours(entry.experiment) if entry.expect != "oom" else 0.0 for entry in chosen]
+    most = sum(e.experiment.limits.timeout_s * e.experiment.layout.world / HOUR_S for e in chosen)
+    return None if None in least else sum(hours or 0.0 for hours in least), most
+
+
+def _arithmetic_hours(experiment: Experiment) -> float | None:
+    """Return the GPU-hours of all steps at the device's peak rate; None where the peak is unknown."""
+    layout, training = experiment.layout, experiment.training
+    peak = load_system(experiment.system).device.peak_flops.get(layout.precision)
+    if peak is None or peak.value is None:
+        return None
+    work = counts.hardware_flops(experiment.model, experiment.seq, layout.global_batch, layout.recompute)
+    return work * training.steps / float(peak.value) / HOUR_S
+
+
+def _overview(results: list[ClaimResult], catalogue: SuiteCatalogue) -> str:
+    """Return a table with one row per suite and system: the total cost for all claims."""
+    wanted = [entry for result in results for entry in run_commands.experiments_of(result.claim.rows)]
+    lines = ["| suite | needs | experiments | GPU-hours |", "|---|---|---|---|"]
+    for found in catalogue.commands(dict.fromkeys(wanted)):
+        if found.kind == "measured":
+            cells = found.suite, found.needs or "this machine", len(found.names), _hours(found, catalogue)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(["## What the measured evidence costs\n", *lines, ""])
+
+
+def _independent(results: list[ClaimResult]) -> str:
+    """Return the paragraph with the number of independent quantities among the ledger's values, by kind of evidence."""
+    found = count_independent(results, possible=True)
+    kinds = ", ".join(f"{found[kind].tested} {kind}" for kind in KINDS)
+    rows = [row.findings for result in results for row in result.rows]
+    itself = sum(all(finding.itself for finding in findings) for findings in rows if findings)
+    tested = sum(found[kind].tested for kind in KINDS)
+    return f"""\
+{len(results)} claims have {len(rows)} values. Many are one formula or one run again: what can be tested are {tested}
+independent things ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be held
+against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
+A predicted time that misses is `possible` where the published value lies in what unknown numbers of its system leave.
+"""
+
+
+def _claim(result: ClaimResult, catalogue: SuiteCatalogue) -> str:
+    claim = result.claim
+    lines = [f"### {claim.id}", "", f"{claim.title}. Published: {claim.published}."]
+    if result.verdict == NOT_COMPARABLE:
+        lines += ["", f"Not comparable: {result.reason}."]
+        if not any(row.findings for row in result.rows):
+            return "\n".join([*lines, ""])
+    lines += ["", "| value | expected | tolerance |", "|---|---|---|"]
+    lines += [_row(row, result) for row in result.rows]
+    commands = [*catalogue.commands(run_commands.experiments_of(claim.rows))]
+    commands += [*run_commands.evaluation_commands(claim), *run_commands.device_commands(claim)]
+    lines += ["", "```", *(f"{command.text}    # {_note(command, catalogue)}" for command in commands)]
+    lines += [f"repro claims {claim.id}", "```"]
+    if claim.needs:
+        lines += ["", f"Needs: {claim.needs}."]
+    return "\n".join([*lines, ""])
+
+
+def _row(row: RowResult, result: ClaimResult) -> str:
+    view = row_view(row, result.claim)
+    if row.verdict == NOT_COMPARABLE and not row.findings:
+        return f"| {_plain(view['label'])} | {_plain(view['published'])} | not comparable: {_plain(row.reason)} |"
+    rules: dict[str, list[str]] = {}
+    for finding in sorted(row.findings, key=lambda finding: KINDS.index(finding.kind)):
+        rules.setdefault(finding.tolerance, []).append(ITSELF if finding.itself else finding.kind)
+    rule = "; ".join(f"{', '.join(dict.fromkeys(kinds))}: {rule}" for rule, kinds in rules.items())
+    return f"| {_plain(view['label'])} | {_plain(view['published'])} | {_plain(rule) or 'no expression tests it yet'} |"
+
+
+def _note(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
+    if not found.suite:
+        return found.needs
+    if found.kind == "simulated":
+        return f"{count_noun(len(found.names), 'simulation')} on this machine"
+    on_gpus = f"{found.needs}, {_hours(found, catalogue)} GPU-hours"
+    return on_gpus if found.needs else "on processors of this machine"
+
+
+def _hours(found: EvidenceCommand, catalogue: SuiteCatalogue) -> str:
+    if found.suite not in catalogue.suites or not found.needs:
+        return "0"
+    least, most = gpu_hours(found, catalogue)
+    return f"{'?' if least is None else number(least)} to {number(most)}"
+
+
+def _plain(words: str) -> str:
+    """Escape text for a cell of a Markdown table."""
+    return words.replace("|", "\\|").replace("\n", " ")
