@@ -65,6 +65,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _EAGER,
         _NO_PIPELINE,
         _BY_BLOCK,
+        Limit("grad_dtype", ("precision",)),
         Limit("sp", (False,)),
         _CONSTANT_BUFFERS,
         _VIEWS,

@@ -143,7 +143,7 @@ def dp_number(prediction: Prediction) -> float:
     if layout.dp == 1:
         return 0.0
     rate = Network(prediction.system, layout).bus_bandwidth("dp")
-    sent = (layout.dp - 1) / layout.dp * ELEMENT_BYTES[layout.precision] * useful_rate(prediction)
+    sent = (layout.dp - 1) / layout.dp * layout.grad_bytes * useful_rate(prediction)
     return 4 * layout.replica_batch * e.seq * rate / sent
 
 
@@ -221,7 +221,7 @@ def bucket_share(prediction: Prediction) -> float:
     """Return the bytes of a bucket over the bytes of a rank's gradients, at most 1."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
-    gradients = trace.parameters * (4 if layout.precision == "fp32" else 2)
+    gradients = trace.parameters * layout.grad_bytes
     return min(1.0, layout.bucket_bytes / gradients) if layout.dp > 1 else 0.0
 
 

@@ -313,7 +313,14 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
             layout.recompute,
             layout.zero == 3,
         ),
-        (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
+        (
+            layout.kernels,
+            layout.precision,
+            layout.grad_dtype,
+            training.dropout > 0,
+            training.attention_dropout > 0,
+            gloo,
+        ),
     )
 
 
