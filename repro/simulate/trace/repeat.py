@@ -312,15 +312,9 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
             layout.micro_batch,
             layout.recompute,
             layout.zero == 3,
-        ),
-        (
-            layout.kernels,
-            layout.precision,
             layout.grad_dtype,
-            training.dropout > 0,
-            training.attention_dropout > 0,
-            gloo,
         ),
+        (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
     )
 
 
