@@ -174,7 +174,8 @@ def _states(record: FitRecord, parameters: int, layout: Layout) -> int:
         return 0
     found = experiment.layout
     same = (found.dp, found.tp, found.pp, found.zero) == (layout.dp, layout.tp, 1, layout.zero)
-    same = same and found.precision != "fp32" and not found.offload_optimizer
+    same = same and found.precision != "fp32" and found.grad_dtype == layout.grad_dtype
+    same = same and not found.offload_optimizer
     return sum(trial.memory.states.values()) if same and trial.parameters == parameters else 0
 
 

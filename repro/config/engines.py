@@ -68,6 +68,7 @@ ENGINES: dict[str, tuple[Limit, ...]] = {
         _NO_PIPELINE,
         _BY_BLOCK,
         _BLOCKS,
+        Limit("grad_dtype", ("precision",)),
         Limit("sp", (False,)),
         _CONSTANT_BUFFERS,
         _VIEWS,

@@ -14,8 +14,9 @@ from repro.config.errors import ConfigError, require
 from repro.config.sizes import at_most
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element of activations, gradients and messages, by precision."""
+"""Bytes per element by data type."""
 PRECISIONS = tuple(ELEMENT_BYTES)
+GRAD_DTYPES = ("precision", "fp32")
 ZERO1_REDUCE = ("reduce-scatter", "all-reduce")
 ZERO3_GATHER = ("block", "parameter")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -85,6 +86,10 @@ class Layout:
     """Optimizer states are kept and updated in host memory (ZeRO-Offload, 2101.06840), which DeepSpeed alone does."""
     precision: str = "fp32"
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
+    grad_dtype: str = "precision"
+    """Data type in which gradients are accumulated and reduced: that of `precision`, or `fp32` in 16-bit training.
+    With `fp32` the 16-bit gradient of each backward pass is added to an fp32 buffer and freed, as to the `main_grad` of
+    Megatron-LM (`accumulate_allreduce_grads_in_fp32`): gradients and their messages have 4 bytes a parameter."""
     bucket_bytes: int = 25_000_000
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True
@@ -121,6 +126,7 @@ class Layout:
             require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
         for key, known in (
             ("precision", PRECISIONS),
+            ("grad_dtype", GRAD_DTYPES),
             ("zero1_reduce", ZERO1_REDUCE),
             ("zero3_gather", ZERO3_GATHER),
             ("schedule", SCHEDULES),
@@ -131,6 +137,12 @@ class Layout:
             words = ", ".join(str(word).lower() for word in known)
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {words}")
         object.__setattr__(self, "kernels", OperatorSet(self.kernels))
+        require(
+            self.grad_dtype == "precision" or self.precision != "fp32",
+            "grad_dtype",
+            self.grad_dtype,
+            says="needs precision = bf16 or fp16, since gradients of fp32 training are fp32 already",
+        )
         require(
             not self.sp or self.tp > 1, "sp", self.sp, says="needs tp > 1, since sp splits over the tp group"
         )
@@ -289,6 +301,11 @@ class Layout:
     def copies(self) -> int:
         """Return the number of ranks with the same part of the model, whose states ZeRO splits: dp x cp."""
         return self.dp * self.cp
+
+    @property
+    def grad_bytes(self) -> int:
+        """Return the bytes per element of accumulated gradients and of the messages that reduce them."""
+        return ELEMENT_BYTES["fp32" if self.grad_dtype == "fp32" else self.precision]
 
     @property
     def replica_batch(self) -> int:

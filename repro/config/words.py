@@ -41,7 +41,7 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
         how = f" by {spread.zero1_reduce}" if spread.zero1_reduce != "reduce-scatter" else ""
         how += " parameter by parameter" if spread.zero3_gather == "parameter" else ""
         parts.append(f"ZeRO {spread.zero}{how}")
-    parts.append(spread.precision)
+    parts.append(spread.precision + (" with fp32 gradients" if spread.grad_dtype == "fp32" else ""))
     if batches:
         parts += [f"micro-batch {spread.micro_batch}", f"global batch {spread.global_batch}"]
     if spread.pp > 1 and degrees:

@@ -115,6 +115,7 @@ NOT_FOR_STOCK_MODULES = (
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
     ("kernels", "fused", "a stock module brings its own operators"),
     ("offload_optimizer", False, "optimizer states stay on the device here"),
+    ("grad_dtype", "precision", "a stock optimizer reads gradients in the data type of its parameters"),
 )
 """Required values of layout keys for a stock module, with the reasons."""
 

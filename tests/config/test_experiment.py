@@ -107,6 +107,18 @@ def test_buckets_beside_gradients_are_stage_0s_and_change_no_other_key() -> None
             Layout(**other, gradient_as_bucket_view=False)
 
 
+def test_fp32_gradients_are_of_16_bit_training_and_change_no_other_key() -> None:
+    narrow = replace(BASE.layout, precision="bf16")
+    assert "grad_dtype" not in chosen_fields(narrow)
+    wide = replace(narrow, grad_dtype="fp32")
+    assert chosen_fields(wide) == {**chosen_fields(narrow), "grad_dtype": "fp32"}
+    assert (narrow.grad_bytes, wide.grad_bytes, BASE.layout.grad_bytes) == (2, 4, 4)
+    with pytest.raises(ConfigError, match="grad_dtype = 'fp32': needs precision = bf16 or fp16"):
+        Layout(grad_dtype="fp32")
+    with pytest.raises(ConfigError, match="grad_dtype = 'bf16': must be one of precision, fp32"):
+        Layout(precision="bf16", grad_dtype="bf16")
+
+
 @pytest.mark.parametrize(
     ("kernels", "overlapped"), [("fused", True), ("reference", True), ("softmax", False), ("unfused", False)]
 )

@@ -65,6 +65,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "scatter_gather": True,
         "global_batch": 4,
     },
+    "fp32-gradients": {**ALONE, "dp": 2, "zero": 2, "recompute": True, "md": True, "grad_dtype": "fp32"},
     "ddp-2019": {**ALONE, "dp": 2, "gradient_as_bucket_view": False, "overlap": False},
 }
 
@@ -102,6 +103,7 @@ QUICK = [
     case(kernels="unfused", dropout=0.0),
     case("llama", "zero3", nvrtc=False),
     case("bloom", "pp"),
+    case(layout="fp32-gradients"),
     case("neox", "pa-cpu", "fp16"),
 ]
 """Of the ordinary tests."""

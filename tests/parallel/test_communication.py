@@ -63,6 +63,14 @@ def test_dp_volume(
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_fp32_gradients_are_reduced_in_4_bytes_and_parameters_gathered_in_2(two: RankPool, zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, precision="bf16", grad_dtype="fp32", bucket_bytes=20_000)
+    reductions, gathers = {0: (2, 0), 1: (1, 1), 2: (1, 1), 3: (1, 2)}[zero]
+    for seen in two.run(traffic, tiny(layout)):
+        assert sent(seen, "dp") == (4 * reductions + 2 * gathers) * seen["psi"] // 2
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_accumulation_costs_what_the_stage_must(two: RankPool, zero: int) -> None:
     """Stages 0 and 1 reduce once a step; 2 reduces, and 3 also gathers, for every micro-batch."""
     k = 3

@@ -14,6 +14,7 @@ from repro.config.enums import MODEL_STATES, Category
 from repro.engines.native.engine import NativeEngine
 from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
+from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.partition import ALIGNMENT
 from repro.simulate.memory.live_bytes import LiveBytes
 from repro.simulate.trace.roles import roles, trace
@@ -86,6 +87,23 @@ def test_states_are_what_the_paper_says_to_the_byte(
         found = [seen["rest"][c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)]
         # Step counter and, in fp16, the loss scale are the few bytes that are no one's.
         assert found == [pytest.approx(value, abs=0) for value in expected]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_fp32_gradients_are_4_bytes_a_parameter(two: RankPool, zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, precision="fp16", grad_dtype="fp32", bucket_bytes=20_000)
+    for seen in two.run(watch, tiny(layout, replace(MODEL, layers=2)), 2):
+        psi = seen["psi"] + seen["padding"]
+        gradients = 4 * psi / (2 if zero >= 2 else 1)
+        assert seen["rest"][Category.GRADIENTS] == gradients
+        parameters, _, optimizer = states(psi, 2, zero, "fp16")
+        assert (seen["rest"][Category.PARAMETERS], seen["rest"][Category.OPTIMIZER]) == (
+            parameters,
+            optimizer,
+        )
+        # Full gradients of stages 2 and 3 are those of a few buckets.
+        few = (2 + GradientReducer.IN_FLIGHT) * 4 * max(seen["buckets"])
+        assert seen["most"][Category.GRADIENTS] <= gradients + (few if zero >= 2 else 0)
 
 
 @pytest.mark.parametrize("cb", [True, False], ids=["", "fused"])

@@ -35,6 +35,10 @@ LAYOUTS = {
     "dp2-z2-no-cb": replace(BASE, dp=2, zero=2, cb=False),
     "dp2-z1-no-overlap": replace(BASE, dp=2, zero=1, overlap=False),
     "dp2-z2-md": replace(BASE, dp=2, zero=2, recompute=True, md=True),
+    **{f"dp2-z{z}-fp32-gradients": replace(BASE, dp=2, zero=z, grad_dtype="fp32") for z in range(4)},
+    "dp2-z2-md-fp32-gradients": replace(BASE, dp=2, zero=2, recompute=True, md=True, grad_dtype="fp32"),
+    "tp2-sp-fp32-gradients": replace(BASE, tp=2, sp=True, recompute=True, grad_dtype="fp32"),
+    "pp2-unfused-fp32-gradients": replace(BASE, pp=2, kernels="unfused", grad_dtype="fp32"),
     "tp2": replace(BASE, tp=2),
     "tp2-unfused": replace(BASE, tp=2, kernels="unfused", tp_overlap=False),
     "tp2-sp": replace(BASE, tp=2, sp=True, recompute=True),
@@ -154,6 +158,8 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             # M_D sets gradient buffers aside, which then stay; the paper's formulas have no such term.
             if layout.precision != "fp32" and not layout.md:
                 closed = states_bytes(seen["parameters"], layout.copies, layout.zero)
+                if layout.grad_dtype == "fp32":
+                    closed += 2 * seen["parameters"] / (layout.copies if layout.zero >= 2 else 1)
                 assert sum(seen["states"].values()) == closed
 
 

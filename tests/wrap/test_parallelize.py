@@ -94,6 +94,8 @@ def test_refusals() -> None:
         repro.parallelize(module, optimizer, Layout(recompute=True))
     with pytest.raises(ConfigError, match="fp16"):
         repro.parallelize(module, optimizer, Layout(precision="fp16"))
+    with pytest.raises(ConfigError, match=r"grad_dtype = 'fp32': must be precision: a stock optimizer"):
+        repro.parallelize(module, optimizer, Layout(precision="bf16", grad_dtype="fp32"))
     with pytest.raises(ValueError, match=r"blocks: 'layer'"):
         repro.parallelize(module, optimizer, Layout(zero=3), blocks=["layer"])
     partial = torch.optim.SGD(module.layers.parameters(), lr=1.0)

@@ -164,7 +164,7 @@ def scaled_experiment(original: Experiment, shape: TwinShape, tp: int, options: 
     name = f"{before.name}-twin-{width}x{layers}-tp{tp}"
     model = scaled_model(before, original.seq, name=name, width=width, layers=layers, tp=tp)
     sizes = counts.total_parameters(model) / counts.total_parameters(before) * original.layout.tp / layout.tp
-    sizes *= ELEMENT_BYTES["fp32"] / ELEMENT_BYTES[original.layout.precision]
+    sizes *= ELEMENT_BYTES["fp32"] / original.layout.grad_bytes
     layout = replace(layout, bucket_bytes=max(1, round(layout.bucket_bytes * sizes)))
     training = Training(steps=options.steps, untimed_steps=1)
     name = f"{original.name}-twin"

@@ -135,7 +135,8 @@ def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> 
         return 0.0
     layout = prediction.experiment.layout
     rate = Network(prediction.system, layout).bus_bandwidth(group)
-    return work * rate / (hops * ELEMENT_BYTES[layout.precision] * useful_rate(prediction))
+    element_bytes = layout.grad_bytes if group == "dp" else ELEMENT_BYTES[layout.precision]
+    return work * rate / (hops * element_bytes * useful_rate(prediction))
 
 
 def communication_shares(prediction: Prediction) -> dict[str, float]:
@@ -209,7 +210,7 @@ def bucket_share(prediction: Prediction) -> float:
     """Return the bytes of a bucket over the bytes of a rank's gradients, at most 1."""
     layout = prediction.experiment.layout
     trace = next(r for r in prediction.roles if r.role.stage == 0)
-    gradients = trace.parameters * (4 if layout.precision == "fp32" else 2)
+    gradients = trace.parameters * layout.grad_bytes
     return min(1.0, layout.bucket_bytes / gradients) if layout.dp > 1 else 0.0
 
 

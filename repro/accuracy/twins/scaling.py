@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from repro.config import Layout, Model
 from repro.config.errors import ConfigError, require
+from repro.config.layout import ELEMENT_BYTES
 from repro.config.system import System
 
 
@@ -40,6 +41,7 @@ class TwinShape:
             global_batch=original.replica_batch * self.dp,
             stage_layers=(),
             precision="fp32",
+            grad_dtype="precision",
             sp=original.sp and self.tp > 1,
             pa=original.pa and self.tp > 1,
             scatter_gather=original.scatter_gather and self.tp > 1 and self.pp > 1,
@@ -99,7 +101,8 @@ class Scale:
         if after.dp == 1:
             return 0.0
         hops = (1 - 1 / after.dp) / (1 - 1 / before.dp)
-        return self.rate * self.element / self.tokens * hops
+        gradients = self.element * ELEMENT_BYTES[before.precision] / before.grad_bytes
+        return self.rate * gradients / self.tokens * hops
 
     def pp_link(self, before: Layout, after: Layout, layers: tuple[int, int]) -> float:
         """Return W'/W of messages between stages of l/p of `layers` (before, after); 0 without stages."""

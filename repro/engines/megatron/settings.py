@@ -79,7 +79,7 @@ def _stages(experiment: Experiment) -> list[list[str]]:
 def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfig:
     """Return the configuration of gradient buffers; as in the library's script, bf16 gradients are summed in fp32."""
     layout = experiment.layout
-    in_fp32 = layout.precision != "fp16"
+    in_fp32 = layout.precision != "fp16" or layout.grad_dtype == "fp32"
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=in_fp32,
         overlap_grad_reduce=layout.overlap and layout.dp > 1,

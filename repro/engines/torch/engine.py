@@ -175,7 +175,8 @@ class TorchEngine:
         if layout.precision != "fp32":
             cast = self.strategy.composable
             told["precision"] = "MixedPrecisionPolicy" if cast else "autocast"
-            told["gradients in"] = layout.precision if cast else "fp32"
+            in_fp32 = layout.grad_dtype == "fp32" or not cast
+            told["gradients in"] = "fp32" if in_fp32 else layout.precision
         if layout.tp > 1:
             told["tensor parallelism"] = "DTensor, loss_parallel" + (
                 ", SequenceParallel" if layout.sp else ""

@@ -100,7 +100,8 @@ def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None
     """Shard or replicate the module over dp, block by block; its parameters may still be on `meta`."""
     strategy = strategy_of(layout)
     cast = None if layout.precision == "fp32" else DTYPES[layout.precision]
-    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=cast)
+    reduced = DTYPES["fp32"] if layout.grad_dtype == "fp32" else cast
+    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=reduced)
     parts: list[nn.Module] = [*module.blocks.values(), module]
     for part in parts:
         if strategy is Strategy.REPLICATE:

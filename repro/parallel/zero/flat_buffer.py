@@ -55,8 +55,11 @@ class Bucket(FlatParameters):
         as_view: bool = True,
         in_passes: bool = False,
         by_parameter: bool = False,
+        grad_dtype: torch.dtype | None = None,
     ):
         """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, allocated for the reduction.
+
+        `grad_dtype`: data type of accumulated gradients, by default `dtype`.
 
         Without `as_view` (stage 0) a permanent copy of the gradients is reduced; `in_passes` (stage 0): a copy
         allocated for the reduction.
@@ -71,6 +74,7 @@ class Bucket(FlatParameters):
             by_parameter=by_parameter,
         )
         self.all_reduce_first, self.fused = all_reduce_first, fused
+        self.grad_dtype = grad_dtype or dtype
         self.pool: Arena | None = None
         """Memory of full gradients under stages 2 and 3 with M_D; None: the heap."""
         self._piece: Piece | None = None
@@ -82,8 +86,10 @@ class Bucket(FlatParameters):
         self.copy: Tensor | None = None
         """Copy of the gradients [padded] that is reduced, if the gradients are not views of it."""
         if not as_view:
-            self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION)
-        self._copied_to_reduce = in_passes and as_view and stage == 0 and not fused
+            self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
+        # Megatron-LM reduced fp32 gradients in place (use_contiguous_buffers_in_ddp).
+        copies = in_passes and self.grad_dtype == dtype
+        self._copied_to_reduce = copies and as_view and stage == 0 and not fused
 
     def _place_gradients(self) -> None:
         plan = self.plan
@@ -92,12 +98,12 @@ class Bucket(FlatParameters):
         self._views: list[Tensor] = []
         """Views of each parameter's gradient, while `gradients` exist."""
         if self.stage < 2:
-            gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS)
+            gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS, self.grad_dtype)
             self._take(gradients)
             size = plan.shard if self.stage else plan.padded
             self.gradient_shard = gradients[self.part * size : (self.part + 1) * size]
         else:
-            self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS)
+            self.gradient_shard = storage.zeros(plan.shard, self.full, Category.GRADIENTS, self.grad_dtype)
 
     @cached_property
     def ranges(self) -> list[tuple[Tag, int, int]]:
@@ -121,7 +127,7 @@ class Bucket(FlatParameters):
                 self._piece = self.pool.take(self.plan.padded)
                 gradients = self._piece.tensor
             else:
-                gradients = storage.empty(self.plan.padded, self.full, Category.GRADIENTS)
+                gradients = storage.empty(self.plan.padded, self.gradient_shard, Category.GRADIENTS)
             self._clear_padding(gradients)
             self._take(gradients)
         return self._views[slot]

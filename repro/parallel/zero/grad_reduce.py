@@ -108,10 +108,10 @@ class GradientReducer:
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in self.buckets:
             if bucket.stage >= 2:
-                by_dtype.setdefault(bucket.full.dtype, []).append(bucket)
+                by_dtype.setdefault(bucket.grad_dtype, []).append(bucket)
         for same in by_dtype.values():
             sizes = sorted((bucket.plan.padded for bucket in same), reverse=True)[: self.IN_FLIGHT + 2]
-            memory = storage.empty(sum(sizes), same[0].full, Category.GRADIENTS)
+            memory = storage.empty(sum(sizes), same[0].gradient_shard, Category.GRADIENTS)
             pool = Arena(memory, sizes)
             for bucket in same:
                 bucket.pool = pool
@@ -212,7 +212,9 @@ class GradientReducer:
         view, size = self._view(bucket, s), bucket.group.size
 
         def write() -> None:
-            if add:
+            if not add and view.dtype != gradient.dtype:
+                view.zero_()
+            if add or view.dtype != gradient.dtype:
                 view.add_(gradient, alpha=1 / size)
             elif size > 1:
                 torch.mul(gradient, 1 / size, out=view)

@@ -57,6 +57,8 @@ class Sharding:
     """Whether gradients are added, and under stage 0 copied to be reduced, in passes over memory, as until 2021."""
     by_parameter: bool = False
     """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
+    grad_dtype: torch.dtype | None = None
+    """Data type of accumulated and reduced gradients; None retains that of the parameters."""
     gather_overlap: bool = True
     """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
 
@@ -78,6 +80,7 @@ class Sharding:
             as_view=layout.gradient_as_bucket_view,
             in_passes=layout.kernels.in_passes,
             by_parameter=layout.zero3_gather == "parameter",
+            grad_dtype=torch.float32 if layout.grad_dtype == "fp32" else None,
             gather_overlap=layout.overlap and layout.gather_overlap,
         )
 
@@ -173,6 +176,7 @@ class ShardedModule:
                 as_view=sharding.as_view,
                 in_passes=sharding.in_passes,
                 by_parameter=sharding.by_parameter,
+                grad_dtype=sharding.grad_dtype,
             )
             self.buckets.append(bucket)
             return bucket
@@ -194,7 +198,7 @@ class ShardedModule:
             by_arrival=sharding.stage < 3,
             contiguous=sharding.contiguous,
             overlap=sharding.overlap,
-            in_products=not sharding.in_passes,
+            in_products=not sharding.in_passes and sharding.grad_dtype is None,
         )
         self.grad_only_backward = GradOnlyBackward(self.parameters)
         if sharding.stage == 3:
@@ -326,7 +330,7 @@ class ShardedModule:
         backwards = list(range(len(self.parameters)))[::-1]
         for indices in self._apart(backwards, tags):
             sizes = [(i, self.parameters[i].numel(), tags[i]) for i in indices]
-            dtype = self._dtype(indices[0])
+            dtype = self.sharding.grad_dtype or self._dtype(indices[0])
             total = sum(size for _, size, _ in sizes)
             sharding = self.sharding
             limit = bucket_numel(total, sharding.bucket_bytes, dtype, constant=sharding.constant_buffers)

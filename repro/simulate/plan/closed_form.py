@@ -21,8 +21,8 @@ FIRST, MIDDLE, LAST, ALL = "first", "middle", "last", "all"
 
 def state_bytes(parameters: float, layout: Layout) -> dict[str, float]:
     """Return the bytes of each category of model states of a rank with `parameters` before the split over dp."""
-    wide = layout.precision == "fp32"
-    whole = dict(zip(STATES, (4, 4, 8) if wide else (2, 2, K), strict=True))
+    parameter, optimizer = (4, 8) if layout.precision == "fp32" else (2, K)
+    whole = dict(zip(STATES, (parameter, layout.grad_bytes, optimizer), strict=True))
     split = {0: (), 1: STATES[2:], 2: STATES[1:], 3: STATES}[layout.zero]
     return {key: parameters * size / (layout.copies if key in split else 1) for key, size in whole.items()}
 

@@ -116,7 +116,7 @@ class LayerWork:
 
         A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
         """
-        sizes, limit = self.matrix_bytes(), self.layout.bucket_bytes
+        sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
         if not self.layout.cb:  # one bucket for all layers
@@ -126,6 +126,10 @@ class LayerWork:
     def matrix_bytes(self) -> list[int]:
         """Return the bytes of each matrix of a layer on a rank."""
         return [self.bytes * depth * width for depth, width in self._matrices()]
+
+    def gradient_bytes(self) -> list[int]:
+        """Return the bytes of the accumulated gradient of each matrix of a layer on a rank."""
+        return [self.layout.grad_bytes * depth * width for depth, width in self._matrices()]
 
     @property
     def _ffn(self) -> int:
@@ -195,7 +199,7 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
         logits = 0.0 if role == FIRST else work.logits()
         found[role] = state_bytes(parameters, layout)
         if layout.zero == 3 and layout.copies > 1 and layout.zero3_gather == "block":
-            found[role]["other"] = (1 + min(2, layers)) * sum(work.matrix_bytes())
+            found[role]["other"] = min(2, layers) * sum(work.matrix_bytes()) + sum(work.gradient_bytes())
             logits = max(0.0, logits - found[role]["other"])
         if layout.has_checkpoints:
             found[role]["activations"] = max(again, logits)
@@ -257,7 +261,7 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
     """
     layout, (count, largest) = work.layout, work.buckets()
     layers = work.model.layers // (layout.pp * layout.chunks)
-    matrices = layers * sum(work.matrix_bytes())
+    matrices, gradients = layers * sum(work.matrix_bytes()), layers * sum(work.gradient_bytes())
     op = "reduce_scatter" if layout.zero and layout.zero1_reduce == "reduce-scatter" else "all_reduce"
 
     def least(op: str, size: float, messages: int) -> float:
@@ -266,8 +270,8 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
     awaits = layout.zero == 2 or (layout.zero == 1 and layout.overlap)
     return (
         least("all_gather", matrices, count * layers),
-        least(op, matrices, count * layers),
-        least(op, matrices - 2 * largest, count * layers - 2) if awaits else 0.0,
+        least(op, gradients, count * layers),
+        least(op, gradients - 2 * largest, count * layers - 2) if awaits else 0.0,
     )
 
 
@@ -287,11 +291,9 @@ def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, 
     # Sums of outputs, of their gradients, and of recomputed outputs.
     sums = work.sums * (2 + layout.has_checkpoints)
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
-    passes, parameters = (
-        gathers + reductions * (2 - (layout.zero > 0)),
-        list(stage_parameters(model, layout).values())[-1],
-    )
+    parameters = list(stage_parameters(model, layout).values())[-1]
+    per_parameter = gathers * work.bytes + reductions * (2 - (layout.zero > 0)) * layout.grad_bytes
     return {
         "tp": sums * 2 * (layout.tp - 1) / layout.tp * payload,
-        "dp": passes * (layout.copies - 1) / layout.copies * work.bytes * parameters,
+        "dp": per_parameter * (layout.copies - 1) / layout.copies * parameters,
     }

@@ -312,6 +312,7 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
             layout.micro_batch,
             layout.recompute,
             layout.zero == 3,
+            layout.grad_dtype,
         ),
         (layout.kernels, layout.precision, training.dropout > 0, training.attention_dropout > 0, gloo),
     )

@@ -109,6 +109,7 @@ def test_what_it_has_no_counterpart_of_is_refused() -> None:
         ({"dp": 2, "cb": False}, "cb"),
         ({"recompute": True, "md": True}, "md"),
         ({"dp": 2, "offload_optimizer": True}, "offload_optimizer"),
+        ({"precision": "bf16", "grad_dtype": "fp32"}, "grad_dtype"),
     ):
         with pytest.raises(ConfigError, match="deepspeed") as refused:
             tiny(Layout(**keys), engine="deepspeed")

@@ -62,6 +62,16 @@ def test_states_are_those_of_the_librarys_table(two: RankPool, precision: str, z
         )
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_fp32_gradients_of_fp16_need_no_copy_for_the_update(two: RankPool, zero: int) -> None:
+    layout = Layout(dp=2, zero=zero, precision="fp16", grad_dtype="fp32", micro_batch=4)
+    for result in two.run(seen, layout, 4):
+        psi, states = result["parameters"], result["memory"]["states"]
+        expected = {"parameters": 2, "gradients": 4, "optimizer": 12 / (1 + zero)}
+        assert {part: states[part] / psi for part in expected} == pytest.approx(expected, rel=0.03)
+        assert result["software"]["configuration"]["ddp"]["grad_reduce_in_fp32"]
+
+
 def messages(result: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     """Calls and payload bytes over the tp group, by operation."""
     calls: Counter[str] = Counter()

@@ -129,6 +129,15 @@ def test_16_bits_within_their_rounding(two: RankPool, name: str, precision: str)
         assert_same(megatron, native, loss=4 * unit, norm=16 * unit, parameters=4 * unit)
 
 
+@pytest.mark.parametrize("name", ["dp-accumulate", "zero1-accumulate"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fp32_gradients_are_summed_alike(two: RankPool, name: str, precision: str) -> None:
+    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
+    layout = replace(LAYOUTS[name], precision=precision, grad_dtype="fp32")
+    for megatron, native in two.run(_train_in, layout, precision):
+        assert_same(megatron, native, loss=4 * unit, norm=4 * unit, parameters=unit)
+
+
 def _train_in(layout: Layout, precision: str) -> tuple[Trained, Trained]:
     return train_both(replace(layout, precision=precision), steps=10)
 

@@ -49,6 +49,17 @@ def per_layer(pool: RankPool, layout: Layout, engine: str) -> Rows:
     }
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_fp32_gradients_are_reduced_in_twice_the_bytes(two: RankPool, zero: int) -> None:
+    op = "reduce_scatter" if zero else "all_reduce"
+    narrow = Layout(dp=2, zero=zero, precision="bf16", micro_batch=4)
+    bytes_of = [
+        two.run(seen, layout, "torch", 2)[0]["dp", op][1]
+        for layout in (narrow, replace(narrow, grad_dtype="fp32"))
+    ]
+    assert bytes_of[1] == pytest.approx(2 * bytes_of[0], rel=0.01)  # norm and loss are always fp32
+
+
 BOUNDARY = 4 * TINY.seq * TINY.hidden * 4
 """Bytes of x [b, s, h] for four samples in fp32."""
 VECTORS = 1024

@@ -25,6 +25,7 @@ SYSTEMS = ("dgx2", "selene", "dgx-h100", "lowbw-v100")
 def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
     """Return a layout that exists, and the request of which it is a candidate; equal seeds give equal layouts."""
     choose = random.Random(seed)
+    has_fp32_gradients = random.Random(f"gradients of {seed}").random() < 0.4
     while True:
         model = choose.choice(list(MODELS.values()))
         system = systems.load_system_file(choose.choice(SYSTEMS))
@@ -54,6 +55,8 @@ def random_layout(seed: int) -> tuple[PlanRequest, Layout]:
         keys["chunks"] = 2 if keys["schedule"] == "interleaved" else 1
         keys["pa"] = bool(keys["recompute"]) and choose.random() < 0.5
         keys["pa_cpu"] = bool(keys["recompute"]) and choose.random() < 0.3
+        if has_fp32_gradients and keys["precision"] != "fp32":
+            keys["grad_dtype"] = "fp32"
         if keys["zero"] != 1:
             keys["zero1_reduce"] = "reduce-scatter"
         if keys["zero"] != 3:

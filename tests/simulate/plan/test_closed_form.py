@@ -22,6 +22,8 @@ def test_closed_form_is_what_is_traced() -> None:
     system = systems.load_system_file("dgx2")
     layouts = (
         replace(BASE, zero=2),
+        replace(BASE, zero=2, grad_dtype="fp32"),
+        replace(BASE, pp=2, dp=4, zero=1, grad_dtype="fp32"),
         replace(BASE, pp=6, tp=2, dp=2, recompute=True),
         replace(BASE, tp=4, precision="fp32"),
     )

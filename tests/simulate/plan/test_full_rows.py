@@ -46,7 +46,7 @@ def assert_is_simulation(request: PlanRequest, row: PlanRow, *, interval: bool) 
 
 FEW = [
     ("gpt", "dgx2", 4, {"micro_batch": 1, "zero": 1, "recompute": False}),
-    ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1}),
+    ("llama", "selene", 8, {"tp": 2, "micro_batch": 2, "zero": 1, "grad_dtype": "fp32"}),
     ("gpt", "selene", 4, {"tp": 2, "zero": 1, "kernels": "softmax", "recompute": "selective"}),
 ]
 MANY: list[tuple[str, str, int, dict[str, Any]]] = [
@@ -55,6 +55,7 @@ MANY: list[tuple[str, str, int, dict[str, Any]]] = [
     ("llama", "dgx2", 8, {}),
     ("neox", "selene", 16, {"tp": 2}),
     ("falcon", "dgx-h100", 8, {"kernels": "softmax"}),
+    ("gpt", "dgx-h100", 8, {"grad_dtype": "fp32", "zero": 2}),
 ]
 
 

@@ -31,6 +31,9 @@ LAYOUTS = {
     "zero3": replace(BASE, dp=4, zero=3),
     "zero3-recomputed": replace(BASE, dp=4, zero=3, recompute=True, micro_batch=2),
     "zero3-mar2021": replace(BASE, dp=4, zero=3, zero3_gather="parameter", recompute=True),
+    "fp32-gradients": replace(BASE, tp=2, sp=True, grad_dtype="fp32"),
+    "zero2-fp32-gradients": replace(BASE, dp=2, zero=2, recompute=True, grad_dtype="fp32"),
+    "1f1b-fp32-gradients": replace(DEEP, dp=2, zero=1, grad_dtype="fp32"),
     "tp": replace(BASE, tp=2, micro_batch=2),
     "tp-waits": replace(BASE, tp=2, tp_overlap=False, recompute=True),
     "sp": replace(BASE, tp=2, sp=True),
@@ -144,6 +147,7 @@ def test_what_is_recorded_without_dropout_serves_no_run_with_it() -> None:
             for name in ("bf16", "cp", "softmax", "unfused", "reference", "zero3")
         ),
         replace(plain, layout=replace(BASE, micro_batch=2)),
+        replace(plain, layout=replace(BASE, grad_dtype="fp32")),
     ]
     for experiment in (plain, *others, plain):
         whole = trace(experiment, roles(experiment)[0], repeat=False)

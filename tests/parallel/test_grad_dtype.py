@@ -1,0 +1,123 @@
+"""Gradients in fp32 of 16-bit training: every layout sums the same gradients, without the rounding of 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from repro.config import Layout
+from repro.engines.native.engine import NativeEngine
+from repro.parallel import mesh as meshes
+from tests.pool import RankPool
+from tests.training import FEW, TINY, Trained, micro_batches, tiny, train
+
+BATCH = 8
+ONE = Layout(micro_batch=1, global_batch=BATCH, precision="bf16", grad_dtype="fp32")
+"""One process that runs the samples one by one, as all replicas of the other layouts do."""
+DATA_PARALLEL = {
+    **{f"z{zero}": replace(ONE, dp=2, zero=zero) for zero in range(4)},
+    "z1-all-reduce": replace(ONE, dp=2, zero=1, zero1_reduce="all-reduce"),
+    "z2-md": replace(ONE, dp=2, zero=2, md=True, recompute=True),
+    "z0-passes": replace(ONE, dp=2, kernels="softmax", overlap=False),
+    "z1-fused": replace(ONE, dp=2, zero=1, cb=False),
+    "z2-fp16": replace(ONE, dp=2, zero=2, precision="fp16"),
+    "z1-passes-fp16": replace(ONE, dp=2, zero=1, kernels="softmax", precision="fp16"),
+    "z3-of-four": replace(ONE, dp=4, zero=3),
+}
+OTHERS = {
+    "tp2": replace(ONE, tp=2),
+    "tp2-sp": replace(ONE, tp=2, sp=True),
+    "pp2": replace(ONE, pp=2),
+    "pp2-interleaved": replace(ONE, pp=2, schedule="interleaved", chunks=2),
+    "pp2-dp2-z2": replace(ONE, pp=2, dp=2, zero=2),
+    "tp2-dp2-z1-sp": replace(ONE, tp=2, dp=2, zero=1, sp=True, precision="fp16"),
+}
+UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@cache
+def alone(layout: Layout) -> Trained:
+    """Train in this process, with the data types and operators of `layout`."""
+    torch.set_num_threads(1)
+    return train(
+        tiny(
+            replace(ONE, precision=layout.precision, kernels=layout.kernels, grad_dtype=layout.grad_dtype),
+            **FEW,
+        )
+    )
+
+
+def pool_of(request: pytest.FixtureRequest, layout: Layout) -> RankPool:
+    return request.getfixturevalue({2: "two", 4: "four"}[layout.world])
+
+
+def distance(found: Trained, expected: Trained) -> float:
+    """Return the relative distance of all parameters as one vector."""
+    mine, reference = (
+        torch.cat([one.parameters[name].float().flatten() for name in expected.parameters])
+        for one in (found, expected)
+    )
+    return float((mine - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_replicas_sum_what_one_process_sums(request: pytest.FixtureRequest, name: str) -> None:
+    """The gradients of a sample are those of one process to the bit, and their sums differ by rounding in fp32."""
+    layout = DATA_PARALLEL[name]
+    expected = alone(layout)
+    for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
+        assert trained.loss[0] == pytest.approx(expected.loss[0], rel=1e-6)
+        assert trained.norm[0] == pytest.approx(expected.norm[0], rel=2e-6)
+        assert trained.loss == pytest.approx(expected.loss, rel=UNIT[layout.precision] / 8)
+        assert distance(trained, expected) <= UNIT[layout.precision] / 4
+        assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_train_the_same_model_within_the_rounding_of_activations(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    layout = OTHERS[name]
+    expected, unit = alone(layout), UNIT[layout.precision]
+    for trained in pool_of(request, layout).run(train, tiny(layout, **FEW)):
+        assert trained.loss == pytest.approx(expected.loss, rel=4 * unit)
+        mine = {name: expected.parameters[name] for name in trained.parameters}
+        assert distance(trained, replace(expected, parameters=mine)) <= 4 * unit
+        assert (trained.skipped, trained.scale) == (expected.skipped, expected.scale)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "softmax"])
+def test_a_buffer_is_the_fp32_sum_of_the_micro_batches_16_bit_gradients(kernels: str) -> None:
+    """Autograd's own gradients of each micro-batch are summed beside it, in the same order."""
+    experiment = tiny(replace(ONE, kernels=kernels), replace(TINY, layers=2, tied=False))
+    engine = NativeEngine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
+    found: list[Tensor] = []
+    engine.optimizer.update = lambda gradients, *others: found.extend(g.clone() for g in gradients)  # type: ignore[method-assign]
+    batches = micro_batches(experiment, 0, 0)
+    engine.step(batches, lambda phase: None)
+
+    (part,) = engine.parts
+    part.micro_batches = batches
+    parameters = part.sharded.parameters
+    sums = [torch.zeros(p.shape) for p in parameters]
+    for i in range(len(batches)):
+        loss = part.forward(i, None) / len(batches)
+        for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+            assert gradient.dtype == torch.bfloat16
+            total += gradient
+    for bucket, shard in zip(engine.buckets, found, strict=True):
+        assert shard.dtype == torch.float32
+        for slot in bucket.plan.slots:
+            torch.testing.assert_close(
+                shard[slot.start : slot.stop], sums[slot.index].flatten(), rtol=0, atol=0
+            )
+
+
+def test_an_infinite_gradient_is_found_in_fp32_and_skips_the_step() -> None:
+    """A gradient beyond fp16 is infinite before it is added to an fp32 buffer."""
+    trained = train(tiny(replace(ONE, precision="fp16"), loss_scale=2.0**30, steps=4))
+    assert trained.skipped == [0, 1, 2, 3]
