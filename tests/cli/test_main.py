@@ -47,6 +47,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 LIGHT = [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["systems"], ["claims"], SCHEDULE]
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "repro", "--version"], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == (__version__, 0), done.stderr
+    done = subprocess.run([sys.executable, "-m", "repro", "models", "nope"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
 def test_nothing_heavy_is_imported() -> None:
     """One after the other in one process: the first that imports too much is the one that is said."""
     code = (

@@ -49,6 +49,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, where and how long; start nothing.")
     ] = False,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Run experiments of suites, or of a claim, that have no record, and record how each ended."""
@@ -73,7 +74,7 @@ def run(
     if dry_run:
         from repro.report.text.results import print_dry_run
 
-        return print_dry_run(suites, only, results, rerun, json, evidence, system)
+        return print_dry_run(suites, only, results, rerun, json, evidence, system, details)
     from repro.report.text.results import print_run
 
     return print_run(suites, only, results, rerun, json, evidence, system)
