@@ -122,6 +122,7 @@ def gpu_day(
         typer.Option("--import", help="Add the results of this folder to --results.", metavar="DIR"),
     ] = None,
     results: Results = Path("results"),
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Measure on a GPU machine without internet: steps in order of value, within a given time.
@@ -132,11 +133,11 @@ def gpu_day(
     from repro.report.text.gpu_day import print_gpu_day, print_import, print_planned_steps
 
     if take is not None:
-        return print_import(take, results, json)
+        return print_import(take, results, json, details)
     require(dry_run or out is not None, "--out", "", "a folder for the results, or use --dry-run or --import")
     faults = parse_faults(inject or [])
     request = GpuDayRequest(minutes, out or Path("gpu-day"), only or [], rehearse, faults, scratch)
-    return print_planned_steps(request, json) if dry_run else print_gpu_day(request, json)
+    return print_planned_steps(request, json, details) if dry_run else print_gpu_day(request, json)
 
 
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
