@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repro.claims import other_system
-from repro.claims.headlines import SHOWN_KINDS, headline_lines, measuring_machines, value_text
+from repro.claims.headlines import (
+    SHOWN_KINDS,
+    describe_miss,
+    headline_lines,
+    measuring_machines,
+    value_text,
+)
 from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import (
+    BAD,
     CONSISTENT,
     GOOD,
     INCONSISTENT,
@@ -45,8 +54,7 @@ if TYPE_CHECKING:
 
 DEFINITIONS: tuple[str, ...] = (
     "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
-    "reproduced: within the printed digits, or the tolerance of its kind (12 % for a ratio).",
-    "possible: only the interval contains the published value. inconsistent: a source contradicts itself.",
+    "possible: only the interval from unknown inputs contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
 MAX_CLAIM_ROWS = 8
@@ -114,7 +122,10 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
         cells = (line.values[kind] for kind in SHOWN_KINDS)
         grid.add_row(f"{line.number:2}", line.name, line.published, *cells, verdict)
     console.print(grid)
-    console.print(f"\nAll {len(results)} claims: {_verdict_counts([result.verdict for result in results])}.")
+    console.print()
+    for line in lines:
+        if line.miss:
+            console.print(_shortened(f"{line.number:2} {line.miss}", console.width), markup=False)
     own = (finding for result in results for finding in result.findings if not finding.is_reference)
     notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
@@ -123,7 +134,9 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
         console.print(f"measured, claim {numbers}: {machine}.")
-    console.print("One claim: `repro claims 5`, or its id. Every claim: `repro claims --all`.")
+    counts = Counter(result.verdict for result in results)
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (REPRODUCED, NOT_REPRODUCED))
+    console.print(f"Of all {len(results)} claims: {verdicts} (`repro claims --all`). One: `repro claims 5`.")
 
 
 def _verdict_counts(verdicts: Sequence[str]) -> str:
@@ -176,11 +189,10 @@ def print_claim(result: ClaimResult, console: Console) -> None:
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
 
 
-def _shortened(text: str) -> str:
-    """Return `text` in at most `MAX_CLAIM_TEXT` characters, cut between words."""
-    import textwrap
-
-    return textwrap.shorten(text, MAX_CLAIM_TEXT, placeholder=" ...")
+def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
+    """Return `text` in at most `most` characters, cut between words."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return indent + textwrap.shorten(text, most - len(indent), placeholder=" ...")
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
@@ -188,20 +200,25 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
     from rich.text import Text
 
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
-    widest = max(len(result.claim.id) for result in results)
-    for number, file in enumerate(dict.fromkeys(result.claim.file for result in results)):
+    widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
+    file = ""
+    for number, result in enumerate(results):
+        if result.claim.file != file:
+            file = result.claim.file
+            console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
         grid = render.new_table(*headings, left=set(headings), wrap=headings[1:3], gap=1)
         grid.show_header = not number
-        for column, width in zip(grid.columns, (widest, *ALL_CLAIMS_COLUMNS), strict=True):
+        for column, width in zip(grid.columns, widths, strict=True):
             column.width = width
-        console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
-        for result in results:
-            if result.claim.file == file:
-                counts = {kind: count_text(result, kind) for kind in KINDS}
-                evidence = ", ".join(f"{kind} {count}" for kind, count in counts.items() if "/" in count)
-                verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
-                grid.add_row(result.claim.id, result.claim.published, evidence or "-", verdict)
+        counts = {kind: count_text(result, kind) for kind in KINDS}
+        evidence = ", ".join(f"{kind} {count}" for kind, count in counts.items() if "/" in count)
+        verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
+        grid.add_row(result.claim.id, result.claim.published, evidence or "-", verdict)
         console.print(grid)
+        missed = [row for row in result.rows if row.row.main and row.verdict in BAD]
+        for row in missed[:1]:
+            text = f"  {row.row.label}: {describe_miss(row)}"
+            console.print(_shortened(text, console.width), style="dim", markup=False)
     counted = summary(results)
     verdicts = _verdict_counts([result.verdict for result in results])
     console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
