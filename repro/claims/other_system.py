@@ -154,7 +154,9 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
     steps = tuple(float(part) for part in parts[1::2] if not isinstance(part, str))
     rising = all(low < high for low, high in pairwise(steps))
     if len(words) + len(steps) != len(parts) or not rising or (parts and len(parts) % 2 == 0):
-        raise ConfigError("words", parts, 'words with rising thresholds between them: ["gone", 1.1, "still"]')
+        raise ConfigError(
+            "words", parts, 'words with rising thresholds between them: ["slower", 1.1, "faster"]'
+        )
     return words, steps
 
 

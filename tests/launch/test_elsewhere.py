@@ -20,7 +20,7 @@ def test_what_needs_a_cluster_is_listed_and_not_started(tmp_path: Path) -> None:
     assert code == 0, err
     assert out.splitlines()[:3] == [
         "faults: 2 experiments: 1 not run, 1 ok; all that can run here as expected",
-        "not run: 1 experiment: needs 3072 GPUs of system selene",
+        "not run: 1 experiment: needs 3072 GPUs of system selene.",
         "`--evidence simulated` predicts 1 of them on this machine.",
     ]
     records = lines(tmp_path / "results")

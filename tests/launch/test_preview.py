@@ -136,7 +136,7 @@ def test_the_answer_counts_what_needs_another_machine(
     wide = [entry for entry in entries if entry.experiment.layout.world == 128]
     away = len(entries) - len(here)
     assert said[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
-    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2" in said
+    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in said
     assert f"`--evidence simulated` predicts {away} of them on this machine." in said
     steps = sum(entry.experiment.training.steps for entry in here)
     assert f"4 ranks here {len(here)} {steps}" in said

@@ -264,7 +264,7 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "compute_capability": first["compute_capability"] or "",
         "memory_bytes": quantity(first["memory_bytes"], "NVML, rank 0's node"),
         "context_bytes": quantity(
-            context, f"measured: in use beside torch's memory at the end, the most of {len(ranks)} ranks"
+            context, f"measured: memory in use outside torch at the end, maximum of {len(ranks)} ranks"
         ),
         "host_memory_bytes": quantity(here["memory"]["total_bytes"], "operating system, rank 0's node"),
         "links": {name: {"per": "device", "bandwidth": quantity(None, unknown)} for name in classes},

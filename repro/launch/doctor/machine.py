@@ -132,7 +132,7 @@ def _slurm() -> Check:
             "SLURM", NO, "no sbatch and srun on the path", "runs stay on this machine; `make slurm-lab`"
         )
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-    meaning = "`repro submit`; `repro doctor --profile FILE` looks at the cluster"
+    meaning = "`repro submit`; `repro doctor --profile FILE` examines the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
 
 

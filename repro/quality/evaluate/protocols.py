@@ -42,7 +42,7 @@ PROTOCOLS = (
         ),
         published=(
             "19.31, 12.76 and 10.81 of Megatron-LM 355M, 2.5B and 8.3B",
-            "10.21 of Turing-NLG 17B is compared with these; how it was scored is not said",
+            "10.21 of Turing-NLG 17B is compared with these; its protocol is not published",
         ),
     ),
     Protocol(
@@ -69,7 +69,7 @@ PROTOCOLS = (
         ),
         published=(
             "45.18, 61.73 and 66.51 % of Megatron-LM 355M, 2.5B and 8.3B",
-            "68.0 % of Turing-NLG 17B is compared with these; how it was scored is not said",
+            "68.0 % of Turing-NLG 17B is compared with these; its protocol is not published",
         ),
     ),
     Protocol(

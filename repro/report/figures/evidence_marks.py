@@ -150,7 +150,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         if kind in kinds
     ]
     if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
-        beside = "simulated, beside measured"
+        beside = "simulated, where measured too"
         handles.append(
             Line2D([], [], marker="s", color=INK, mfc="white", markersize=5, label=beside, **plain)
         )

@@ -281,7 +281,7 @@ def _evidence_table(result: ClaimResult) -> Table:
             for part in (
                 row.row.note,
                 f"Given: {row.row.given}." * bool(row.row.given),
-                "[beside the claim]" * (not row.row.main),
+                "[supporting value]" * (not row.row.main),
                 f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
             )
@@ -294,8 +294,8 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 def _unknowns_table(result: ClaimResult) -> Table:
     """Return a table of the unknowns with the largest effect on each predicted value, each varied alone."""
-    headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
-    grid = render.new_table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty (%)")
+    grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
@@ -360,8 +360,7 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     console = stdout(PAGE_COLUMNS)
     command = other_system.simulation_command(system)
     if nothing:
-        text = f"Nothing is predicted of {name} in {results}; `{command}` does it."
-        console.print(text, markup=False, soft_wrap=True)
+        render.print_page(console, f"The store {results} has no predictions for {name}.", command=command)
         return 1
     print_answers(found, name, console)
     if lacking := sum(answer.unrecorded for answer in found):

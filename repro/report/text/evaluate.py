@@ -7,7 +7,7 @@ from typing import Any
 
 from repro.config import ConfigError, Layout, models
 from repro.util import units
-from repro.util.console import print_json
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 
 def print_scores(
@@ -27,19 +27,20 @@ def print_scores(
     if json:
         print_json(record.as_dict())
         return int(record.outcome != "ok")
-    print(f"{record.name}: {record.outcome}  {record.reason}".rstrip())
-    for name, value in record.metrics.items():
-        shown = units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}"
-        print(f"  {name}  {shown}")
     way = record.way
-    print(f"protocol {way['name']}: {way['source']}")
-    for name, lines in (
-        ("", way["rules"]),
-        ("left open: ", way["left_open"]),
-        ("published so: ", way["published"]),
-    ):
-        for line in lines:
-            print(f"  {name}{line}")
+    scores = [
+        (name, units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}")
+        for name, value in record.metrics.items()
+    ]
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{record.name}: {record.outcome}. {record.reason}".rstrip(),
+        new_table("score", "value", rows=scores),
+        f"Protocol {way['name']}: {way['source']}.",
+        *(f"{line}." for line in way["rules"]),
+        *(f"Not specified: {line}." for line in way["left_open"]),
+        *(f"Published: {line}." for line in way["published"]),
+    )
     return int(record.outcome != "ok")
 
 
@@ -54,9 +55,11 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
     if json:
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0
-    print(
-        f"{source.kind}: {source.model.layers} layers of {source.model.hidden}, {source.model.vocab} tokens"
+    model = source.model
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{output}: weights of {source.kind}, {model.layers} layers of width {model.hidden}, "
+        f"{model.vocab} tokens.",
+        new_table("file", "size", rows=[(path.name, units.size(path.stat().st_size)) for path in written]),
     )
-    for path in written:
-        print(f"{path}  {units.size(path.stat().st_size)}")
     return 0

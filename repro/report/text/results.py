@@ -336,9 +336,9 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool) -> None:
 def reason_lines(reasons: Sequence[str]) -> list[str]:
     """Return a line for each of the most frequent reasons why experiments cannot run here, and one for the others."""
     counts = Counter(reason.partition("; ")[0] for reason in reasons).most_common()
-    lines = [f"not run: {words.count_noun(n, 'experiment')}: {reason}" for reason, n in counts[:MAX_LINES]]
+    lines = [f"not run: {words.count_noun(n, 'experiment')}: {reason}." for reason, n in counts[:MAX_LINES]]
     if others := sum(count for _, count in counts[MAX_LINES:]):
-        lines.append(f"not run: {others} more for similar reasons, which --json lists")
+        lines.append(f"not run: {others} more for similar reasons, which --json lists.")
     if can := sum(f"--evidence {SIMULATED}" in reason for reason in reasons):
         lines.append(f"`--evidence {SIMULATED}` predicts {can} of them on this machine.")
     return lines

@@ -53,11 +53,14 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "1 case with a record, which --rerun repeats",
         "2 cases not for nodes of local: far needs 16 devices of system dgx2, ...",
     ]
-    assert printed(planned, capsys) == [
+    assert [line.rstrip() for line in printed(planned, capsys)] == [
         *answer,
-        "array 0: 1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
-        "array 1: 2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
-        "cases and scripts: --details",
+        "",
+        "array  jobs",
+        "0      1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
+        "1      2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
+        "",
+        "0 more arrays, and cases and scripts of all: --details",
     ]
     assert printed(planned, capsys, details=True) == [
         *answer,
@@ -74,15 +77,19 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "Upper bound from time limits: 0 core-hours.",
         "1 case with a record, which --rerun repeats",
         "1 case not for nodes of local: far needs 16 devices of system dgx2",
+        "0 more arrays, and cases and scripts of all: --details",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
     planned = intended(tmp_path, site, "further")
-    assert printed(planned, capsys) == [
+    assert [line.rstrip() for line in printed(planned, capsys)] == [
         "Dry run: 1 case in 1 job array. Nothing is submitted.",
         "Upper bound from time limits: 24 GPU-hours.",
         "No step time is predicted: run `repro run SUITE --evidence simulated` first.",
-        "array 0: 1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
-        "cases and scripts: --details",
+        "",
+        "array  jobs",
+        "0      1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
+        "",
+        "0 more arrays, and cases and scripts of all: --details",
     ]
 
 
@@ -94,7 +101,7 @@ def test_the_answer_of_many_arrays_is_one_screen(
     lines = printed(many, capsys)
     assert len(lines) <= 24
     assert "50 cases in a live job: case-0 (job 12), case-1 (job 12), case-2 (job 12), ..." in lines
-    assert lines[-1] == "68 more arrays, cases and scripts: --details"
+    assert lines[-1] == "68 more arrays, and cases and scripts of all: --details"
 
 
 def test_the_same_as_data(site: Path, tmp_path: Path) -> None:

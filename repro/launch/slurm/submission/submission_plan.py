@@ -23,6 +23,7 @@ from repro.results.schema import SIMULATED
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.util import units
+from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 
 HOUR_S = 3600.0
 _SUBMISSION_PLACEHOLDER = "SUBMISSION"
@@ -195,16 +196,16 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
     elif planned.cases and planned.profile.gpus_per_node:
         print("No step time is predicted: run `repro run SUITE --evidence simulated` first.")
     print_left_out(planned)
-    shown = planned.arrays if details else planned.arrays[:MAX_ARRAYS]
-    for place, array in enumerate(shown):
-        print(f"{'# ' * details}array {place}: {describe_array(array)}")
-        if details:
-            for bundle in array.bundles:
-                print(f"#   {', '.join(_case(planned, experiment) for experiment in bundle.experiments)}")
-            print(_text(planned, results, place, array))
-    if not details and planned.arrays:
-        hidden = len(planned.arrays) - len(shown)
-        print(f"{f'{hidden} more arrays, ' * bool(hidden)}cases and scripts: --details")
+    if not details:
+        rows = [(str(place), describe_array(array)) for place, array in enumerate(planned.arrays)]
+        hidden = f"{max(0, len(rows) - MAX_ARRAYS)} more arrays, and cases and scripts of all: --details"
+        print_page(stdout(PAGE_COLUMNS), new_table("array", "jobs", left=2, rows=rows[:MAX_ARRAYS]), hidden)
+        return
+    for place, array in enumerate(planned.arrays):
+        print(f"# array {place}: {describe_array(array)}")
+        for bundle in array.bundles:
+            print(f"#   {', '.join(_case(planned, experiment) for experiment in bundle.experiments)}")
+        print(_text(planned, results, place, array))
 
 
 def dry_run_document(planned: SubmissionPlan, results: Path) -> dict[str, Any]:
