@@ -38,7 +38,7 @@ def claims(
         if ledger:
             what = "left out with --system: the questions are of our ledger"
             raise ConfigError("--ledger", str(ledger[0]), what)
-        return print_claims_on_system(claim, system, json, results)
+        return print_claims_on_system(claim, system, json, results, details)
     from repro.report.text.claims import print_claims
 
     return print_claims(claim, json, results, tuple(ledger or ()), all_claims=all_claims, details=details)

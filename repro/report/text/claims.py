@@ -63,6 +63,8 @@ MAX_CLAIM_TEXT = 290
 """Maximum length of a cause or of conditions, in characters: three lines."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
 """Widths of published values, evidence and verdicts in the table of all claims."""
+MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
+"""Maximum number of claims whose first answer for another system is shown, and the widths of its cells."""
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
 VERDICT_STYLES = {
@@ -334,7 +336,7 @@ def _published(result: RowResult) -> str:
     return f"{row.bound} {row.published}{error}{unit}".strip()
 
 
-def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
+def print_claims_on_system(claim: str, system: str, json: bool, results: Path, details: bool) -> int:
     """Print the predictions of the store `results` for `system`; return 0, or 1 without predictions, also with JSON.
 
     Raises `ConfigError` if the system or the claim is unknown, or the claim has no question for other systems.
@@ -362,21 +364,29 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     if nothing:
         render.print_page(console, f"The store {results} has no predictions for {name}.", command=command)
         return 1
-    print_answers(found, name, console)
+    print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 
-def print_answers(found: Sequence[Answer], system: str, console: Console) -> None:
-    """Print one line per answer, grouped by claim."""
+def print_answers(found: Sequence[Answer], system: str, console: Console, most: int | None) -> None:
+    """Print one line per answer, grouped by claim; with `most` the first answers of so many claims, shortened."""
     from rich.text import Text
 
-    headings = ("asked again", "published", f"on {system}", "so", "rests on")
-    wrapped = set(headings) - {"rests on"}
-    grid = render.new_table(*headings, left=set(headings), wrap=wrapped)
+    headings = ("claim" if most else "question", "published", f"on {system}", "comparison", "basis")
+    wrapped = () if most else headings[:4]
+    grid = render.new_table(*headings, left=set(headings), wrap=wrapped, gap=1)
     before = ""
-    for answer in found:
+    first = {answer.question.claim: answer for answer in reversed(found)} if most else {}
+    listed = [answer for answer in found if not most or answer is first[answer.question.claim]][:most]
+    for answer in listed:
+        if most:
+            texts = answer.published, answer.text or NO_VALUE, answer.word or answer.lacks
+            widths = zip(texts, ANSWER_COLUMNS, strict=True)
+            cells = (textwrap.shorten(text, width, placeholder=" ...") for text, width in widths)
+            grid.add_row(answer.question.claim, *cells, BASIS_LABELS[answer.rests_on])
+            continue
         if answer.question.claim != before:
             before = answer.question.claim
             grid.add_row(Text(before, style="cyan"), "", "", "", "")
@@ -391,6 +401,10 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
         )
     console.print(grid)
     console.print()
+    if len(found) > len(listed):
+        console.print(
+            f"{len(found) - len(listed)} more answers: --details, or one claim: `repro claims ID --system`."
+        )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):
         console.print(rests_on)

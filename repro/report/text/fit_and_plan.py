@@ -128,14 +128,12 @@ def print_layouts(
     """
     console = stdout(PAGE_COLUMNS)
     fits, others, left = ([row for row in plan.rows if row.outcome == kind] for kind in (OK, OOM, OPEN))
-    shown, more = fits[:top], "" if details else "--details lists rates, ties and layouts that do not fit."
+    shown, more = fits[:top], "" if details else "--details lists rates and ties."
     if not shown:
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
-    counts += [
-        f"{len(left):,} were not simulated, because their lower bound of the step time is longer"
-    ] * bool(left)
+    counts += [f"{len(left):,} are slower by a lower bound"] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
     return print_page(
         console,
@@ -203,7 +201,7 @@ def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:
     ties = {place: tie for place, row in enumerate(rows, 1) for tie in row.undecided or () if tie.than == 1}
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more of all draws."
+        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more draws of uncertain inputs."
         return text if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place > top for place in ties)
