@@ -43,8 +43,8 @@ PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
 """Families whose claims have a question or a reason to have none."""
 PREDICTIONS = (
-    "Predictions of Llamas of the same size in software of 2024, with the 90 % interval that the system's unknown "
-    "numbers leave and the model's own error is not in; no verdicts."
+    "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals contain the "
+    "uncertain inputs of the system, not the error of the time model."
 )
 
 

@@ -113,9 +113,7 @@ class JudgedStore:
 
     def values(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value, with the strongest value of each kind of evidence and its interval."""
-        return _frame(
-            [_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]],
-        )
+        return _frame([_value(claim, row) for claim in self.documents(pattern) for row in claim["rows"]])
 
     def table(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per published value with formatted text, as on the page; a dash marks missing evidence."""
@@ -318,11 +316,7 @@ def simulated_step(model: str, system: str, **layout: Any) -> dict[str, float | 
 
     known = models.load_model(model)
     experiment = Experiment(
-        name="what-if",
-        model=known,
-        layout=Layout(**layout),
-        training=Training(seq=known.seq),
-        system=system,
+        name="what-if", model=known, layout=Layout(**layout), training=Training(seq=known.seq), system=system
     )
     record = simulate_experiment(experiment, load_system(system), "notebook")
     if record.outcome not in ("ok", "oom"):

@@ -38,12 +38,13 @@ def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.C
     assert "1 not simulated yet: `repro run again --evidence simulated --system dgx-h100`" in text
 
 
-def test_where_nothing_is_simulated_one_line_says_what_does_it(
+def test_a_store_without_predictions_names_the_command_that_makes_them(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert print_claims_on_system("", "dgx-h200", False, results, True) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("`repro run again --evidence simulated --system dgx-h200` does it.")
+    *answer, command = capsys.readouterr().out.splitlines()
+    assert " ".join(answer).endswith("has no predictions for dgx-h200.")
+    assert command == "Next: repro run again --evidence simulated --system dgx-h200"
     assert print_claims_on_system("", "dgx-h200", True, results, False) == 1
 
 

@@ -153,9 +153,7 @@ def gpu_load(device: torch.device) -> SustainedLoad:
     a, b = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return SustainedLoad(
-        lambda: torch.mm(a, b, out=out),
-        lambda: torch.cuda.synchronize(device),
-        lambda: gpu_state(device),
+        lambda: torch.mm(a, b, out=out), lambda: torch.cuda.synchronize(device), lambda: gpu_state(device)
     )
 
 

@@ -112,11 +112,7 @@ def _measure(
             bench = LinkBench(clock, payloads[-1])
             measured = groups if collectives else dict(list(groups.items())[:1])
             result["links"] = bench.by_payload(
-                measured,
-                chains,
-                payloads,
-                beat,
-                COLLECTIVES if collectives else (RING_COLLECTIVE,),
+                measured, chains, payloads, beat, COLLECTIVES if collectives else (RING_COLLECTIVE,)
             )
             if not collectives:  # a measured collective includes these seconds
                 result["message_s"] = bench.message_s(RING_COLLECTIVE, whole)

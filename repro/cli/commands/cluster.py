@@ -38,8 +38,7 @@ def submit(
         ),
     ] = False,
     move: Annotated[
-        bool,
-        typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM."),
+        bool, typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
     details: Details = False,

@@ -89,8 +89,7 @@ Results = Annotated[
     Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=check_folder)
 ]
 StoredResults = Annotated[
-    Path,
-    typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=_existing),
+    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=_existing)
 ]
 Ledger = Annotated[
     Optional[list[Path]],  # noqa: UP045

@@ -72,9 +72,11 @@ def run(
             Path(name) for name in dict.fromkeys(text.partition("/")[0] for text in only if "/" in text)
         ]
     if dry_run:
+        from repro.launch.run import preview_run
         from repro.report.text.results import print_dry_run
 
-        return print_dry_run(suites, only, results, rerun, json, evidence, system, details)
+        found = preview_run(suites, only, results, rerun, evidence, system)
+        return print_dry_run(found, json, details)
     from repro.report.text.results import print_run
 
     return print_run(suites, only, results, rerun, json, evidence, system)

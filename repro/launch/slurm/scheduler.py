@@ -29,9 +29,7 @@ LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "
 UNKNOWN = "UNKNOWN"
 _MAX_IDS_PER_CALL = 200
 """Maximum number of job ids in one command line."""
-_TIME_LIMIT = re.compile(
-    r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?$",
-)
+_TIME_LIMIT = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?$")
 UNLIMITED = math.inf
 
 

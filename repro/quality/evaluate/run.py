@@ -92,8 +92,7 @@ def run_evaluation(options: EvaluationOptions, results: Path) -> tuple[Evaluatio
         samples.save(path)
         weights = str(options.weights.resolve())
         job = Job(
-            experiments=[experiment],
-            task={"weights": weights, "samples": str(path), "forbidden": forbidden},
+            experiments=[experiment], task={"weights": weights, "samples": str(path), "forbidden": forbidden}
         )
         ending, found = run_once(job, interrupt, target=RANK_FUNCTION)
     rows = sorted(tuple(row) for rank in found for row in rank["samples"])

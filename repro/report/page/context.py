@@ -243,12 +243,7 @@ def template(name: str) -> Template:
         verdicts.VERDICT_SIGNS,
         {verdict: verdict.replace(" ", "-") for verdict in verdicts.VERDICT_SIGNS},
     )
-    filters = {
-        "code": _code,
-        "counted": count_noun,
-        "sign": signs.get,
-        "slug": slugs.get,
-    }
+    filters = {"code": _code, "counted": count_noun, "sign": signs.get, "slug": slugs.get}
     environment.filters.update(filters)
     return environment.get_template(name)
 

@@ -6,16 +6,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from repro.claims import other_system
-from repro.claims.headlines import (
-    SHOWN_KINDS,
-    describe_miss,
-    headline_lines,
-    measuring_machines,
-    value_text,
-)
+from repro.claims.headlines import SHOWN_KINDS, describe_miss, headline_lines, measuring_machines, value_text
 from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
@@ -45,12 +42,6 @@ from repro.util import console as render
 from repro.util import units
 from repro.util.console import PAGE_COLUMNS, print_json, stdout
 from repro.util.units import NO_VALUE
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
 
 DEFINITIONS: tuple[str, ...] = (
     "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
@@ -113,8 +104,6 @@ def print_claims(
 
 def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """Print one line per headline claim, the counts of all claims, and what to do next."""
-    from rich.text import Text
-
     lines = headline_lines(ledger, results)
     console.print(f"{len(lines)} headline claims: {_verdict_counts([line.verdict for line in lines])}.\n")
     headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
@@ -148,8 +137,6 @@ def _verdict_counts(verdicts: Sequence[str]) -> str:
 
 def print_claim(result: ClaimResult, console: Console) -> None:
     """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them."""
-    from rich.text import Text
-
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
@@ -199,8 +186,6 @@ def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """Print one line per claim, grouped by ledger file, and the counts."""
-    from rich.text import Text
-
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
     widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
     file = ""
@@ -229,8 +214,6 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
 
 def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     """Print all data of one claim."""
-    from rich.text import Text
-
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
     facts = render.new_facts_table()
@@ -267,8 +250,6 @@ def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -
 
 
 def _evidence_table(result: ClaimResult) -> Table:
-    from rich.text import Text
-
     headings = ("row", "published", "evidence", "value", "verdict", "why")
     grid = render.new_table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
     for row in result.rows:
@@ -310,8 +291,6 @@ def _unknowns_table(result: ClaimResult) -> Table:
 
 
 def _finding_cells(finding: Finding) -> list[Text]:
-    from rich.text import Text
-
     return [
         Text(finding.origin if finding.itself else f"{finding.kind}, {finding.scale_label}"),
         Text(finding.text or "-"),
@@ -321,8 +300,6 @@ def _finding_cells(finding: Finding) -> list[Text]:
 
 
 def _not_run_cells(row: RowResult, needs: str) -> list[Text]:
-    from rich.text import Text
-
     reason = "see needs" if row.reason == needs else row.reason
     return [Text("-"), Text("-"), Text(row.verdict, style=VERDICT_STYLES[row.verdict]), Text(reason)]
 
@@ -372,8 +349,6 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
 
 def print_answers(found: Sequence[Answer], system: str, console: Console, most: int | None) -> None:
     """Print one line per answer, grouped by claim; with `most` the first answers of so many claims, shortened."""
-    from rich.text import Text
-
     headings = ("claim" if most else "question", "published", f"on {system}", "comparison", "basis")
     wrapped = () if most else headings[:4]
     grid = render.new_table(*headings, left=set(headings), wrap=wrapped, gap=1)

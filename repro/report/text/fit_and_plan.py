@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.report.text.simulated_step import bound_marks, describe_step_time
@@ -17,9 +20,6 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from repro.simulate.plan.candidates import PlanRequest
     from repro.simulate.plan.fit import FitQuestion
     from repro.simulate.plan.plan import MapCell, Plan
@@ -201,7 +201,7 @@ def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:
     ties = {place: tie for place, row in enumerate(rows, 1) for tie in row.undecided or () if tie.than == 1}
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more draws of uncertain inputs."
+        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more of all draws."
         return text if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place > top for place in ties)

@@ -12,7 +12,7 @@ from typing import Any
 
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
-from repro.launch.gpu_day.result_files import FILES, ImportedVisit, StepOutcome, import_results
+from repro.launch.gpu_day.result_files import FILES, StepOutcome, import_results
 from repro.launch.gpu_day.runner import CLOSING_S, GpuDayRequest, planned_steps, run_gpu_day
 from repro.launch.gpu_day.steps import GpuDayStep
 from repro.results.metrics import STEP_SECONDS
@@ -122,7 +122,34 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
         }
         print_json(document)
         return 0
-    _print_import(visit, added, before, verdicts, results, details)
+    gpus = visit.facts.get("provenance", {}).get("gpus") or []
+    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
+    lines = [f"claim {change['claim']}: {change['before']} -> {change['after']}" for change in verdicts]
+    wrong = [outcome for outcome in visit.outcomes if outcome.get("outcome") != "ok"]
+    lines += [
+        f"{outcome.get('name')}: {outcome.get('outcome')}: {outcome.get('reason')}" for outcome in wrong
+    ]
+    for measurement in visit.measurements:
+        values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
+        name = values.pop("name", "")
+        numbers = (f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items())
+        lines.append(f"{name}: {', '.join(numbers)}")
+    shown = new_table("new record", "outcome", "step time (s)", "earlier step time (s)", left=2)
+    for record in added if details else added[:MAX_ROWS]:
+        row = _record_row(record, before)
+        times = (_seconds(row.get("step_s")), _seconds(row.get("earlier_step_s")))
+        shown.add_row(row["name"], row["outcome"], *times)
+    if not details:
+        hidden = max(0, len(lines) - MAX_OTHERS) + len(added) - shown.row_count
+        lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
+        lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already.",
+        f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",
+        *lines,
+        shown,
+    )
     return 0
 
 
@@ -154,44 +181,6 @@ def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
         }
         row["earlier_step_s"] = same[-1].metrics.get(STEP_SECONDS) if same else None
     return row
-
-
-def _print_import(
-    visit: ImportedVisit,
-    added: list[Record],
-    before: list[Record],
-    verdicts: list[dict[str, str]],
-    results: Path,
-    details: bool,
-) -> None:
-    gpus = visit.facts.get("provenance", {}).get("gpus") or []
-    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
-    lines = [f"claim {change['claim']}: {change['before']} -> {change['after']}" for change in verdicts]
-    wrong = [outcome for outcome in visit.outcomes if outcome.get("outcome") != "ok"]
-    lines += [
-        f"{outcome.get('name')}: {outcome.get('outcome')}: {outcome.get('reason')}" for outcome in wrong
-    ]
-    for measurement in visit.measurements:
-        values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
-        name = values.pop("name", "")
-        numbers = (f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items())
-        lines.append(f"{name}: {', '.join(numbers)}")
-    shown = new_table("new record", "outcome", "step time (s)", "earlier step time (s)", left=2)
-    for record in added if details else added[:MAX_ROWS]:
-        row = _record_row(record, before)
-        times = (_seconds(row.get("step_s")), _seconds(row.get("earlier_step_s")))
-        shown.add_row(row["name"], row["outcome"], *times)
-    if not details:
-        hidden = max(0, len(lines) - MAX_OTHERS) + len(added) - shown.row_count
-        lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
-        lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
-    print_page(
-        stdout(PAGE_COLUMNS),
-        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already.",
-        f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",
-        *lines,
-        shown,
-    )
 
 
 def _seconds(value: float | None) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import Console
+
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
@@ -38,7 +40,7 @@ from repro.util.console import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from repro.launch.run import ExperimentPreview
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
@@ -344,23 +346,10 @@ def reason_lines(reasons: Sequence[str]) -> list[str]:
     return lines
 
 
-def print_dry_run(
-    suites: list[Path],
-    only: list[str],
-    results: Path,
-    rerun: bool,
-    json: bool,
-    evidence: str,
-    system: str,
-    details: bool = False,
-) -> int:
-    """Print numbers of experiments by state, their estimated time, and with `details` a row of each; return 0.
+def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool) -> int:
+    """Print numbers of experiments by state, their estimated time, and with `details` a row of each; return 0."""
+    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN
 
-    Raises `ConfigError` if a suite is invalid.
-    """
-    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN, preview_run
-
-    found = preview_run(suites, only, results, rerun, evidence, system)
     if json:
         print_json([asdict(each) for each in found])
         return 0

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from repro.config.errors import require
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
@@ -23,10 +25,6 @@ from repro.report.text.schedule_plan import (
 )
 from repro.util import files
 from repro.util.console import PAGE_COLUMNS, new_facts_table, stdout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 
 def print_schedule(
@@ -83,8 +81,6 @@ Cell = tuple[str, str]
 
 def print_drawing(plan: TimedSchedule, most: int | None) -> None:
     """Print the properties of a schedule, then its drawing (`draw_schedule`) in the width of the terminal."""
-    from rich.text import Text
-
     console = stdout(PAGE_COLUMNS)
     rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
@@ -100,8 +96,6 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
 
     `most`: number of lines without the legend, for which stages in the middle are left out; None: all stages.
     """
-    from rich.text import Text
-
     colour = console.color_system is not None
     live = plan.in_flight
     left, right = len("stage "), len(" in flight")
@@ -243,8 +237,6 @@ def _axis(first: int, last: int, scale: Fraction) -> str:
 
 
 def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
-    from rich.text import Text
-
     chunks = plan.chunks if per_action else 1
     line = Text(" " * len("stage "))
     for kind, word in ((FORWARD, "forward"), (BACKWARD, "backward")):

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from repro.accuracy.validate.published import (
     ALL_RATES,
     CALIBRATION,
@@ -20,12 +23,7 @@ from repro.accuracy.validate.published import (
     family_statistics,
     points,
 )
-from repro.accuracy.validate.unknowns import (
-    LISTED_INPUTS,
-    UncertainInput,
-    count_by_claim,
-    format_range,
-)
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, UncertainInput, count_by_claim, format_range
 from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
@@ -33,9 +31,6 @@ from repro.util import files, units
 from repro.util.console import PAGE_COLUMNS, new_facts_table, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from repro.accuracy.validate.implied_inputs import ImpliedInput
     from repro.accuracy.validate.machine import MachineErrors
 

@@ -220,13 +220,7 @@ def question_of(
     if model is None:
         room = whole - system.context()
         hidden = sizes.get("hidden") or suggested_width(room, layout.tp * layout.pp, layout)
-        keys = {
-            "heads": _heads(hidden, layout.tp),
-            "vocab": 51200,
-            "seq": 1024,
-            **sizes,
-            "hidden": hidden,
-        }
+        keys = {"heads": _heads(hidden, layout.tp), "vocab": 51200, "seq": 1024, **sizes, "hidden": hidden}
         shape, tokens = Model(name="gpt", layers=1, **keys), 0
     else:
         known, tokens = model, sizes.get("seq", 0)
