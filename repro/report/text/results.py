@@ -287,7 +287,14 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 
 
 def print_run(
-    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+    suites: list[Path],
+    only: list[str],
+    results: Path,
+    rerun: bool,
+    json: bool,
+    evidence: str,
+    system: str,
+    details: bool,
 ) -> int:
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
@@ -300,14 +307,14 @@ def print_run(
     for ended in run_suites(suites, only, results, rerun, evidence, system):
         found.append(ended)
         if not json:
-            print_run_summary(ended.summary, with_table=len(suites) == 1)
+            print_run_summary(ended.summary, with_table=details or len(suites) == 1, details=details)
     if json:
         summaries = [ended.summary for ended in found]
         print_json(summaries if len(suites) > 1 else summaries[0])
     return max(ended.code for ended in found)
 
 
-def print_run_summary(summary: dict[str, Any], *, with_table: bool) -> None:
+def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: bool) -> None:
     """Print the totals in one line, unexpected outcomes, missing requirements, then the results `with_table`."""
     rows = summary["experiments"]
     for remark in summary["skipped_lines"]:
@@ -332,7 +339,7 @@ def print_run_summary(summary: dict[str, Any], *, with_table: bool) -> None:
         names = [row["name"] for row in rows]
         records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
         found = results_of_run(select(records), summary["suite"], names, summary["evidence"])
-        print_result_tables(found, rows=MAX_ROWS - 1 - len(lines))
+        print_result_tables(found, details=details, rows=MAX_ROWS - 1 - len(lines))
 
 
 def reason_lines(reasons: Sequence[str]) -> list[str]:
