@@ -79,7 +79,7 @@ def run(
         return print_dry_run(found, json, details)
     from repro.report.text.results import print_run
 
-    return print_run(suites, only, results, rerun, json, evidence, system, details)
+    return print_run(suites, only, results, rerun, json, details, evidence=evidence, system=system)
 
 
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")

@@ -55,11 +55,11 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
     if json:
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0
-    model = source.model
+    sizes = source.model
     print_page(
         stdout(PAGE_COLUMNS),
-        f"{output}: weights of {source.kind}, {model.layers} layers of width {model.hidden}, "
-        f"{model.vocab} tokens.",
+        f"{output}: weights of {source.kind}, {sizes.layers} layers of width {sizes.hidden}, "
+        f"{sizes.vocab} tokens.",
         new_table("file", "size", rows=[(path.name, units.size(path.stat().st_size)) for path in written]),
     )
     return 0

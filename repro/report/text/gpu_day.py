@@ -51,11 +51,9 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
         f"Left out: {', '.join(f'{count} steps ({plan})' for plan, count in others)}." if others else ""
     )
     enough = f"All steps that can run here need about {needed_s:.0f} s."
-    headings = ("step", "estimate (s)", "time limit (s)", "plan", "question", "basis of the estimate")
-    wrap, most = headings[3:], len(rows)
-    if not details:
-        headings, most = headings[:3], MAX_ROWS
-    shown = new_table(*headings, left={"step", *wrap}, wrap=wrap)
+    wrap = ("plan", "question", "basis of the estimate")
+    headings = ["step", "estimate (s)", "time limit (s)", *(wrap if details else ())]
+    shown, most = new_table(*headings, left={"step", *wrap}, wrap=wrap), len(rows) if details else MAX_ROWS
     listed = [(step, plan) for step, plan in rows if details or plan == "starts"]
     for step, plan in listed[:most]:
         cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis

@@ -287,14 +287,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 
 
 def print_run(
-    suites: list[Path],
-    only: list[str],
-    results: Path,
-    rerun: bool,
-    json: bool,
-    evidence: str,
-    system: str,
-    details: bool,
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: str
 ) -> int:
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
@@ -304,7 +297,7 @@ def print_run(
     from repro.launch.run import run_suites
 
     found = []
-    for ended in run_suites(suites, only, results, rerun, evidence, system):
+    for ended in run_suites(suites, only, results, rerun, **how):
         found.append(ended)
         if not json:
             print_run_summary(ended.summary, with_table=details or len(suites) == 1, details=details)

@@ -153,8 +153,8 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
         text += "in the 90 % interval of uncertain inputs. "
     if ratios:
         text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
-    headings = ("family", "rows", "median\nerror (%)", "error below\n25 %", "in 90 %\ninterval")
-    headings += ("in wider\ninterval", "largest\nerror (%)", "claim of the\nlargest error")
+    headings = ["family", "rows", "median\nerror (%)", "error below\n25 %", "in 90 %\ninterval"]
+    headings += ["in wider\ninterval", "largest\nerror (%)", "claim of the\nlargest error"]
     left = (headings[0], headings[-1])
     rows = (_statistics_cells(family) for family in families)
     statistics = new_table(*headings, left=left, wrap=left, rows=rows)
