@@ -142,7 +142,7 @@ def print_result_tables(
         hidden = len(group.records) - (most or len(group.records))
         reasons = [f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures]
         if not details:
-            reasons = [shorten(reason, console.width, placeholder=" ...") for reason in reasons[:lines]]
+            reasons = [shorten(reason, PAGE_COLUMNS, placeholder=" ...") for reason in reasons[:lines]]
         more = f"Smallest model first, then fastest; --details lists {hidden} more." if hidden > 0 else ""
         print_page(console, more, *reasons)
         _print_comparisons(console, compared)

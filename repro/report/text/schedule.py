@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
+from textwrap import wrap
 
 from rich.console import Console
 from rich.text import Text
@@ -128,10 +129,8 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
             line.append(f"{live[stage]:>{right}}", style="dim")
             lines.append(line)
     lines.append(_legend(plan, per_action, colour))
-    indent = " " * left
-    lines += [
-        Text(f"{indent}{note}", style="dim") for note in _notes(plan, per_action, colour, columns > width)
-    ]
+    for note in _notes(plan, per_action, colour, columns > width):
+        lines += [Text(" " * left + part, style="dim") for part in wrap(note, console.width - left)]
     return lines
 
 
