@@ -128,7 +128,8 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
                 line.append(characters, style=style)
             line.append(f"{live[stage]:>{right}}", style="dim")
             lines.append(line)
-    lines.append(_legend(plan, per_action, colour))
+    legend = _legend(plan, per_action, colour)
+    lines.append(legend if len(legend) <= console.width else legend[left:])
     for note in _notes(plan, per_action, colour, columns > width):
         lines += [Text(" " * left + part, style="dim") for part in wrap(note, console.width - left)]
     return lines
