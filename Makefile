@@ -270,6 +270,7 @@ check: $(INSTALLED_TEST)
 	@ln -s $(CURDIR)/repro/* $(CURDIR)/kernels build/typed/repro
 	cd build/typed && $(abspath $(BIN))/python -m mypy --config-file $(CURDIR)/pyproject.toml
 	@$(BIN)/python -m tests.structure >/dev/null
+	$(BIN)/python -m pytest -q tests/test_text.py
 
 structure: $(INSTALLED_TEST)
 	@$(BIN)/python -m tests.structure

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from repro.wrap.parallelize import parallelize
 
 if not os.path.isdir(os.path.join(__path__[0], "kernels")):
-    # A checkout: `repro.kernels` and `repro.examples` lie beside this package, and need no installation to be found.
+    # A checkout: `repro.kernels` and `repro.examples` are in the same folder as this package and need no installation.
     __path__.append(os.path.dirname(__path__[0]))
 
 

@@ -68,7 +68,7 @@ def imports(module: str) -> Iterator[str]:
 
 def package(module: str) -> str:
     """Return the package directly under `repro` that contains `module`; `repro` for the top level itself."""
-    return module.split(".")[1] if "." in module else "repro"
+    return module.split(".")[1] if "." in module.removesuffix(".__main__") else "repro"
 
 
 def test_every_package_has_one_place_in_the_order() -> None:

@@ -121,7 +121,7 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
     judged = run(python, *COMMAND, "claims", "zero-mem-formula-stages", "--json", cwd=here)
     assert "measured" in judged
     traced = run(python, *COMMAND, "run", "yuan", "--evidence", "simulated", "--only", "rule-m480", cwd=here)
-    assert "1 simulated experiments: 1 ok" in traced
+    assert "1 simulated experiment: 1 ok" in traced
     shown = run(
         python,
         *COMMAND,
@@ -134,7 +134,7 @@ def test_a_wheel_answers_far_from_the_checkout(wheel: Path, tmp_path: Path) -> N
         "--dry-run",
         cwd=here,
     )
-    assert "nothing was submitted (--dry-run)" in shown
+    assert "Nothing is submitted." in shown
 
 
 def test_a_checkout_needs_no_installation(checkout: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""Style of README, CONTRIBUTING, docs and refusals: lengths, private words, and units in tables."""
+"""Style of README, CONTRIBUTING, docs, messages and docstrings: lengths, private words, and units in tables."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -15,6 +19,8 @@ GENERATED = ("commands.md",)
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 MAX_PAGE_WORDS = 1500
 MAX_SENTENCE_WORDS = 25
+MAX_MODULE_SENTENCE_WORDS = 30
+"""Limit in messages, docstrings and comments."""
 PRIVATE_WORDS = re.compile(
     r"\b(rooms?|storeys?|houses?|things?|doubts?|doubted|circles?|beside|looks?|looked|looking|said|told|kept|gone|anew)\b",
     re.IGNORECASE,
@@ -98,25 +104,73 @@ def test_headers_of_numbers_name_their_unit(page: Path) -> None:
     assert missing == []
 
 
-def refusals(module: Path) -> Iterator[str]:
-    """Yield the texts that a module raises, and its constants that are sentences; `X` for a value in a text."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        raised = node.exc.args if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else []
-        for value in [*raised, *([node.value] if isinstance(node, ast.Assign) else [])]:
-            if isinstance(value, ast.JoinedStr):
-                yield "".join(
-                    str(part.value) if isinstance(part, ast.Constant) else "X" for part in value.values
-                )
-            elif isinstance(value, ast.Constant) and " " in str(value.value):
-                yield str(value.value)
+@cache
+def module_texts(module: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return docstrings, comments and all other texts of several words of a module; `X` for a value in a text."""
+    source = module.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    docstrings = {id(n.value): n.value.value for n in nodes if isinstance(n, ast.Expr) and is_text(n.value)}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    messages = [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else str(node.value)
+        for node in nodes
+        if (isinstance(node, ast.JoinedStr) or is_text(node)) and id(node) not in {*docstrings, *parts}
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return list(docstrings.values()), comments, [text for text in messages if " " in text]
+
+
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def long_sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of more than 30 words; a name of one letter in a formula is no word."""
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |\d+\. )", text):
+        lines = [line for line in paragraph.splitlines() if not re.match(r"\s*\||    \w+   +", line)]
+        for sentence in re.split(r"(?<=[.!?:;])\s+", re.sub(r"`[^`]*`", "CODE", " ".join(lines))):
+            if len(re.findall(r"\S*\w\w\S*", sentence)) > MAX_MODULE_SENTENCE_WORDS:
+                yield sentence
+
+
+MODULES = [*sorted((ROOT / "repro").rglob("*.py")), *sorted((ROOT / "kernels").rglob("*.py"))]
+FOLDERS = sorted({str(Path(*module.relative_to(ROOT).parts[:2]).with_suffix("")) for module in MODULES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_modules_have_plain_words_and_short_sentences(folder: str) -> None:
+    """In messages, docstrings and comments."""
+    found = []
+    for module in (module for module in MODULES if str(module.relative_to(ROOT)).startswith(folder)):
+        for text in (text for texts in module_texts(module) for text in texts):
+            plain = re.sub(r"`[^`]*`", "CODE", text)
+            found += [(module.name, match[0], text[:80]) for match in PRIVATE_WORDS.finditer(plain)]
+        docstrings, _, messages = module_texts(module)
+        found += [
+            (module.name, "long", each) for text in docstrings + messages for each in long_sentences(text)
+        ]
+    assert found == []
+
+
+def test_offending_texts_of_a_module_are_found(tmp_path: Path) -> None:
+    module = tmp_path / "one.py"
+    module.write_text(
+        '"""Kept."""\n\nx = 1  # told\n\n\ndef f(n: int) -> None:\n    """Look."""\n'
+        '    raise ValueError(f"said {n} things")\n'
+    )
+    assert module_texts(module) == (["Kept.", "Look."], ["# told"], ["said X things"])
+    assert list(long_sentences("word " * 31))
+    assert not list(long_sentences("word " * 30))
+    assert not list(long_sentences("a = b " * 20 + "\n| cell " * 40))
 
 
 @pytest.mark.parametrize("folder", ["repro/wrap", "repro/parallel/zero"])
-def test_a_refusal_has_two_plain_sentences(folder: str) -> None:
-    texts = [text for module in sorted((ROOT / folder).glob("*.py")) for text in refusals(module)]
+def test_a_refusal_has_two_sentences(folder: str) -> None:
+    texts = [text for module in sorted((ROOT / folder).glob("*.py")) for text in module_texts(module)[2]]
     assert len(texts) > 4
     for text in texts:
-        sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
-        assert len(sentences) <= 2, text
-        assert max(len(words(sentence)) for sentence in sentences) <= MAX_SENTENCE_WORDS, text
-        assert not PRIVATE_WORDS.search(text), text
+        assert len(re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)) <= 2, text

@@ -9,7 +9,7 @@ from repro.claims.expression import Value
 from repro.claims.judge import weakest_verdict
 from repro.claims.ledger import EMULATED, PUBLISHED_SCALE, Headline, Ledger
 from repro.claims.published import append_unit, format_value
-from repro.claims.verdicts import NOT_RUN, ClaimResult, Finding, RowResult
+from repro.claims.verdicts import BAD, NOT_RUN, ClaimResult, Finding, RowResult
 from repro.results.schema import MEASURED, SIMULATED
 from repro.util import units
 
@@ -36,6 +36,8 @@ class HeadlineLine:
     """Verdict of the rows of the headline; the claim may have more rows."""
     machines: tuple[str, ...]
     """Machines of the values that one device measured (`measuring_machines`)."""
+    miss: str
+    """Accepted values and cause of the first row that misses them (`describe_miss`); empty without such a row."""
 
 
 def headline_lines(ledger: Ledger, results: Sequence[ClaimResult]) -> list[HeadlineLine]:
@@ -57,10 +59,21 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
             values[kind] = other
     printed = " / ".join(dict.fromkeys(row.row.published for row in rows))
     published = headline.published or append_unit(printed, rows[0].row.unit)
-    machines = measuring_machines(rows)
-    return HeadlineLine(
-        number, headline.name, headline.claim, published, values, weakest_verdict(rows), machines
-    )
+    miss = next((describe_miss(row) for row in rows if row.verdict in BAD), "")
+    verdict, machines = weakest_verdict(rows), measuring_machines(rows)
+    return HeadlineLine(number, headline.name, headline.claim, published, values, verdict, machines, miss)
+
+
+def describe_miss(row: RowResult) -> str:
+    """Return the value of a missed row, the accepted values, and the first sentence of the row's note as the cause."""
+    missed = next(finding for finding in row.findings if finding.verdict in BAD)
+    accepted, _, rule = missed.tolerance.partition(": ")
+    if rule:
+        accepted += f" ({rule.partition(' (')[0]})"
+    else:
+        accepted = OUTCOMES.get(row.row.published, row.row.published)
+    cause = row.row.note.partition(". ")[0].rstrip(".")
+    return f"{missed.kind} {_text(row, missed.value)}, accepted {accepted}.{f' {cause}.' * bool(cause)}"
 
 
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 **Origin.** A formula of a paper on sizes is a `closed form`, a simulated step a `trace`, real processes a `run`, and a
 count of this repository's scripts a `count`. Every other value is `the source against itself`: arithmetic on columns
-and literals, a printed or digitised number, a published rate typed as a float, a formula compared with a derived
-value, or a row whose answer is `given`. Such a value shows only that a source is consistent.
+and literals, a printed or digitised number, or a published rate typed as a float. A formula compared with a derived
+value and a row whose answer is `given` also are. Such a value shows only that a source is consistent.
 
 **Independent quantities.** Many cells of the ledger evaluate one formula. A test is the set of quantities that one
 finding reads:

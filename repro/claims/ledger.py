@@ -163,7 +163,7 @@ class Claim:
 
 @dataclass(kw_only=True)
 class Headline:
-    """A statement that readers of the reports look for first, in one line; `[[headline]]` in headlines.toml."""
+    """One of the best-known statements of the reports, in one line; `[[headline]]` in headlines.toml."""
 
     name: str
     """The statement in at most 30 characters."""

@@ -43,8 +43,8 @@ PEAK = "PEAK"
 QUESTION_FAMILIES = ("throughput", "memory", "limit", "scaling", "time")
 """Families whose claims have a question or a reason to have none."""
 PREDICTIONS = (
-    "Predictions of Llamas of the same size in software of 2024, with the 90 % interval that the system's unknown "
-    "numbers leave and the model's own error is not in; no verdicts."
+    "Predictions for Llama models of the same size with software of 2024; no verdicts. The 90 % intervals contain the "
+    "uncertain inputs of the system, not the error of the time model."
 )
 
 
@@ -154,7 +154,9 @@ def _words_and_thresholds(parts: list[str | float]) -> tuple[tuple[str, ...], tu
     steps = tuple(float(part) for part in parts[1::2] if not isinstance(part, str))
     rising = all(low < high for low, high in pairwise(steps))
     if len(words) + len(steps) != len(parts) or not rising or (parts and len(parts) % 2 == 0):
-        raise ConfigError("words", parts, 'words with rising thresholds between them: ["gone", 1.1, "still"]')
+        raise ConfigError(
+            "words", parts, 'words with rising thresholds between them: ["slower", 1.1, "faster"]'
+        )
     return words, steps
 
 

@@ -13,12 +13,7 @@ from repro.claims.expression import Uncertain, Value
 from repro.config import ConfigError, Experiment, Model, models
 from repro.config.engines import NATIVE
 from repro.results.interval import Case, StepInterval
-from repro.results.metrics import (
-    STEP_SECONDS,
-    final_loss,
-    metric_at_step_seconds,
-    relative_loss_distance,
-)
+from repro.results.metrics import STEP_SECONDS, final_loss, metric_at_step_seconds, relative_loss_distance
 from repro.results.reference_records import ReferenceFile
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import select

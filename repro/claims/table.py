@@ -66,13 +66,12 @@ def totals(counts: dict[str, Any]) -> str:
     evidence, itself = counts["evidence"], counts["against_itself"]
     kinds = ", ".join(f"{found['things']} {kind}" for kind, found in evidence.items() if found["things"])
     agree, checked = itself["rows_reproduced"], itself["rows_decided"]
-    text = f"{counts['things']['tested']} independent things tested ({kinds or 'none'}), "
-    text += f"{counts['things']['hold']} hold in all their values"
-    if counts["things"]["possible"]:
-        text += f" and {counts['things']['possible']} are possible, as far as inputs are known"
+    tested = counts["things"]
+    text = f"{tested['tested']} independent quantities tested ({kinds or 'none'}): "
+    text += f"{tested['hold']} agree in all values, {tested['possible']} are possible."
     if checked:
-        text += f"; beside them {agree} of {checked} values are consistent with their own source, which is no test"
-    return f"{text}."
+        text += f" {agree} of {checked} other values are consistent with their own source, which is no test."
+    return text
 
 
 _WORDS = {

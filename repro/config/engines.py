@@ -115,7 +115,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
         Combination(
             "zero",
             lambda layout, _: layout.zero == 1 and layout.dp > 1 and _has_model_parallelism(layout),
-            "0, 2 or 3 beside tp or pp",
+            "0, 2 or 3 with tp or pp",
         ),
         # With model parallelism or 16 bits FSDP2 sums the gradients, and it has no buckets.
         Combination(
@@ -124,7 +124,7 @@ COMBINATIONS: dict[str, tuple[Combination, ...]] = {
                 not layout.gradient_as_bucket_view
                 and (_has_model_parallelism(layout) or layout.precision != "fp32")
             ),
-            "true in 16 bits and beside tp or pp",
+            "true in 16 bits and with tp or pp",
         ),
         Combination(
             "global_batch",

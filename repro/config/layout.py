@@ -59,10 +59,10 @@ class Layout:
     by an all-gather: 1.5x the bytes."""
     zero3_gather: str = "block"
     """How stage 3 gathers: `block` by block while the one before computes, or `parameter` by parameter as released in
-    March 2021.  Each is then waited for before the next one begins, and goes and comes as a list of the ranks' parts,
-    for which the host makes views and copies one by one; it waits for the device before and after a gather.  Parameters
-    of fewer than 100,000 elements stay whole until the optimizer's step; what a layer that is computed again uses again
-    only after 1e9 elements of others is gathered once more for its backward pass."""
+    March 2021.  With `parameter`, gathers do not overlap.  A gather sends and receives a list of the ranks' parts, for
+    which the host makes views and copies.  The host waits for the device before and after each gather.  Parameters of
+    fewer than 100,000 elements stay gathered until the optimizer's step.  A recomputed layer gathers a parameter again
+    for its backward pass if 1e9 elements of other parameters lie between the two uses."""
     sp: bool = False
     """Megatron sequence parallelism: norms and dropouts split along the sequence; needs tp > 1."""
     micro_batch: int = 1
@@ -83,7 +83,7 @@ class Layout:
     md: bool = False
     """M_D: checkpoints and transient gradients live in memory set aside once (1910.02054 sec. 6.3)."""
     offload_optimizer: bool = False
-    """Optimizer states are kept and updated in host memory (ZeRO-Offload, 2101.06840), which DeepSpeed alone does."""
+    """Optimizer states are stored and updated in host memory (ZeRO-Offload, 2101.06840), with DeepSpeed only."""
     precision: str = "fp32"
     """fp32; bf16 with fp32 master weights; fp16 with fp32 master weights and dynamic loss scaling."""
     grad_dtype: str = "precision"
@@ -94,7 +94,7 @@ class Layout:
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True
     """Gradients lie in the buckets that are reduced.  Without, as in torch's DistributedDataParallel until 1.7 (and by
-    default since), a bucket is a copy beside the gradients for the whole training: 2 Psi bytes more in 16 bits."""
+    default since), buckets are copies in addition to the gradients: 2 Psi bytes more in 16 bits."""
     kernels: OperatorSet = OperatorSet.FUSED
     """What computes a layer, the loss and the optimizer."""
     tp_overlap: bool = True

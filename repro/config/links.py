@@ -65,7 +65,7 @@ ASSUMED_ANY: dict[str, Quantity] = {
     "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
     "pair": Quantity(value=1.0, source="a switch: all of a device's bandwidth leads to any other"),
     "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
-    "overlap_cost": Quantity(value=0.0, source="compute loses nothing to a collective beside it"),
+    "overlap_cost": Quantity(value=0.0, source="compute loses no time during a collective"),
     "pod": Quantity(value=1.0, source="it matters under oversubscription alone"),
     "oversubscription": Quantity(value=1.0, source="every node reaches every other at its full bandwidth"),
 }

@@ -83,7 +83,9 @@ def _binary(name: str, path: Path) -> Corpus:
         # Ids of 4 bytes read as 2: every second one is then 0, which text never is.
         if len(start) >= 64 and not start[1::2].any() and start[::2].any():
             raise ConfigError(
-                "data", name, "ids of 2 bytes; these look like 4, whose file name ends in .u32.bin"
+                "data",
+                name,
+                "ids of 2 bytes; these are probably ids of 4 bytes, whose file name ends in .u32.bin",
             )
     return Corpus(name, tokens, int(np.iinfo(tokens.dtype).max))
 

@@ -87,6 +87,6 @@ class Training:
             not self.continues or self.checkpoint_every > 0,
             "continues",
             self.continues,
-            says="needs checkpoint_every of 1 or more beside it",
+            says="needs checkpoint_every of 1 or more",
         )
         require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")

@@ -56,7 +56,7 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
     if not spread.cb:
         parts.append("without C_B")
     if not spread.gradient_as_bucket_view:
-        parts.append("buckets beside the gradients")
+        parts.append("separate gradient buckets")
     if spread.kernels is not OperatorSet.FUSED:
         parts.append(_KERNELS[spread.kernels])
     if spread.tp > 1 and not spread.tp_overlap:

@@ -97,7 +97,7 @@ class Recorder:
                 self._reported_fallbacks.add(why)
                 print(
                     f"warning: {name} ran torch's operators in place of CUDA kernels for {', '.join(operators)}: "
-                    f"{why}\n(`repro doctor` says how kernels stand; this is said once)",
+                    f"{why}\n(`repro doctor` shows the state of the kernels; this warning appears once)",
                     file=sys.stderr,
                     flush=True,
                 )

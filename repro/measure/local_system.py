@@ -9,7 +9,7 @@ from repro.config.system import Device, Link, Quantity, System
 from repro.config.systems import LOCAL
 from repro.measure.provenance import cpu, gpus, host_memory, nvml
 
-NOT_MEASURED = "the machine does not tell; it has to be measured or looked up"
+NOT_MEASURED = "the machine does not report it; measure it or take it from a data sheet"
 
 
 def load_system(name: str | Path) -> System:

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of each sample are split over the cp group, keys and values are gathered.
 
-Symbols: b samples of s tokens, cp ranks of which this is number i, chunks of c = s / 2cp tokens, h_kv the width of
-this tp rank's keys, e bytes an element.
+Symbols: b samples of s tokens, rank i of cp, and chunks of c = s / 2cp tokens.  The keys of this tp rank have width
+h_kv, and an element has e bytes.
 
 A rank has chunks i and 2cp-1-i of every sample, one early and one late, so that causal attention is equal work on all
 ranks.  Chunk k attends to k c + c/2 keys on average, and the two together to (2cp-1) c + c = s (2407.21783 sec. 3.3.2;

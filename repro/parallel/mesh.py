@@ -1,8 +1,8 @@
 """The grid of ranks, its groups, and their process groups and communicators.
 
 `layout.order` defines which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
-`((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of one tensor-parallel group are
-neighbours and share a node, those of a context-parallel group are next, and pipeline stages are far apart.
+`((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`. The ranks of one tensor-parallel group are thus
+neighbours and share a node. Those of a context-parallel group are next, and pipeline stages are far apart.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
     a step this is a deadlock if a stage posts a receive before it sends the message that its peer waits for. All ranks
     therefore call this function before the first step, and use the groups and channels in one order.
 
-    The result has the key `start` for memory before the first communicator (the CUDA context, other processes), the
-    names of the groups for their communicators, and `channels` for the communicators of a pipeline's messages.
+    The result has the key `start` for memory before the first communicator (the CUDA context, other processes). The
+    names of the groups are the keys of their communicators, and `channels` is the key of a pipeline's messages.
     """
     found = {START: non_torch_bytes(device) - sum(_communicator_bytes.values())}
     message = torch.zeros(1, device=device)

@@ -222,10 +222,10 @@ def _independent(results: list[ClaimResult]) -> str:
     itself = sum(all(finding.itself for finding in findings) for findings in rows if findings)
     tested = sum(found[kind].tested for kind in KINDS)
     return f"""\
-{len(results)} claims have {len(rows)} values. Many are one formula or one run again: what can be tested are {tested}
-independent things ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be held
-against their own source: they come out `consistent` or `inconsistent`, never `reproduced`.
-A predicted time that misses is `possible` where the published value lies in what unknown numbers of its system leave.
+{len(results)} claims have {len(rows)} values. Several values may repeat one formula or one run: {tested} independent
+quantities can be tested ({kinds}; `repro/claims/independence.py` counts them). {itself} values can only be compared
+with their own source: their verdict is `consistent` or `inconsistent`, never `reproduced`.
+A predicted time that misses is `possible` if the interval from unknown inputs contains the published value.
 """
 
 

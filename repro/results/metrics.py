@@ -17,7 +17,7 @@ of the slowest rank. Memory is the maximum over ranks. Communication is that of 
 - `pipeline.bubble` is the wait of a step's busiest rank for other stages over its compute time, (t - ideal)/ideal of
   2104.04473 sec. 2.2. Waits of other ranks for this slower rank are not part of the bubble. The value is the median
   over the undisturbed timed steps, with the 95 % bootstrap interval `.low` to `.high`. A step is disturbed if other
-  ranks or programs kept a rank from its core while it computed, because waits for that rank do not depend on the
+  ranks or programs used a rank's core while it computed, because waits for that rank do not depend on the
   schedule. With fewer than three undisturbed steps there is no interval and no bubble. A library whose stages also have
   tp or dp has no bubble, because its waits are measured from outside.
 - `model_flops_per_s` counts attention in full, as 2104.04473 does, and `causal_flops_per_s` only its causal half.

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
-from repro.results.schema import (
-    MEASURED,
-    ComparisonRecord,
-    ExperimentRecord,
-    FitRecord,
-    Record,
-    read_record,
-)
+from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, FitRecord, Record, read_record
 from repro.results.select import select
 from repro.util.files import write_file
 

@@ -109,3 +109,16 @@ def test_the_experiments_of_a_claim_are_those_that_its_evidence_reads() -> None:
     assert set(named_experiments(ledger, "yuan-step-time", SIMULATED)) >= {"yuan/yuan-245b"}
     with pytest.raises(ConfigError, match="has no simulated evidence"):
         named_experiments(ledger, "ds-same-loss", SIMULATED)
+
+
+def test_a_missed_row_names_its_value_the_accepted_values_and_its_cause(tmp_path: Path) -> None:
+    note = 'simulated = { value = \'metric("s/b", "speed")\' }, note = "Links are slow. More."'
+    rows = row("a", "2.0", simulated=reads("a"))
+    rows += f'{{ label = "b", published = "4.0", unit = "x", metric = "ratio", {note} }},\n'
+    word = "{ value = 'outcome(\"s/c\")', expect = '\"ok\"' }"
+    rows += f'{{ label = "c", published = "ok", unit = "", simulated = {word} }},\n'
+    values = simulated("a", 2.0), simulated("b", 1.234), changed(simulated("c", 1.0), outcome="oom")
+    missed = line(tmp_path, rows, "rows = ['a', 'b']", *values)
+    assert missed.miss == "simulated 1.23, accepted 3.52 to 4.48x (12%). Links are slow."
+    assert line(tmp_path, rows, "rows = ['c']", *values).miss == "simulated does not fit, accepted fits."
+    assert line(tmp_path, rows, "rows = ['a']", *values).miss == ""

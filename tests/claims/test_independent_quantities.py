@@ -63,7 +63,7 @@ def test_what_is_consistent_is_counted_apart(tmp_path: Path) -> None:
         {"tested": 1, "hold": 1, "possible": 0},
         1,
     )
-    assert "1 of 1 values are consistent with their own source, which is no test" in totals(counts)
+    assert "1 of 1 other values are consistent with their own source, which is no test" in totals(counts)
 
 
 def test_the_ledgers_cells_are_far_more_than_its_things() -> None:

@@ -24,8 +24,8 @@ def test_a_claim_in_one_line(tmp_path: Path) -> None:
 
 def test_totals_in_a_sentence(tmp_path: Path) -> None:
     assert totals(summary([judged(tmp_path, row())])) == (
-        "1 independent things tested (1 analytic), 1 hold in all their values."
+        "1 independent quantities tested (1 analytic): 1 agree in all values, 0 are possible."
     )
     assert totals(summary([judged(tmp_path, row(analytic=""))])) == (
-        "0 independent things tested (none), 0 hold in all their values."
+        "0 independent quantities tested (none): 0 agree in all values, 0 are possible."
     )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.slurm.conftest import site, slurm, submitted  # noqa: F401
+
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,16 @@ from tests.report import synthetic
 SUITES = Path(__file__).parents[2] / "suites"
 ONE_STEP = "--model tiny.toml --system dgx2"
 SAMPLES = {
-    "run": [f"run {SUITES / 'smoke.toml'} --dry-run --only 'states-*' --results store"],
+    "run": [
+        f"run {SUITES / 'smoke.toml'} --dry-run --results store",
+        f"run {SUITES / 'zero_throughput.toml'} --dry-run --results store",
+        f"run {SUITES / 'again.toml'} --dry-run --evidence simulated --system dgx-h100 --results store",
+    ],
     "results": ["results smoke --results store"],
     "init": ["init mine-{width}.toml"],
     "doctor": ["doctor --results store"],
-    "gpu-day": ["gpu-day --dry-run"],
+    "gpu-day": ["gpu-day --dry-run", "gpu-day --dry-run --minutes 60"],
+    "submit": [f"submit {SUITES / 'smoke.toml'} --profile lab --dry-run --results store"],
     "claims": [
         "claims --results store",
         "claims zero-fig2-throughput --results store",
@@ -30,7 +35,11 @@ SAMPLES = {
     "models": ["models", "models gpt2-1.5b"],
     "systems": ["systems", "systems dgx2", "systems here.toml"],
     "compare": ["compare store store"],
-    "schedule": ["schedule --pp 4 --micro-batches 8", "schedule --pp 4 --micro-batches 8 --chunks 2"],
+    "schedule": [
+        "schedule --pp 4 --micro-batches 8",
+        "schedule --pp 4 --micro-batches 8 --chunks 2",
+        "schedule --pp 64 --micro-batches 64",
+    ],
     "simulate": [f"simulate {ONE_STEP} --gpus 4 --tp 2 --pp 2 --zero 1"],
     "fit": [f"fit {ONE_STEP} --gpus 2 --micro-batch 1 --memory-limit 1440MB"],
     "plan": [
@@ -47,7 +56,7 @@ SAMPLES = {
 SLOW = ("claims", "twin", "plan", "simulate", "fit", "compare", "validate", "run")
 """Commands whose samples take seconds: they trace steps or judge the ledger."""
 EXEMPT = {
-    **dict.fromkeys(("submit", "status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
+    **dict.fromkeys(("status", "logs", "cancel", "collect"), "needs a submission to SLURM"),
     **dict.fromkeys(("lab up", "lab exec"), "makes or needs an emulated network"),
     **dict.fromkeys(("report", "export", "artifact", "export-weights"), "writes files"),
     "evaluate": "needs weights",

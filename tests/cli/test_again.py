@@ -30,7 +30,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_claims_on_system("ds-3p75x-lowbw", "dgx-h100", False, results) == 0
+    assert print_claims_on_system("ds-3p75x-lowbw", "dgx-h100", False, results, True) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "3.75x 1.5x a smaller gain" in text
     assert "1.5b-dp: no record" in text
@@ -38,17 +38,18 @@ def test_answers_stand_beside_what_was_published(results: Path, capsys: pytest.C
     assert "1 not simulated yet: `repro run again --evidence simulated --system dgx-h100`" in text
 
 
-def test_where_nothing_is_simulated_one_line_says_what_does_it(
+def test_a_store_without_predictions_names_the_command_that_makes_them(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert print_claims_on_system("", "dgx-h200", False, results) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("`repro run again --evidence simulated --system dgx-h200` does it.")
-    assert print_claims_on_system("", "dgx-h200", True, results) == 1
+    assert print_claims_on_system("", "dgx-h200", False, results, True) == 1
+    *answer, command = capsys.readouterr().out.splitlines()
+    assert " ".join(answer).endswith("has no predictions for dgx-h200.")
+    assert command == "Next: repro run again --evidence simulated --system dgx-h200"
+    assert print_claims_on_system("", "dgx-h200", True, results, False) == 1
 
 
 def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert print_claims_on_system("", "dgx-h100", True, results) == 0
+    assert print_claims_on_system("", "dgx-h100", True, results, False) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["system"] == "dgx-h100"
     assert "no verdicts" in document["is"]
@@ -76,4 +77,4 @@ def test_json_has_every_answer(results: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_what_cannot_be_asked_is_one_line(results: Path, claim: str, system: str, right: str) -> None:
     with pytest.raises(ConfigError, match=right):
-        print_claims_on_system(claim, system, False, results)
+        print_claims_on_system(claim, system, False, results, True)

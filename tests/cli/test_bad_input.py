@@ -227,7 +227,7 @@ CASES = {
     ),
     "continues without writing": (
         EXPERIMENT + 'training.continues = "b"\n' + OTHER,
-        "experiment \"a\": training.continues = 'b': needs checkpoint_every of 1 or more beside it",
+        "experiment \"a\": training.continues = 'b': needs checkpoint_every of 1 or more",
     ),
     "continues what writes nothing": (
         EXPERIMENT + 'training = { checkpoint_every = 5, continues = "b" }\n' + OTHER,

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
 from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
@@ -78,6 +80,24 @@ def test_the_headlines_and_each_claim_fit_one_screen() -> None:
         lines = console.file.getvalue().splitlines()
         assert len(lines) <= MAX_SCREEN_LINES, "\n".join(lines)
         assert max(map(len, lines)) <= 100, "\n".join(lines)
+
+
+def test_three_causes_of_misses_fit_the_screen_of_the_headlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, results = everything()
+    miss = f"simulated 512, accepted 1024 GPUs (exactly). {'The batch fits on fewer GPUs. ' * 5}"
+    lines = headline_lines(ledger, results)
+    changed = [replace(line, miss=miss if line.number in (5, 9, 10) else "") for line in lines]
+    monkeypatch.setattr("repro.report.text.claims.headline_lines", lambda *_: changed)
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    print_headlines(results, ledger, console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) <= MAX_SCREEN_LINES
+    assert max(map(len, shown)) <= 100
+    for number in (5, 9, 10):
+        assert any(
+            line.startswith(f"{number:2} simulated 512, accepted 1024 GPUs (exactly).") for line in shown
+        )
 
 
 def test_every_claim_can_be_shown() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from repro import cli
-from repro.cli.commands.layout_options import LAYOUT
+from repro.cli.commands.options import LAYOUT
 from repro.config import ConfigError, Layout
 from repro.simulate.plan.candidates import parse_memory_size
 from tests.cli.predictions import GPT2

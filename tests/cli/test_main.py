@@ -47,6 +47,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 LIGHT = [["--help"], *([name, "--help"] for name in COMMANDS), ["models"], ["systems"], ["claims"], SCHEDULE]
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "repro", "--version"], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == (__version__, 0), done.stderr
+    done = subprocess.run([sys.executable, "-m", "repro", "models", "nope"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
 def test_nothing_heavy_is_imported() -> None:
     """One after the other in one process: the first that imports too much is the one that is said."""
     code = (
@@ -72,7 +80,7 @@ def test_planning_a_run_needs_no_torch() -> None:
 
 
 def raising(error: BaseException) -> Callable[..., int]:
-    def command(*arguments: Any) -> int:
+    def command(*arguments: Any, **options: Any) -> int:
         raise error
 
     return command
@@ -115,10 +123,12 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
     from repro.report.text import results
 
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(results, "print_run", lambda *arguments: seen.append(arguments) or 1)
+    monkeypatch.setattr(results, "print_run", lambda *given, **how: seen.append((*given, how)) or 1)
     assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     suites = [Path("s.toml"), Path("t.toml")]
-    assert seen == [(suites, ["a*", "b"], Path("results"), True, True, "measured", "")]
+    assert seen == [
+        (suites, ["a*", "b"], Path("results"), True, True, False, {"evidence": "measured", "system": ""})
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["runn"], ["run"], ["run", "s.toml", "--jsn"], ["models", "a", "b"]])

@@ -207,14 +207,6 @@ def test_it_is_one_line(
     assert len(err) < 600
 
 
-def test_what_is_moved_already_is_not_told_to_move(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "smoke", "--profile", "dgx2", "--only", "states-z0-dp1", "--dry-run", "--move"]
-    assert cli.main(words) == 2
-    err = capsys.readouterr().err
-    assert "states-z0-dp1" in err
-    assert "--move" not in err
-
-
 def test_a_name_with_letters_of_toml_and_of_shells_begins_a_suite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

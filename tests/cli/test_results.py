@@ -150,14 +150,14 @@ def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], 
     assert "no records in" in err
 
 
-def test_a_run_ends_with_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_with_its_totals_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite, folder = write_suite(tmp_path, experiments("a", "b")), tmp_path / "results"
     code, out, err = run(suite, folder, "--only", "a")
     assert code == 0, err
-    head, _, totals = out.partition("\n\nfaults: 1 experiment")
-    assert head.startswith("faults, 1 experiment, measured")
-    assert "tokens" in head
-    assert totals
+    totals, _, table = out.partition("\n\n")
+    assert totals.startswith("faults: 1 experiment: 1 ok; all as expected\nrecords: ")
+    assert table.startswith("faults, 1 experiment, measured")
+    assert "tokens" in table
     run(suite, folder)
     code, out, _ = shown(capsys, str(suite), "--results", str(folder))
     assert code == 0

@@ -104,24 +104,42 @@ def test_a_run_again_is_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--rerun",
     ]
     assert cli.main(arguments) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "1 to run, 0 in the store, 0 not here; those that ran before took 2 s" in said
-    assert "no estimate" not in said
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        "1 experiment: 1 to run, 0 in the store, 0 not here.",
+        "Estimated time: 2 s for 1, from their last runs.",
+    ]
 
 
-def test_of_what_never_ran_it_says_steps_and_no_time(
+def test_an_experiment_without_a_run_has_steps_and_no_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = load_suite(Path("smoke")).entry("states-z0-dp2").experiment.training.steps
-    for evidence, shown in (
-        ("measured", f"2 ranks here {steps} no estimate 5 min 0 s"),
-        ("simulated", "1 no estimate never"),
+    for evidence, row in (
+        ("measured", f"states-z0-dp2 to run 2 ranks here {steps} – 300"),
+        ("simulated", "states-z0-dp2 to run 2 ranks of local, traced here 1 – –"),
     ):
         arguments = ["run", "smoke", "--only", "states-z0-dp2", "--results", str(tmp_path), "--dry-run"]
-        assert cli.main([*arguments, "--evidence", evidence]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert shown in said
-        assert said.endswith("no estimate for 1 of them, which never ran here")
+        assert cli.main([*arguments, "--details", "--evidence", evidence]) == 0
+        said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert said[1] == "Estimated time: unknown for 1 without a run in this store."
+        assert said[-1] == row
+
+
+def test_the_answer_counts_what_needs_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = load_suite(Path("zero_throughput")).entries
+    assert cli.main(["run", "zero_throughput", "--dry-run", "--results", str(tmp_path)]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    here = [entry for entry in entries if entry.experiment.system == "local"]
+    wide = [entry for entry in entries if entry.experiment.layout.world == 128]
+    away = len(entries) - len(here)
+    assert said[0] == f"{len(entries)} experiments: {len(here)} to run, 0 in the store, {away} not here."
+    assert f"not run: {len(wide)} experiments: needs 128 GPUs of system dgx2." in said
+    assert f"`--evidence simulated` predicts {away} of them on this machine." in said
+    steps = sum(entry.experiment.training.steps for entry in here)
+    assert f"4 ranks here {len(here)} {steps}" in said
 
 
 def test_suites_by_name() -> None:
@@ -139,7 +157,7 @@ def test_letters_in_brackets_are_shown(
     (tmp_path / "o.toml").write_text(
         '[suite]\nname = "o"\n[[experiment]]\nname = "a[1]"\nmodel = "gpt2-tiny"\n'
     )
-    assert cli.main(["run", str(tmp_path / "o.toml"), "--dry-run"]) == 0
+    assert cli.main(["run", str(tmp_path / "o.toml"), "--dry-run", "--details"]) == 0
     said = capsys.readouterr().out
-    assert "o/a[1]" in said
+    assert "a[1]" in said
     assert ".[engines]" in said

@@ -190,7 +190,7 @@ def test_what_is_missing_keeps_its_place_beside_the_published_value(ledger: Ledg
     assert drawing.figure is not None
     assert [text.get_text() for text in drawing.figure.axes[1].texts].count("no\nrecord") == 10
     assert drawing.missing == "repro run suites/zero_throughput.toml --evidence simulated"
-    assert "10 of 11 published values have nothing of ours beside them" in drawing.caption
+    assert "10 of 11 published values have no result of this store" in drawing.caption
     with figure_style():
         assert troubles(drawing.figure) == []
 
@@ -207,7 +207,7 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["published", "measured", "simulated, beside measured"]
+    assert words == ["published", "measured", "simulated, where measured too"]
 
 
 def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:

@@ -37,7 +37,9 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = printed(capsys, "--pp", "2", "--micro-batches", "3")
-    lines = out.splitlines()
+    properties, _, drawing = out.partition("\n\n")
+    assert properties.startswith("schedule ")
+    lines = drawing.splitlines()
     assert lines[1].split()[:2] == ["0", "F0"]
     assert "F0 F1 ······B0─── F2 B1─── ···B2───" in lines[1]
     assert "···F0 B0─── F1 B1─── F2 B2─── ······" in lines[2]
@@ -53,6 +55,17 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
         "6 boundary tensors a step: 3 x 1 activations and as many gradients",
     ):
         assert said in words
+
+
+def test_the_stages_in_the_middle_of_a_long_pipeline_are_details(capsys: pytest.CaptureFixture[str]) -> None:
+    for stages, hidden in ((10, 0), (11, 2), (64, 55)):
+        arguments = "--pp", str(stages), "--micro-batches", "64"
+        lines = printed(capsys, *arguments).splitlines()
+        assert len(lines) <= 24
+        assert lines.count(f"  ... {hidden} stages: --details") == bool(hidden)
+        every = printed(capsys, *arguments, "--details").splitlines()
+        assert sum(line[:6].strip().isdigit() for line in every) == stages
+        assert sum(line[:6].strip().isdigit() for line in lines) == stages - hidden
 
 
 def test_yuan_and_a_single_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_a_layout_in_words_is_the_same_of_a_record() -> None:
     assert words.describe_layout(layout) == "tp 2 x dp 2, ZeRO 1 by all-reduce, fp32, sequence parallelism"
     assert words.describe_layout(Layout()) == "one rank, fp32"
     ddp = Layout(dp=2, gradient_as_bucket_view=False)
-    assert words.describe_layout(ddp) == "dp 2, ZeRO 0, fp32, buckets beside the gradients"
+    assert words.describe_layout(ddp) == "dp 2, ZeRO 0, fp32, separate gradient buckets"
 
 
 def test_batches_and_schedule() -> None:

@@ -242,7 +242,7 @@ def _gpu(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     here = ranks[0]["machine"]
     first, context = here["gpus"][0], max(rank["context_bytes"] for rank in ranks)
     unknown = "the machine does not tell and it was not measured"
-    beside_torch = f"measured: in use beside torch's memory at the end, the most of {len(ranks)} ranks"
+    beside_torch = f"measured: memory in use outside torch at the end, maximum of {len(ranks)} ranks"
     classes = ("nvlink", "pcie") if here["nvlink"] else ("pcie",)
     return {
         "name": str(first["name"]),

@@ -1,4 +1,4 @@
-"""Collectives by payload, and what they cost a computation beside them, through the groups that the engine uses."""
+"""Times of collectives by payload in the groups that the engine uses, and the slowdown of concurrent computation."""
 
 from __future__ import annotations
 

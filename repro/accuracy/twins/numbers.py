@@ -67,15 +67,23 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
     found += [
         SimilarityNumber(name, read(before), read(after), by)
         for name, read, by in (
-            ("latency of messages / compute", latency_share, "not kept: a message here costs more"),
-            ("optimizer / compute", optimizer_share, "not kept: follows from the two machines"),
-            ("element-wise part of compute", elementwise_share, "not kept: follows from the two machines"),
+            ("latency of messages / compute", latency_share, "not preserved: a message here costs more"),
+            ("optimizer / compute", optimizer_share, "not preserved: follows from the two machines"),
+            (
+                "element-wise part of compute",
+                elementwise_share,
+                "not preserved: follows from the two machines",
+            ),
             ("attention / other products, s/6h", attention_share, "s' = k s"),
             ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
             ("all-reduces over tp a layer", tp_all_reduces_per_layer, _FEWER_LAYERS),
             ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
             ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
-            ("pipeline bubble, (p-1)/m", bubble_over_ideal, "stages and micro-batches stay, or are said"),
+            (
+                "pipeline bubble, (p-1)/m",
+                bubble_over_ideal,
+                "equal stages and micro-batches, unless options change them",
+            ),
             ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
             ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
         )
@@ -84,7 +92,7 @@ def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumbe
         "rate of compute over the baseline's, F/F0",
         useful_rate(before) / useful_rate(baseline.before),
         useful_rate(after) / useful_rate(baseline.after),
-        "not kept: shards lose another part of the rate",
+        "not preserved: shards lose another part of the rate",
     )
     found.append(relative)
     if member is not baseline:
@@ -113,7 +121,7 @@ def _bandwidth(system: System, name: str) -> float:
 
 
 _NAMES = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline"}
-_FEWER_LAYERS = "not kept: fewer layers share embedding and head"
+_FEWER_LAYERS = "not preserved: fewer layers share embedding and head"
 _SIMULATED = "the above with latency, embedding, head, and all that is sent"
 
 

@@ -1,8 +1,8 @@
 """Rules of similarity: degrees, model sizes and link rates of a twin.
 
 Symbols follow the papers: h width, l layers, s tokens of a sample, b samples of a replica, V vocabulary, t and d the
-tensor- and data-parallel degree, e bytes of an element, F FLOP/s of a device during compute, W bytes/s of a group's
-ring. With h' = k h and b' s' = k b s, one factor for every link, W' = W (F'/F) (e'/e) / k, keeps both
+tensor- and data-parallel degree. A device computes at F FLOP/s, and the ring of a group has W bytes/s. An element has
+e bytes. With h' = k h and b' s' = k b s, one factor for every link, W' = W (F'/F) (e'/e) / k, keeps both
 
     compute / tensor-parallel communication    8 h W / ((t - 1) e F)
     compute / data-parallel communication      4 b s W / ((d - 1)/d e F)

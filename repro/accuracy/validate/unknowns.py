@@ -40,7 +40,7 @@ OPERATORS = "seconds of every operator on the devices that are there, which need
 PRODUCTS = "the fastest product of all ranks at once; the peak is then what is reached"
 COPIES = "a copy of four caches on all ranks at once; the bandwidth is then what is reached"
 LINK = "collectives by size in every group of a layout, all groups at once, in place of the formula"
-BESIDE = "products by themselves and beside a collective"
+BESIDE = "products alone, and during a collective"
 UNITS = "seconds of every operator on the devices that are there, in place of waves of tiles"
 MEMORY = "what the driver says that the device has"
 _MEASUREMENTS = (
@@ -138,9 +138,9 @@ class RankedInputs:
     def words(self) -> str:
         """Return a summary of the ranking."""
         return (
-            f"Unknown numbers leave the predicted times of {count_noun(self.rows, 'row')} in doubt. A number settles a "
-            f"row if it carries more than half of what all of them move it, one at a time; the first {LISTED_INPUTS} "
-            f"settle {self.settled_by_the_first}. Verdicts that are possible as far as they are known: {self.possible}."
+            f"Unknown inputs make the predicted times of {count_noun(self.rows, 'row')} uncertain. An input decides a "
+            f"row if it has more than half of the effects of all inputs, each varied alone. The first {LISTED_INPUTS} "
+            f"inputs decide {self.settled_by_the_first} rows. {self.possible} verdicts are `possible`."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -32,19 +32,22 @@ def submit(
     ] = "",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print scripts, cases and GPU-hours; ask nothing of the cluster."),
+        typer.Option(
+            "--dry-run",
+            help="Print the planned job arrays and their GPU-hours; --details prints cases and scripts.",
+        ),
     ] = False,
     move: Annotated[
-        bool,
-        typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM."),
+        bool, typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Submit experiments of a suite that have no record and no job to SLURM: a job array for each shape."""
     from repro.launch.slurm.submission.submit import submit_suite
 
-    return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json)
+    return submit_suite(suite, profile, results, only or [], exclude, dry_run, move, rerun, json, details)
 
 
 @app.command(epilog="Example:  repro status --watch")

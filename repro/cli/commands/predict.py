@@ -9,8 +9,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.layout_options import PANEL, question_options
 from repro.cli.commands.options import (
+    PANEL,
     Details,
     Json,
     Ledger,
@@ -19,6 +19,7 @@ from repro.cli.commands.options import (
     StoredResults,
     check_count,
     check_writable_file,
+    question_options,
 )
 from repro.config.errors import require
 from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, DEFAULT_RANK, RANK_QUANTILES, LayoutQuery

@@ -49,6 +49,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, where and how long; start nothing.")
     ] = False,
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Run experiments of suites, or of a claim, that have no record, and record how each ended."""
@@ -71,12 +72,14 @@ def run(
             Path(name) for name in dict.fromkeys(text.partition("/")[0] for text in only if "/" in text)
         ]
     if dry_run:
+        from repro.launch.run import preview_run
         from repro.report.text.results import print_dry_run
 
-        return print_dry_run(suites, only, results, rerun, json, evidence, system)
+        found = preview_run(suites, only, results, rerun, evidence, system)
+        return print_dry_run(found, json, details)
     from repro.report.text.results import print_run
 
-    return print_run(suites, only, results, rerun, json, evidence, system)
+    return print_run(suites, only, results, rerun, json, details, evidence=evidence, system=system)
 
 
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")
@@ -121,6 +124,7 @@ def gpu_day(
         typer.Option("--import", help="Add the results of this folder to --results.", metavar="DIR"),
     ] = None,
     results: Results = Path("results"),
+    details: Details = False,
     json: Json = False,
 ) -> int:
     """Measure on a GPU machine without internet: steps in order of value, within a given time.
@@ -131,11 +135,11 @@ def gpu_day(
     from repro.report.text.gpu_day import print_gpu_day, print_import, print_planned_steps
 
     if take is not None:
-        return print_import(take, results, json)
+        return print_import(take, results, json, details)
     require(dry_run or out is not None, "--out", "", "a folder for the results, or use --dry-run or --import")
     faults = parse_faults(inject or [])
     request = GpuDayRequest(minutes, out or Path("gpu-day"), only or [], rehearse, faults, scratch)
-    return print_planned_steps(request, json) if dry_run else print_gpu_day(request, json)
+    return print_planned_steps(request, json, details) if dry_run else print_gpu_day(request, json)
 
 
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")

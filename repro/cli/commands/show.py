@@ -38,7 +38,7 @@ def claims(
         if ledger:
             what = "left out with --system: the questions are of our ledger"
             raise ConfigError("--ledger", str(ledger[0]), what)
-        return print_claims_on_system(claim, system, json, results)
+        return print_claims_on_system(claim, system, json, results, details)
     from repro.report.text.claims import print_claims
 
     return print_claims(claim, json, results, tuple(ledger or ()), all_claims=all_claims, details=details)
@@ -159,6 +159,7 @@ def schedule(
     ] = "",
     forward: Annotated[str, typer.Option(help="Relative time of a stage's forward.")] = "1",
     backward: Annotated[str, typer.Option(help="Relative time of a stage's backward.")] = "2",
+    details: Details = False,
     json: Json = False,
     svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
     out: Annotated[
@@ -171,4 +172,4 @@ def schedule(
     """Print or draw a pipeline schedule with its bubble and memory."""
     from repro.report.text.schedule import print_schedule
 
-    return print_schedule(pp, micro_batches, chunks, name, forward, backward, json, svg, out)
+    return print_schedule(pp, micro_batches, chunks, name, forward, backward, json, svg, out, details)

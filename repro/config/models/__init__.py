@@ -47,8 +47,8 @@ def model_groups() -> dict[str, list[str]]:
 def load_model(name: str | Path) -> Model:
     """Return the packaged model called `name`, or that of a `.toml` file: the only one, or the one after `FILE.toml:`.
 
-    Raises `ConfigError` for an unknown name (with the nearest names), and for a file that is missing, is not TOML, has
-    several models of which none is named, or has a wrong key or value.
+    Raises `ConfigError` for an unknown name (with the nearest names), and for a file that is missing or is not TOML.
+    The file must have valid keys and values, and one model unless `name` selects one.
     """
     text = str(name)
     if is_file(text):

@@ -226,10 +226,7 @@ def build_model(
     built = DeepSpeedModel(
         model,
         {name: partial(values, i) for i, name in enumerate(names)},
-        [
-            {"params": decayed, "weight_decay": training.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
+        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}],
         {name: vars(p)["split"] for name, p in zip(names, parameters, strict=True)},
         sum(p.numel() for p in parameters),
     )

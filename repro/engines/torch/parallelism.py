@@ -11,7 +11,7 @@ In 16 bits FSDP2 and `replicate` compute with cast parameters (`MixedPrecisionPo
 the native engine does; under autocast gradients are fp32. Parameters and optimizer states are fp32 everywhere.
 
 Tensor parallelism is Megatron's (1909.08053 sec. 3) by DTensor: queries, keys, values and the MLP's first matrix by
-columns, `out` and `down` by rows, the embedding and the logits by vocabulary, with the cross-entropy on parts of the
+columns, `out` and `down` by rows, the embedding and the logits by vocabulary. The cross-entropy reads parts of the
 logits (`loss_parallel`). Norms see their part of the sequence with sequence parallelism and are duplicates without it.
 Every parameter becomes a DTensor of the tp mesh, so that norms and optimizer treat all alike.
 """

@@ -152,7 +152,7 @@ def _check_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDayStep]:
         tests = ("tests/gpu/test_operators.py", "-k", f"values and {dtype}")
         checked = (*PYTEST, *(few if rehearse else tests))
         around: tuple[str, ...] = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
-        # NVIDIA's Python bindings look up functions that the driver lacks, which are errors of calls, not of kernels.
+        # NVIDIA's Python bindings query functions that the driver lacks, which are errors of calls, not of kernels.
         around += ("--report-api-errors", "no") if tool == "memcheck" else ()
         yield GpuDayStep(
             tool,
@@ -263,7 +263,7 @@ def _remaining_steps(places: GpuDayPlaces, rehearse: bool) -> Iterator[GpuDaySte
     few = ("-k", "residual and reference and float32") if rehearse else ()
     yield GpuDayStep(
         "kernel-table",
-        "time of every kernel beside torch's operators",
+        "time of every kernel and of torch's operators",
         (*PYTEST, "tests/gpu/test_bandwidth.py", "-q", "--benchmark-only", WHOLE_ADDOPTS, *few),
         *(65, f"{SECOND_VISIT}: 63 s", 120),
         missing=_missing_tests("pytest-benchmark"),

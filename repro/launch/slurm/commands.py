@@ -50,7 +50,7 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
     if not 0 <= rank < bundle.world:
         raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
-    _print_tails(files, f"rank {rank} of {name} (logs are kept while it runs, and of failures)")
+    _print_tails(files, f"rank {rank} of {name} (logs exist while it runs, and after failures)")
     return 0
 
 
@@ -118,12 +118,12 @@ def cancel_jobs(results: Path, what: str) -> int:
         names = {case.name for case in chosen}
         for case in open_cases:
             if case.job in jobs and case.name not in names:
-                print(f"{case.name} goes too: it shares job {case.job}")
+                print(f"{case.name} is cancelled too, because it shares job {case.job}.")
         scheduler.cancel(jobs)
     except SchedulerError as error:
         raise ConfigError("SLURM", says=f"does not answer: {error}") from None
     what = f"{count_noun(len(jobs), 'job')} of {count_noun(len(names), 'case')}"
-    print(f"cancelled {what}; `repro collect` records what they leave")
+    print(f"Cancelled {what}. Next: repro collect")
     return 0
 
 
@@ -200,21 +200,23 @@ def _named_nodes(case: CaseState) -> list[str]:
 def _print_collected(
     document: dict[str, Any], cases: list[CaseState], results: Path, into: Path | None
 ) -> None:
+    done = sum(case.state == DONE for case in cases)
+    still = sum(case.state in OPEN_STATES for case in cases)
+    new = len(document["recorded"])
+    print(
+        f"{done} of {len(cases)} cases done, {still} waiting or running, {new} lost or cancelled and recorded."
+    )
+    print(f"{document['records']} records in {results}/records.")
+    if into is not None:
+        print(f"{document['copied']} of them are new in {into}/records.")
+    for node, count in document["bad_nodes"].items():
+        print(f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes it.")
+    failed = [case for case in cases if case.state != DONE and case.outcome]
+    for case in failed[:MAX_LISTED_NAMES]:
+        print(f"{case.name}: {case.failure or case.outcome}: {case.detail}.")
+    if len(failed) > MAX_LISTED_NAMES:
+        print(f"{len(failed) - MAX_LISTED_NAMES} more cases: repro status --details")
     for remark in document["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
     for warning in document["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
-    for case in cases:
-        if case.state != DONE and case.outcome:
-            print(f"{case.name}: {case.failure or case.outcome}: {case.detail}")
-    for node, count in document["bad_nodes"].items():
-        failures = count_noun(count, "failure")
-        print(f"node {node} is named in {failures}: `repro submit --exclude {node}` keeps away from it")
-    done = sum(case.state == DONE for case in cases)
-    still = sum(case.state in OPEN_STATES for case in cases)
-    waiting = f", {still} still wait or run" if still else ""
-    recorded = f"{len(document['recorded'])} lost or cancelled ones recorded now"
-    print(f"{done} of {len(cases)} cases done{waiting}; {recorded}")
-    print(f"{document['records']} records in {results}/records")
-    if into is not None:
-        print(f"{document['copied']} of them are new in {into}/records")

@@ -75,7 +75,9 @@ class Slurm:
 
     def leave_time(self, key: str, time_limit: str) -> None:
         """Raise `ConfigError` if a job of `time_limit`, named `key`, would get its stop signal at its start."""
-        expected = f"longer than signal_delay_s, {self.signal_delay_s} s: so long before its end a job is told to stop"
+        expected = (
+            f"longer than signal_delay_s = {self.signal_delay_s} s, the time from the stop signal to the end"
+        )
         whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
         require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
 

@@ -140,8 +140,8 @@ class WindowStream(TokenStream):
 def open_stream(training: Training, model: Model) -> TokenStream:
     """Return the stream that `training.data` names, in samples of `training.seq or model.seq` tokens.
 
-    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample, has a partial token, or
-    holds ids outside `model.vocab` (in `.bin` files when such an id is read).
+    Raises `ConfigError` with key `data` if a file is missing, is too short for one sample or has a partial token. Ids
+    outside `model.vocab` raise it too, in `.bin` files when such an id is read.
     """
     seq = training.seq or model.seq
     if training.data == "synthetic":

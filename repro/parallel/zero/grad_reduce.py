@@ -183,8 +183,8 @@ class GradientReducer:
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
         """Return the hook of slot `s`.
 
-        torch holds a hook where the garbage collector does not look.  A hook that referred to this reducer, and so to
-        its own parameter, would never be freed.
+        torch holds a hook in an object that the garbage collector does not traverse.  A hook that referred to
+        this reducer, and so to its own parameter, would never be freed.
         """
         reducer = ref(self)
 

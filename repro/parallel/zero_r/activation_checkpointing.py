@@ -111,7 +111,7 @@ class ActivationCheckpoints:
         Raises: `RuntimeError` at the second call for one checkpoint.
         """
         if saved.kept is None and saved.fetched is None:
-            raise RuntimeError("a block's backward pass ran a second time; its checkpoint is gone")
+            raise RuntimeError("a block's backward pass ran a second time, after its checkpoint was freed")
         before, saved.before = saved.before, None
         if self.offload:
             self._fetch(saved)

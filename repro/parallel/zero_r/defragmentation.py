@@ -61,7 +61,7 @@ class Arena:
         )
         if found is None:
             raise RuntimeError(
-                f"no room for {numel} elements in an arena of {self.capacity} pieces, {self.used} of them taken"
+                f"the arena has no free piece of {numel} elements: {self.used} of {self.capacity} pieces are in use"
             )
         self._free.remove(found)
         return Piece(self._pieces[found][:numel], found)

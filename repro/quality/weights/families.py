@@ -157,11 +157,7 @@ LLAMA = Family(
     ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
 )
 QWEN2 = replace(
-    LLAMA,
-    name="Qwen2",
-    types=("qwen2",),
-    architecture="Qwen2ForCausalLM",
-    fixed={"hidden_act": "silu"},
+    LLAMA, name="Qwen2", types=("qwen2",), architecture="Qwen2ForCausalLM", fixed={"hidden_act": "silu"}
 )
 
 

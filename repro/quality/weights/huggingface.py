@@ -85,10 +85,7 @@ def family_of_model(model: Model) -> Family | None:
 
 def _read_tensors(folder: Path) -> tuple[list[Path], dict[str, Tensor]]:
     """Return the files with weights and all of their tensors; safetensors have priority over files of torch."""
-    for name, read in (
-        ("model.safetensors", read_safetensors),
-        ("pytorch_model.bin", read_torch_file),
-    ):
+    for name, read in (("model.safetensors", read_safetensors), ("pytorch_model.bin", read_torch_file)):
         index = folder / f"{name}.index.json"
         if index.is_file():
             where = _read_json(index).get("weight_map")

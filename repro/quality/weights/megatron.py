@@ -76,7 +76,7 @@ def find_rank_folders(folder: Path) -> Path | None:
             raise ConfigError("iteration", word, "a number, or release", file=str(tracker))
         folder /= word if word == "release" else f"iter_{int(word):07d}"
         if not folder.is_dir():
-            raise ConfigError("is missing", says="though the tracker beside it names it", file=str(folder))
+            raise ConfigError("is missing", says=f"although {TRACKER_FILE} names it", file=str(folder))
         return folder
     return folder if any(_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")) else None
 

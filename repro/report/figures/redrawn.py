@@ -177,7 +177,7 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
     values = [value for panel in panels for value in panel.values]
     remedy = tuple(dict.fromkeys(command for value in values for command in value.remedy))
     shown = {run: ours.kind for value in values for ours in value.ours for run in ours.runs}
-    words = f"{entry.text} Nothing in the store stands beside its published values: {_claims_sentence(entry)}"
+    words = f"{entry.text} The store has no results for its published values: {_claims_sentence(entry)}"
     empty = Drawing(entry.id, entry.title, words, missing=" && ".join(remedy), evidence=SIMULATED)
     if not shown:
         return empty
@@ -321,7 +321,7 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
         parts.append("Whiskers, and pale bands below: the 90 % interval that unknown inputs leave of ours.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
-        parts.append(f"{lacking} of {len(printed)} published values have nothing of ours beside them.")
+        parts.append(f"{lacking} of {len(printed)} published values have no result of this store.")
     bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
     parts.append(_claims_sentence(entry))

@@ -1,7 +1,7 @@
 """Common style of all figures: seaborn's theme in the page's font and colours, suitable for colour-blind readers.
 
 Seaborn draws grouped bars, points by class and maps from tidy frames. This package adds stacked bars
-(`draw_stacked_bar`), published values with simulated and measured ones (`evidence_marks.py`), and schedules
+(`draw_stacked_bar`), published values with simulated and measured ones (`values.py`), and schedules
 (`schedules.py`).
 """
 

@@ -299,7 +299,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         if kind in kinds
     ]
     if any(value.predicted is not value.of_kind(SIMULATED) and value.of_kind(SIMULATED) for value in values):
-        mark("s", "simulated, beside measured", color=INK, mfc="white", markersize=5)
+        mark("s", "simulated, where measured too", color=INK, mfc="white", markersize=5)
     if any(value.of_kind("analytic") for value in values):
         mark("D", "analytic", color=INK, markersize=5)
     if any(value.published and not value.ours for value in values):

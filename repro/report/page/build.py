@@ -17,7 +17,7 @@ from repro.report.page.context import context, render_site
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
 from repro.util import extras
-from repro.util.console import print_json
+from repro.util.console import PAGE_COLUMNS, print_json, print_page, stdout
 from repro.util.files import replace_file
 
 if TYPE_CHECKING:
@@ -156,12 +156,14 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
     if json:
         print_json(written.as_dict())
         return 0
-    for remark in written.remarks:
-        print(f"note: {remark}")
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items())
-    seen = f"{written.experiments} experiments, {written.simulated} simulated"
-    print(f"{written.claims} claims ({counts}); {seen}, {len(written.figures) // 2} figures")
-    if written.notebooks:
-        print(f"{len(written.notebooks)} notebooks: {written.notebooks[0].parent}")
-    print(f"report: {written.page}")
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items() if count)
+    books = f", {len(written.notebooks)} notebooks" * bool(written.notebooks)
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"Report: {written.page}",
+        f"{written.claims} claims: {counts}.",
+        f"{written.experiments} measured experiments, {written.simulated} simulated, "
+        f"{len(written.figures) // 2} figures{books}.",
+        *(f"Note: {remark}." for remark in written.remarks),
+    )
     return 0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from repro.claims import other_system
-from repro.claims.headlines import SHOWN_KINDS, headline_lines, measuring_machines, value_text
+from repro.claims.headlines import SHOWN_KINDS, describe_miss, headline_lines, measuring_machines, value_text
 from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import (
+    BAD,
     CONSISTENT,
     GOOD,
     INCONSISTENT,
@@ -37,16 +43,9 @@ from repro.util import units
 from repro.util.console import PAGE_COLUMNS, print_json, stdout
 from repro.util.units import NO_VALUE
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-
 DEFINITIONS: tuple[str, ...] = (
     "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
-    "reproduced: within the printed digits, or the tolerance of its kind (12 % for a ratio).",
-    "possible: only the interval contains the published value. inconsistent: a source contradicts itself.",
+    "possible: only the interval from unknown inputs contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
 MAX_CLAIM_ROWS = 8
@@ -55,6 +54,8 @@ MAX_CLAIM_TEXT = 290
 """Maximum length of a cause or of conditions, in characters: three lines."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
 """Widths of published values, evidence and verdicts in the table of all claims."""
+MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
+"""Maximum number of claims whose first answer for another system is shown, and the widths of its cells."""
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
 VERDICT_STYLES = {
@@ -103,8 +104,6 @@ def print_claims(
 
 def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """Print one line per headline claim, the counts of all claims, and what to do next."""
-    from rich.text import Text
-
     lines = headline_lines(ledger, results)
     console.print(f"{len(lines)} headline claims: {_verdict_counts([line.verdict for line in lines])}.\n")
     headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
@@ -114,7 +113,10 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
         cells = (line.values[kind] for kind in SHOWN_KINDS)
         grid.add_row(f"{line.number:2}", line.name, line.published, *cells, verdict)
     console.print(grid)
-    console.print(f"\nAll {len(results)} claims: {_verdict_counts([result.verdict for result in results])}.")
+    console.print()
+    for line in lines:
+        if line.miss:
+            console.print(_shortened(f"{line.number:2} {line.miss}", console.width), markup=False)
     own = (finding for result in results for finding in result.findings if not finding.is_reference)
     notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
@@ -123,7 +125,9 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
         console.print(f"measured, claim {numbers}: {machine}.")
-    console.print("One claim: `repro claims 5`, or its id. Every claim: `repro claims --all`.")
+    counts = Counter(result.verdict for result in results)
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (REPRODUCED, NOT_REPRODUCED))
+    console.print(f"Of all {len(results)} claims: {verdicts} (`repro claims --all`). One: `repro claims 5`.")
 
 
 def _verdict_counts(verdicts: Sequence[str]) -> str:
@@ -133,8 +137,6 @@ def _verdict_counts(verdicts: Sequence[str]) -> str:
 
 def print_claim(result: ClaimResult, console: Console) -> None:
     """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them."""
-    from rich.text import Text
-
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
@@ -176,32 +178,34 @@ def print_claim(result: ClaimResult, console: Console) -> None:
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
 
 
-def _shortened(text: str) -> str:
-    """Return `text` in at most `MAX_CLAIM_TEXT` characters, cut between words."""
-    import textwrap
-
-    return textwrap.shorten(text, MAX_CLAIM_TEXT, placeholder=" ...")
+def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:
+    """Return `text` in at most `most` characters, cut between words."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return indent + textwrap.shorten(text, most - len(indent), placeholder=" ...")
 
 
 def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """Print one line per claim, grouped by ledger file, and the counts."""
-    from rich.text import Text
-
     headings = ("claim", "published", "evidence: rows that agree", "verdict")
-    widest = max(len(result.claim.id) for result in results)
-    for number, file in enumerate(dict.fromkeys(result.claim.file for result in results)):
+    widths = max(len(result.claim.id) for result in results), *ALL_CLAIMS_COLUMNS
+    file = ""
+    for number, result in enumerate(results):
+        if result.claim.file != file:
+            file = result.claim.file
+            console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
         grid = render.new_table(*headings, left=set(headings), wrap=headings[1:3], gap=1)
         grid.show_header = not number
-        for column, width in zip(grid.columns, (widest, *ALL_CLAIMS_COLUMNS), strict=True):
+        for column, width in zip(grid.columns, widths, strict=True):
             column.width = width
-        console.print(Text(f"{ledger.titles[file]}  ({file})", style="bold cyan"))
-        for result in results:
-            if result.claim.file == file:
-                counts = {kind: count_text(result, kind) for kind in KINDS}
-                evidence = ", ".join(f"{kind} {count}" for kind, count in counts.items() if "/" in count)
-                verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
-                grid.add_row(result.claim.id, result.claim.published, evidence or "-", verdict)
+        counts = {kind: count_text(result, kind) for kind in KINDS}
+        evidence = ", ".join(f"{kind} {count}" for kind, count in counts.items() if "/" in count)
+        verdict = Text(result.verdict, style=VERDICT_STYLES[result.verdict])
+        grid.add_row(result.claim.id, result.claim.published, evidence or "-", verdict)
         console.print(grid)
+        missed = [row for row in result.rows if row.row.main and row.verdict in BAD]
+        for row in missed[:1]:
+            text = f"  {row.row.label}: {describe_miss(row)}"
+            console.print(_shortened(text, console.width), style="dim", markup=False)
     counted = summary(results)
     verdicts = _verdict_counts([result.verdict for result in results])
     console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
@@ -210,8 +214,6 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
 
 def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
     """Print all data of one claim."""
-    from rich.text import Text
-
     claim = result.claim
     console.print(Text(claim.id, style="bold cyan"), Text(claim.title, style="bold"))
     facts = render.new_facts_table()
@@ -248,8 +250,6 @@ def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -
 
 
 def _evidence_table(result: ClaimResult) -> Table:
-    from rich.text import Text
-
     headings = ("row", "published", "evidence", "value", "verdict", "why")
     grid = render.new_table(*headings, left={"row", "evidence", "verdict", "why"}, wrap=headings)
     for row in result.rows:
@@ -264,7 +264,7 @@ def _evidence_table(result: ClaimResult) -> Table:
             for part in (
                 row.row.note,
                 f"Given: {row.row.given}." * bool(row.row.given),
-                "[beside the claim]" * (not row.row.main),
+                "[supporting value]" * (not row.row.main),
                 f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
             )
@@ -277,8 +277,8 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 def _unknowns_table(result: ClaimResult) -> Table:
     """Return a table of the unknowns with the largest effect on each predicted value, each varied alone."""
-    headings = ("row", "what moves it most", "at its low end", "at its high end", "of all doubt")
-    grid = render.new_table(*headings, left={"row", "what moves it most"}, wrap=headings[:2])
+    headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty (%)")
+    grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label
         for finding in row.findings:
@@ -291,8 +291,6 @@ def _unknowns_table(result: ClaimResult) -> Table:
 
 
 def _finding_cells(finding: Finding) -> list[Text]:
-    from rich.text import Text
-
     return [
         Text(finding.origin if finding.itself else f"{finding.kind}, {finding.scale_label}"),
         Text(finding.text or "-"),
@@ -302,8 +300,6 @@ def _finding_cells(finding: Finding) -> list[Text]:
 
 
 def _not_run_cells(row: RowResult, needs: str) -> list[Text]:
-    from rich.text import Text
-
     reason = "see needs" if row.reason == needs else row.reason
     return [Text("-"), Text("-"), Text(row.verdict, style=VERDICT_STYLES[row.verdict]), Text(reason)]
 
@@ -317,7 +313,7 @@ def _published(result: RowResult) -> str:
     return f"{row.bound} {row.published}{error}{unit}".strip()
 
 
-def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -> int:
+def print_claims_on_system(claim: str, system: str, json: bool, results: Path, details: bool) -> int:
     """Print the predictions of the store `results` for `system`; return 0, or 1 without predictions, also with JSON.
 
     Raises `ConfigError` if the system or the claim is unknown, or the claim has no question for other systems.
@@ -343,24 +339,29 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path) -
     console = stdout(PAGE_COLUMNS)
     command = other_system.simulation_command(system)
     if nothing:
-        text = f"Nothing is predicted of {name} in {results}; `{command}` does it."
-        console.print(text, markup=False, soft_wrap=True)
+        render.print_page(console, f"The store {results} has no predictions for {name}.", command=command)
         return 1
-    print_answers(found, name, console)
+    print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)
     return 0
 
 
-def print_answers(found: Sequence[Answer], system: str, console: Console) -> None:
-    """Print one line per answer, grouped by claim."""
-    from rich.text import Text
-
-    headings = ("asked again", "published", f"on {system}", "so", "rests on")
-    wrapped = set(headings) - {"rests on"}
-    grid = render.new_table(*headings, left=set(headings), wrap=wrapped)
+def print_answers(found: Sequence[Answer], system: str, console: Console, most: int | None) -> None:
+    """Print one line per answer, grouped by claim; with `most` the first answers of so many claims, shortened."""
+    headings = ("claim" if most else "question", "published", f"on {system}", "comparison", "basis")
+    wrapped = () if most else headings[:4]
+    grid = render.new_table(*headings, left=set(headings), wrap=wrapped, gap=1)
     before = ""
-    for answer in found:
+    first = {answer.question.claim: answer for answer in reversed(found)} if most else {}
+    listed = [answer for answer in found if not most or answer is first[answer.question.claim]][:most]
+    for answer in listed:
+        if most:
+            texts = answer.published, answer.text or NO_VALUE, answer.word or answer.lacks
+            widths = zip(texts, ANSWER_COLUMNS, strict=True)
+            cells = (textwrap.shorten(text, width, placeholder=" ...") for text, width in widths)
+            grid.add_row(answer.question.claim, *cells, BASIS_LABELS[answer.rests_on])
+            continue
         if answer.question.claim != before:
             before = answer.question.claim
             grid.add_row(Text(before, style="cyan"), "", "", "", "")
@@ -375,6 +376,10 @@ def print_answers(found: Sequence[Answer], system: str, console: Console) -> Non
         )
     console.print(grid)
     console.print()
+    if len(found) > len(listed):
+        console.print(
+            f"{len(found) - len(listed)} more answers: --details, or one claim: `repro claims ID --system`."
+        )
     console.print(other_system.PREDICTIONS)
     if rests_on := count_bases(answer.rests_on for answer in found):
         console.print(rests_on)

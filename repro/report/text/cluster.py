@@ -11,7 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from repro.config import ConfigError, EmulatedNetwork, suites
 from repro.config.files import build_dataclass
@@ -37,11 +42,6 @@ from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
 from repro.util.console import new_table, print_json, print_page, stdout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 
 REFRESH_S = 5.0
 MAX_CASES = 16
@@ -96,8 +96,6 @@ def print_cases(cases: list[CaseState], warnings: list[str], console: Console, m
 
 
 def _cases_table(cases: list[CaseState]) -> Table:
-    from rich.text import Text
-
     made = new_table("case", "job", "state", "nodes", "detail", left=5, wrap=("detail",))
     for case in cases:
         state = (
@@ -124,10 +122,6 @@ def _watch(registry: Registry, store: Store, every: bool, details: bool) -> int:
 
     Raises `SchedulerError` without a first answer of the cluster. Later failures to answer do not end the loop.
     """
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
     console = stdout()
     cases, warnings = read_case_states(registry, store, every)
     note = ""

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.report.text.simulated_step import describe_step_time
@@ -17,8 +19,6 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from repro.simulate.plan.candidates import PlanRequest
     from repro.simulate.plan.fit import FitQuestion
     from repro.simulate.plan.plan import MapCell, Plan
@@ -115,13 +115,12 @@ def print_layouts(
     """
     console = stdout(PAGE_COLUMNS)
     fits, others, left = ([row for row in plan.rows if row.outcome == kind] for kind in (OK, OOM, OPEN))
-    shown, more = fits[:top], "" if details else "--details lists rates, ties and layouts that do not fit."
+    shown, more = fits[:top], "" if details else "--details lists rates and ties."
     if not shown:
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
-    bound = "because their lower bound of the step time is longer"
-    counts += [f"{len(left):,} were not simulated, {bound}"] * bool(left)
+    counts += [f"{len(left):,} are slower by a lower bound"] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
     return print_page(
         console,

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
-from repro.launch.gpu_day.result_files import FILES, ImportedVisit, StepOutcome, import_results
+from repro.launch.gpu_day.result_files import FILES, StepOutcome, import_results
 from repro.launch.gpu_day.runner import CLOSING_S, GpuDayRequest, planned_steps, run_gpu_day
 from repro.launch.gpu_day.steps import GpuDayStep
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.store import read_records
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stderr, stdout
 from repro.util.units import NO_VALUE
 
+MAX_ROWS, MAX_OTHERS = 12, 6
+"""Maximum numbers of printed rows, and of lines about other results, without `--details`."""
 
-def print_planned_steps(request: GpuDayRequest, json: bool) -> int:
-    """List every step with its estimated time, the basis of the estimate, and whether it fits. Return 0."""
+
+def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> int:
+    """Print the planned time and the planned steps; `details`: every step and the basis of its time. Return 0."""
     request.check()
     with tempfile.TemporaryDirectory() as scratch:
         steps = planned_steps(request, Path(scratch))
@@ -35,43 +40,43 @@ def print_planned_steps(request: GpuDayRequest, json: bool) -> int:
     if json:
         print_json([{**asdict(step), "in_checkout": step.in_checkout, "plan": plan} for step, plan in rows])
         return 0
-    shown = new_table(
-        "step",
-        "estimate (s)",
-        "limit (s)",
-        "plan",
-        "question",
-        "basis of the estimate",
-        left=("step", "plan", "question", "basis of the estimate"),
-        wrap=("plan", "question", "basis of the estimate"),
-    )
-    for step, plan in rows:
-        times = f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}"
-        shown.add_row(step.name, *times, plan, step.question, step.basis)
-    console = stdout(PAGE_COLUMNS)
-    console.print(shown)
+    planned = [step for step, plan in rows if plan == "starts"]
+    planned_s = sum(step.estimate_s for step in planned)
     needed_s = sum(step.estimate_s for step, _ in rows if not step.missing)
-    planned_s = sum(step.estimate_s for step, plan in rows if plan == "starts")
-    console.print(
-        f"{planned_s:.0f} s of {60 * request.minutes:.0f} s are planned; all steps that can run here need about "
-        f"{needed_s:.0f} s."
+    answer = (
+        f"{len(planned)} of {len(rows)} steps are planned: {planned_s:.0f} s of {60 * request.minutes:.0f} s."
     )
+    others = Counter(plan for _, plan in rows if plan != "starts").items()
+    left_out = (
+        f"Left out: {', '.join(f'{count} steps ({plan})' for plan, count in others)}." if others else ""
+    )
+    enough = f"All steps that can run here need about {needed_s:.0f} s."
+    wrap = ("plan", "question", "basis of the estimate")
+    headings = ["step", "estimate (s)", "time limit (s)", *(wrap if details else ())]
+    shown, most = new_table(*headings, left={"step", *wrap}, wrap=wrap), len(rows) if details else MAX_ROWS
+    listed = [(step, plan) for step, plan in rows if details or plan == "starts"]
+    for step, plan in listed[:most]:
+        cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis
+        shown.add_row(*cells[: len(headings)])
+    more = f"{max(0, len(listed) - most)} more steps, and the question of each step: --details"
+    console = stdout(PAGE_COLUMNS)
+    print_page(console, answer, left_out, enough, shown, "" if details else more)
     return 0
 
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
-    """Run a visit and print a line for each step; return 1 if a step failed, 130 if it was interrupted."""
-    console = stdout(PAGE_COLUMNS)
+    """Run a visit, with its progress on standard error; return 1 if a step failed, 130 if it was interrupted."""
+    progress, console = stderr(), stdout(PAGE_COLUMNS)
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
         if json:
             return
         if outcome is None:
-            console.print(f"{step.name}: {step.question} (about {step.estimate_s:.0f} s)")
+            progress.print(f"{step.name}: {step.question} (about {step.estimate_s:.0f} s)")
             return
         reason = f": {outcome.reason}" if outcome.reason else ""
         took = f" after {outcome.seconds:.0f} s, {outcome.records} records" if outcome.seconds else ""
-        console.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
+        progress.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
 
     outcomes = run_gpu_day(request, announce)
     counts = {
@@ -81,16 +86,24 @@ def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
     if json:
         print_json({"steps": [asdict(outcome) for outcome in outcomes], "files": files})
     else:
-        console.print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-        console.print(f"results: {request.out} ({len(files)} files, {sum(files.values()) / 1e6:.1f} MB)")
-        console.print(f"next, on your own machine: repro gpu-day --import {request.out}")
+        wrong = [f"{o.name}: {o.outcome}: {o.reason}" for o in outcomes if o.outcome in FAILURES]
+        print_page(
+            console,
+            f"{len(outcomes)} steps: {', '.join(f'{count} {kind}' for kind, count in counts.items())}.",
+            f"Results: {request.out} ({len(files)} files, {sum(files.values()) / 1e6:.1f} MB).",
+            *wrong[:MAX_OTHERS],
+            command=f"repro gpu-day --import {request.out}",
+        )
     if "interrupted" in counts or any("interrupted" in outcome.reason for outcome in outcomes):
         return 130
-    return 1 if counts.keys() & {"failed", "timeout"} else 0
+    return int(any(kind in counts for kind in FAILURES))
 
 
-def print_import(folder: Path, results: Path, json: bool) -> int:
-    """Add the results of a visit to a store and print the changes. Return 0."""
+FAILURES = ("failed", "timeout", "interrupted")
+
+
+def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
+    """Add the results of a visit to a store and print the changed verdicts and the records. Return 0."""
     before = read_records(results)
     visit = import_results(folder, results)
     after = read_records(results)
@@ -107,7 +120,34 @@ def print_import(folder: Path, results: Path, json: bool) -> int:
         }
         print_json(document)
         return 0
-    _print_import(visit, added, before, verdicts, results)
+    gpus = visit.facts.get("provenance", {}).get("gpus") or []
+    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
+    lines = [f"claim {change['claim']}: {change['before']} -> {change['after']}" for change in verdicts]
+    wrong = [outcome for outcome in visit.outcomes if outcome.get("outcome") != "ok"]
+    lines += [
+        f"{outcome.get('name')}: {outcome.get('outcome')}: {outcome.get('reason')}" for outcome in wrong
+    ]
+    for measurement in visit.measurements:
+        values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
+        name = values.pop("name", "")
+        numbers = (f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items())
+        lines.append(f"{name}: {', '.join(numbers)}")
+    shown = new_table("new record", "outcome", "step time (s)", "earlier step time (s)", left=2)
+    for record in added if details else added[:MAX_ROWS]:
+        row = _record_row(record, before)
+        times = (_seconds(row.get("step_s")), _seconds(row.get("earlier_step_s")))
+        shown.add_row(row["name"], row["outcome"], *times)
+    if not details:
+        hidden = max(0, len(lines) - MAX_OTHERS) + len(added) - shown.row_count
+        lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
+        lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already.",
+        f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",
+        *lines,
+        shown,
+    )
     return 0
 
 
@@ -139,44 +179,6 @@ def _record_row(record: Record, before: Iterable[Record]) -> dict[str, Any]:
         }
         row["earlier_step_s"] = same[-1].metrics.get(STEP_SECONDS) if same else None
     return row
-
-
-def _print_import(
-    visit: ImportedVisit,
-    added: list[Record],
-    before: list[Record],
-    verdicts: list[dict[str, str]],
-    results: Path,
-) -> None:
-    console = stdout(PAGE_COLUMNS)
-    gpus = visit.facts.get("provenance", {}).get("gpus") or []
-    machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
-    console.print(
-        f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already."
-    )
-    if added:
-        shown = new_table("new record", "outcome", "step time (s)", "earlier step time (s)", left=2)
-        for record in added:
-            row = _record_row(record, before)
-            times = (_seconds(row.get("step_s")), _seconds(row.get("earlier_step_s")))
-            shown.add_row(row["name"], row["outcome"], *times)
-        console.print(shown)
-    for measurement in visit.measurements:
-        values = {key: value for key, value in measurement.items() if isinstance(value, (int, float, str))}
-        name = values.pop("name", "")
-        numbers = ", ".join(
-            f"{key} {v:.4g}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items()
-        )
-        console.print(f"{name}: {numbers}", markup=False)
-    for outcome in visit.outcomes:
-        if outcome.get("outcome") != "ok":
-            console.print(
-                f"{outcome.get('name')}: {outcome.get('outcome')}: {outcome.get('reason')}", markup=False
-            )
-    for change in verdicts:
-        console.print(f"claim {change['claim']}: {change['before']} -> {change['after']}", markup=False)
-    if not verdicts:
-        console.print("No verdict changed.")
 
 
 def _seconds(value: float | None) -> str:

@@ -153,32 +153,44 @@ def print_calibration(
 
 
 def _print_calibrated(found: Calibrated) -> None:
+    """Print the written file, the rates of a rank, and the time of each collective at its ends of sizes."""
     from repro.accuracy.calibrate.document import STEP
 
     device, provenance = found.document["device"], found.document["provenance"]
     facts = provenance["facts"]
     precision, peak = next(iter(device["peak_flops"].items()))
     calls = f"{facts['calls_measured']} calls of {facts['operators_measured']} operators"
-    print(f"{device['name']}: {provenance['ranks']} ranks, {calls} in {units.seconds(found.seconds)}")
-    copied = units.size(device["memory_bandwidth"]["value"])
-    print(f"  fastest product     {units.flop_rate(peak['value'])} {precision} a rank")
-    print(f"  copy                {copied}/s a rank, read and written")
-    print(f"  host                {units.seconds(facts['host_s_per_operator'])} an operator")
+    spread = units.percent(facts["spread_of_calls"])
+    rows = [
+        ("fastest product", f"{units.flop_rate(peak['value'])} per rank in {precision}"),
+        ("memory copy", f"{units.size(device['memory_bandwidth']['value'])}/s per rank, read and written"),
+        ("host time", f"{units.seconds(facts['host_s_per_operator'])} per operator"),
+        ("spread of calls", f"{spread}: half of the distance between the quartiles, relative to the median"),
+    ]
     if STEP in facts:
-        print(f"  step                {facts[STEP]:.2f} times its operators one by one, without messages")
-        print(
-            f"  jitter              {units.seconds(device['time']['jitter_s']['value'])}, variance over mean"
-        )
-    for name, link in found.document["links"].items():
-        for op, measured in link.get("collectives", {}).items():
-            (small, least), (large, most) = measured["points"][0], measured["points"][-1]
-            few = f"{units.seconds(least)} for {units.size(small)}"
-            print(f"  {op:<15}{name:<8}{few}, {units.size(large / most)}/s for {units.size(large)}")
+        jitter = units.seconds(device["time"]["jitter_s"]["value"])
+        rows.append(("step", f"{facts[STEP]:.2f} times the sum of its operators, without messages"))
+        rows.append(("jitter", f"{jitter}, variance over mean"))
+    links = found.document["links"].items()
+    for name, link in links:
         if "overlap_cost" in link:
             lost = units.percent(link["overlap_cost"]["value"])
-            print(f"  compute loses {lost} of the seconds of a collective beside it")
-    print(
-        f"  spread of calls     {units.percent(facts['spread_of_calls'])} (half of the quartiles' distance)"
+            rows.append(
+                ("overlap cost", f"compute loses {lost} of the time of a concurrent {name} collective")
+            )
+    headings = ("collective", "link", "smallest message", "time (us)", "largest message", "rate (GB/s)")
+    collectives = new_table(*headings, left=2)
+    for name, link in links:
+        for op, measured in link.get("collectives", {}).items():
+            (small, least), (large, most) = measured["points"][0], measured["points"][-1]
+            ends = units.size(small), units.number(least * 1e6), units.size(large)
+            collectives.add_row(op, name, *ends, units.number(large / most / 1e9))
+    error = units.percent(facts["error_of_rates"])
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{found.path}: {device['name']}, {provenance['ranks']} ranks, median error of the rates {error}.",
+        f"{calls} were measured in {units.seconds(found.seconds)}.",
+        new_table("quantity", "measured value", left=2, wrap=("measured value",), rows=rows),
+        collectives,
+        command=f"repro systems {found.path}",
     )
-    print(f"  error of the rates  {units.percent(facts['error_of_rates'])} (median)")
-    print(f"{found.path}  (repro systems {found.path})")

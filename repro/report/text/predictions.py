@@ -29,7 +29,7 @@ from repro.simulate.plan.candidates import (
     parse_memory_size,
 )
 from repro.util import units
-from repro.util.console import print_json, show_progress
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, show_progress, stdout
 
 
 def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool, details: bool) -> int:
@@ -258,15 +258,20 @@ def print_scores(
     if json:
         print_json(record.as_dict())
         return int(record.outcome != "ok")
-    print(f"{record.name}: {record.outcome}  {record.reason}".rstrip())
-    for name, value in record.metrics.items():
-        shown = units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}"
-        print(f"  {name}  {shown}")
     way = record.way
-    print(f"protocol {way['name']}: {way['source']}")
-    for name, key in (("", "rules"), ("left open: ", "left_open"), ("published so: ", "published")):
-        for line in way[key]:
-            print(f"  {name}{line}")
+    scores = [
+        (name, units.percent(value) if name.startswith("accuracy") else f"{value:,.10g}")
+        for name, value in record.metrics.items()
+    ]
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{record.name}: {record.outcome}. {record.reason}".rstrip(),
+        new_table("score", "value", rows=scores),
+        f"Protocol {way['name']}: {way['source']}.",
+        *(f"{line}." for line in way["rules"]),
+        *(f"Not specified: {line}." for line in way["left_open"]),
+        *(f"Published: {line}." for line in way["published"]),
+    )
     return int(record.outcome != "ok")
 
 
@@ -282,7 +287,10 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
         print_json({"weights": source.kind, "files": [str(path) for path in written]})
         return 0
     sizes = source.model
-    print(f"{source.kind}: {sizes.layers} layers of {sizes.hidden}, {sizes.vocab} tokens")
-    for path in written:
-        print(f"{path}  {units.size(path.stat().st_size)}")
+    print_page(
+        stdout(PAGE_COLUMNS),
+        f"{output}: weights of {source.kind}, {sizes.layers} layers of width {sizes.hidden}, "
+        f"{sizes.vocab} tokens.",
+        new_table("file", "size", rows=[(path.name, units.size(path.stat().st_size)) for path in written]),
+    )
     return 0

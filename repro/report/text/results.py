@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
 
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
@@ -36,10 +39,7 @@ from repro.util.console import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from repro.launch.run import ExperimentPreview
-
 
 EVIDENCE_TITLES = {
     MEASURED: "measured: real processes and messages",
@@ -48,8 +48,9 @@ EVIDENCE_TITLES = {
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions with a column where experiments differ."""
-MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS = 12, 3, 18
-"""Maximum numbers of rows, of groups with a table each, and of groups with a row each, without `--details`."""
+MAX_ROWS, MAX_SHORT_GROUPS, MAX_GROUP_ROWS, MAX_LINES = 14, 3, 18, 3
+"""Maximum numbers of rows, of groups with a table each, of groups with a row each, and of lines of one kind (failures,
+comparisons, reasons), without `--details`."""
 
 
 class Column(NamedTuple):
@@ -118,22 +119,32 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
     print_page(stdout(PAGE_COLUMNS), text, made, command=f"repro results {found[0].suite}")
 
 
-def print_result_tables(found: Sequence[ComparableResults], *, details: bool = False) -> None:
-    """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen."""
+def print_result_tables(
+    found: Sequence[ComparableResults], *, details: bool = False, rows: int = MAX_ROWS
+) -> None:
+    """Print every group: its table, its failures, and its comparisons. Without `details`, all fit on one screen.
+
+    `rows`: number of lines for experiments, failures and comparisons of all groups without `details`.
+    """
     console = stdout(PAGE_COLUMNS)
     for group in found:
-        most = None if details else max(2, MAX_ROWS // len(found) - len(group.comparisons))
-        count = words.count_noun(len(group.records), "experiment")
         failures = [record for record in group.records if record.outcome != "ok"]
+        lines = None if details else MAX_LINES // len(found)
+        compared = group.comparisons[:lines]
+        used = len(compared) + len(failures[:lines]) + 2 * bool(compared)
+        most = None if details else max(2, (rows - 8 * (len(found) - 1)) // len(found) - used)
+        count = words.count_noun(len(group.records), "experiment")
         outcomes = Counter(record.outcome for record in failures)
         failed = "".join(f" {count} {outcome}." for outcome, count in outcomes.items())
         print_page(console, f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
         _print_experiments(console, group, most)
         hidden = len(group.records) - (most or len(group.records))
-        reasons = (f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures)
-        more = f"Fastest first; --details lists {hidden} more." if hidden > 0 else ""
-        print_page(console, more, *list(reasons)[: None if details else MAX_SHORT_GROUPS])
-        _print_comparisons(console, group.comparisons[: None if details else MAX_SHORT_GROUPS])
+        reasons = [f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures]
+        if not details:
+            reasons = [shorten(reason, PAGE_COLUMNS, placeholder=" ...") for reason in reasons[:lines]]
+        more = f"Smallest model first, then fastest; --details lists {hidden} more." if hidden > 0 else ""
+        print_page(console, more, *reasons)
+        _print_comparisons(console, compared)
         console.print()
 
 
@@ -274,7 +285,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 
 
 def print_run(
-    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: str
 ) -> int:
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
@@ -284,83 +295,87 @@ def print_run(
     from repro.launch.run import run_suites
 
     found = []
-    for ended in run_suites(suites, only, results, rerun, evidence, system):
+    for ended in run_suites(suites, only, results, rerun, **how):
         found.append(ended)
         if not json:
-            print_run_summary(ended.summary, with_table=len(suites) == 1)
-    if not json:
-        print(f"records: {found[0].summary['results']}/records; `repro results SUITE` shows them")
+            print_run_summary(ended.summary, with_table=details or len(suites) == 1, details=details)
     if json:
         summaries = [ended.summary for ended in found]
         print_json(summaries if len(suites) > 1 else summaries[0])
     return max(ended.code for ended in found)
 
 
-def print_run_summary(summary: dict[str, Any], *, with_table: bool) -> None:
-    """Print the results `with_table`, then unexpected outcomes, then the totals in one line."""
+def print_run_summary(summary: dict[str, Any], *, with_table: bool, details: bool) -> None:
+    """Print the totals in one line, unexpected outcomes, missing requirements, then the results `with_table`."""
     rows = summary["experiments"]
-    if with_table:
-        names = [row["name"] for row in rows]
-        records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
-        print_result_tables(results_of_run(select(records), summary["suite"], names, summary["evidence"]))
     for remark in summary["skipped_lines"]:
         print(f"note: {remark}", file=sys.stderr)
-    for row in rows:
-        if row["expected"] is False or (
-            with_table and row["expected"] is None and row["outcome"] not in ("ok", NOT_RUN)
-        ):
-            logs = f"  logs: {row['logs']}" if row["logs"] else ""
-            print(f"{row['name']}: {row['outcome']}  {row['reason']}{logs}")
-    missing: dict[str, list[str]] = {}
-    for row in rows:
-        if row["outcome"] == NOT_RUN and row["expected"] is None:
-            missing.setdefault(row["reason"], []).append(row["name"])
-    for reason, names in missing.items():
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        print(f"{names[0]}{more}: not run: {reason}")
-    if summary["stopped"]:
-        print(f"stopped: {summary['stopped']}; `repro run` goes on with what is missing")
+    wrong = [row for row in rows if row["expected"] is False]
+    missing = [row for row in rows if row["outcome"] == NOT_RUN and row["expected"] is None]
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["counts"].items())
-    wrong = sum(row["expected"] is False for row in rows)
     possible = " that can run here" if summary["evidence"] == MEASURED else " that can be simulated"
-    elsewhere = possible if missing else ""
-    judged = f"all{elsewhere} as expected" if not wrong else f"{wrong} not as expected"
-    what = "experiments" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiments"
-    print(f"{summary['suite']}: {len(rows)} {what}: {counts}; {judged}")
+    judged = f"{len(wrong)} not as expected" if wrong else f"all{possible * bool(missing)} as expected"
+    what = "experiment" if summary["evidence"] == MEASURED else f"{summary['evidence']} experiment"
+    lines = [f"{summary['suite']}: {words.count_noun(len(rows), what)}: {counts}; {judged}"]
+    lines += [f"stopped: {summary['stopped']}; the same command continues the run"] * bool(summary["stopped"])
+    for row in wrong[:MAX_LINES]:
+        logs = f"  logs: {row['logs']}" * bool(row["logs"])
+        lines.append(f"{row['name']}: {row['outcome']}  {units.readable(row['reason'])}{logs}")
+    lines += [f"{len(wrong) - MAX_LINES} more, which --json lists"] * (len(wrong) > MAX_LINES)
+    lines += reason_lines([row["reason"] for row in missing])
+    lines.append(f"records: {summary['results']}/records; `repro results {summary['suite']}` shows them")
+    print("\n".join(lines))
+    if with_table:
+        print()
+        names = [row["name"] for row in rows]
+        records, _ = Store(Path(summary["results"])).readable()  # the summary names unreadable lines
+        found = results_of_run(select(records), summary["suite"], names, summary["evidence"])
+        print_result_tables(found, details=details, rows=MAX_ROWS - 1 - len(lines))
 
 
-def print_dry_run(
-    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, evidence: str, system: str
-) -> int:
-    """Print the planned action for every selected experiment; return 0. Raises `ConfigError` if a suite is invalid."""
-    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN, preview_run
+def reason_lines(reasons: Sequence[str]) -> list[str]:
+    """Return a line for each of the most frequent reasons why experiments cannot run here, and one for the others."""
+    counts = Counter(reason.partition("; ")[0] for reason in reasons).most_common()
+    lines = [f"not run: {words.count_noun(n, 'experiment')}: {reason}." for reason, n in counts[:MAX_LINES]]
+    if others := sum(count for _, count in counts[MAX_LINES:]):
+        lines.append(f"not run: {others} more for similar reasons, which --json lists.")
+    if can := sum(f"--evidence {SIMULATED}" in reason for reason in reasons):
+        lines.append(f"`--evidence {SIMULATED}` predicts {can} of them on this machine.")
+    return lines
 
-    found = preview_run(suites, only, results, rerun, evidence, system)
+
+def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool) -> int:
+    """Print numbers of experiments by state, their estimated time, and with `details` a row of each; return 0."""
+    from repro.launch.run import ELSEWHERE, KNOWN, TO_RUN
+
     if json:
         print_json([asdict(each) for each in found])
         return 0
-    memory = ("memory of a device",) if any(each.memory for each in found) else ()
-    headings = ("experiment", "", "where", *memory, "steps", "took last time", "stopped after")
-    rows = new_table(*headings, left={"experiment", "", "where", *memory}, wrap=("where", *memory))
-    for each in found:
-        held = (each.memory,) if memory else ()
-        rows.add_row(f"{each.suite}/{each.name}", each.state, each.where, *held, *_duration_cells(each))
+    todo, counts = [each for each in found if each.state == TO_RUN], Counter(each.state for each in found)
+    answer = ", ".join(f"{counts[state]} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
+    known = [each.last_s for each in todo if each.last_s is not None]
+    times = [f"{units.seconds(sum(known))} for {len(known)}, from their last runs"] * bool(known)
+    times += [f"unknown for {len(todo) - len(known)} without a run in this store"] * (len(known) < len(todo))
     console = stdout(PAGE_COLUMNS)
-    console.print(rows)
-    todo = [each for each in found if each.state == TO_RUN]
-    known = sum(each.last_s for each in todo if each.last_s is not None)
-    counts = (f"{sum(each.state == state for each in found)} {state}" for state in (TO_RUN, KNOWN, ELSEWHERE))
-    last = f"; those that ran before took {units.seconds(known)}" if known else ""
-    new = sum(each.last_s is None for each in todo)
-    no_estimate = f"; no estimate for {new} of them, which never ran here" if new else ""
-    console.print(f"{', '.join(counts)}{last}{no_estimate}", markup=False)
+    print_page(console, f"{words.count_noun(len(found), 'experiment')}: {answer}.")
+    print_page(console, f"Estimated time: {'; '.join(times) or '0 s'}.")
+    print_page(console, *reason_lines([each.where for each in found if each.state == ELSEWHERE]))
+    if not details:
+        rows = new_table("processes", "experiments", "steps")
+        for where in list(dict.fromkeys(each.where for each in todo))[:MAX_ROWS]:
+            some = [each for each in todo if each.where == where]
+            rows.add_row(where, str(len(some)), str(sum(each.steps for each in some)))
+        print_page(console, rows, "Every experiment with its memory or time limit: --details")
+        return 0
+    local = new_table("experiment", "state", "processes", "steps", "last run (s)", "timeout (s)", left=3)
+    other = new_table("experiment", "state", "processes", "memory per device", left=4, wrap=("processes",))
+    is_one = len({each.suite for each in found}) == 1
+    for each in found:
+        name = each.name if is_one else f"{each.suite}/{each.name}"
+        last = units.number(each.last_s) if each.last_s is not None else units.NO_VALUE
+        limit = f"{each.limit_s:g}" if each.limit_s else units.NO_VALUE
+        cells = (each.memory,) if each.memory else (str(each.steps), last, limit)
+        table = other if each.memory else local
+        table.add_row(name, each.state, each.where.partition("; ")[0], *cells)
+    print_page(console, local, other)
     return 0
-
-
-def _duration_cells(each: ExperimentPreview) -> tuple[str, str, str]:
-    from repro.launch.run import ELSEWHERE
-
-    if each.state == ELSEWHERE:
-        return "", "", ""
-    took = "no estimate" if each.last_s is None else units.seconds(each.last_s)
-    return str(each.steps), took, units.seconds(each.limit_s) if each.limit_s else "never"

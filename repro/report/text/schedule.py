@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import wrap
+
+from rich.console import Console
+from rich.text import Text
 
 from repro.config.errors import require
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action
@@ -24,10 +27,6 @@ from repro.report.text.schedule_plan import (
 from repro.util import files
 from repro.util.console import PAGE_COLUMNS, new_facts_table, stdout
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
 
 def print_schedule(
     stages: int,
@@ -39,6 +38,7 @@ def print_schedule(
     json: bool,
     svg: bool,
     out: Path | None,
+    details: bool,
 ) -> int:
     """Print, draw or dump one schedule. Raises `ConfigError` if an option is invalid; the message names it."""
     svg = svg or out is not None
@@ -54,7 +54,7 @@ def print_schedule(
             files.write_file(out, _svg(plan))
             print(out)
     else:
-        print_drawing(plan)
+        print_drawing(plan, None if details else SCREEN_LINES)
     return 0
 
 
@@ -73,36 +73,35 @@ def _svg(plan: TimedSchedule) -> str:
         return style.to_svg(style.Drawing("schedule", plan.title, caption, (), figure=figure)) + "\n"
 
 
-MAX_DRAWN_LINES = 60
-"""Maximum number of lines of a drawing that is broken into several lines of time."""
+MAX_DRAWN_LINES, SCREEN_LINES = 60, 11
+"""Maximum number of lines of a drawing that is broken into several lines of time, and of one without `--details`."""
 IDLE_CELL, MIXED_CELL = "·", "▒"
 Cell = tuple[str, str]
 """One character and its rich style."""
 
 
-def print_drawing(plan: TimedSchedule) -> None:
-    """Print the drawing, its legend and the summary to the terminal, in its width."""
-    from rich.text import Text
-
+def print_drawing(plan: TimedSchedule, most: int | None) -> None:
+    """Print the properties of a schedule, then its drawing (`draw_schedule`) in the width of the terminal."""
     console = stdout(PAGE_COLUMNS)
-    for line in draw_schedule(plan, console):
-        console.print(line, no_wrap=True, crop=False, overflow="ignore")
-    console.print()
     rows = new_facts_table()
     for name, sentence in schedule_facts(plan):
         rows.add_row(name, Text(sentence, style="bold" if name == "bubble" else ""))
     console.print(rows)
+    console.print()
+    for line in draw_schedule(plan, console, most):
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
 
 
-def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:
-    """Return the drawing as lines no wider than the console."""
-    from rich.text import Text
+def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None) -> list[Text]:
+    """Return the drawing as lines no wider than the console.
 
+    `most`: number of lines without the legend, for which stages in the middle are left out; None: all stages.
+    """
     colour = console.color_system is not None
     live = plan.in_flight
     left, right = len("stage "), len(" in flight")
     width = max(20, console.width - left - right)
-    per_action = _columns_per_action(plan, width, colour)
+    per_action = _columns_per_action(plan, width, colour, most or MAX_DRAWN_LINES)
     if per_action:
         columns_per_time = per_action / _shortest(plan)
         columns = ceil(plan.total * columns_per_time)
@@ -119,17 +118,20 @@ def draw_schedule(plan: TimedSchedule, console: Console) -> list[Text]:
         last = min(first + width, columns)
         axis = _axis(first, last, columns_per_time)
         lines.append(Text(f"{'stage':<{left}}{axis} in flight", style="dim"))
+        hidden = range(most // 2, plan.stages - most // 2 + 1) if most and plan.stages >= most else range(0)
         for stage, row in enumerate(rows):
+            if stage in hidden:
+                lines += [Text(f"  ... {len(hidden)} stages: --details", style="dim")] * (stage == hidden[0])
+                continue
             line = Text(f"{stage:>{left - 1}} ", style="")
             for characters, style in _runs(row[first:last]):
                 line.append(characters, style=style)
             line.append(f"{live[stage]:>{right}}", style="dim")
             lines.append(line)
-    lines.append(_legend(plan, per_action, colour))
-    indent = " " * left
-    lines += [
-        Text(f"{indent}{note}", style="dim") for note in _notes(plan, per_action, colour, columns > width)
-    ]
+    legend = _legend(plan, per_action, colour)
+    lines.append(legend if len(legend) <= console.width else legend[left:])
+    for note in _notes(plan, per_action, colour, columns > width):
+        lines += [Text(" " * left + part, style="dim") for part in wrap(note, console.width - left)]
     return lines
 
 
@@ -145,7 +147,7 @@ def _widest(plan: TimedSchedule, colour: bool) -> int:
     return len(_label(Action(FORWARD, plan.micro_batches - 1, plan.chunks - 1), colour))
 
 
-def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
+def _columns_per_action(plan: TimedSchedule, width: int, colour: bool, most: int) -> int:
     """Return the columns of the shortest action, or 0 where the width does not suffice for every action.
 
     Drawings with labels are preferred: on one line of time, else on several, else colours or letters on one line.
@@ -160,7 +162,7 @@ def _columns_per_action(plan: TimedSchedule, width: int, colour: bool) -> int:
         if blocks(columns) == 1:
             return columns
     for columns in range(label + 1, least - 1, -1):
-        if blocks(columns) * (plan.stages + 1) <= MAX_DRAWN_LINES:
+        if blocks(columns) * (plan.stages + 1) <= most:
             return columns
     return next((columns for columns in range(least - 1, 0, -1) if blocks(columns) == 1), 0)
 
@@ -235,8 +237,6 @@ def _axis(first: int, last: int, scale: Fraction) -> str:
 
 
 def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
-    from rich.text import Text
-
     chunks = plan.chunks if per_action else 1
     line = Text(" " * len("stage "))
     for kind, word in ((FORWARD, "forward"), (BACKWARD, "backward")):
@@ -245,18 +245,18 @@ def _legend(plan: TimedSchedule, per_action: int, colour: bool) -> Text:
         line.append(f" {word}{' by chunk' * (chunks > 1)}  " if colour else f"{kind} {word}  ")
     if not per_action:
         line.append(MIXED_CELL * 2, _mixed_style() if colour else "")
-        line.append(" in turn  ")
+        line.append(" both  ")
     line.append(f"{IDLE_CELL} idle")
     return line
 
 
 def _notes(plan: TimedSchedule, per_action: int, colour: bool, broken: bool) -> Iterator[str]:
     if not per_action:
-        yield "a column holds several actions: what the stage mostly does; --svg shows more"
+        yield "A column covers several actions and shows the predominant one; --svg draws all."
         return
     if plan.chunks > 1 and not colour:
-        yield "F3.1 is micro-batch 3 in chunk 1"
+        yield "F3.1 is the forward pass of micro-batch 3 in chunk 1."
     if per_action < _widest(plan, colour):
-        yield "no room for every micro-batch's number"
+        yield "An action without a number is too short for it."
     if broken:
-        yield "time continues below"
+        yield "The time continues in the next rows."

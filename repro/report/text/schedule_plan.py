@@ -98,11 +98,7 @@ def schedule_document(plan: TimedSchedule) -> dict[str, Any]:
         "chunks": plan.chunks,
         "forward": float(plan.forward),
         "backward": float(plan.backward),
-        "bubble": {
-            "fraction": str(plan.bubble),
-            "value": float(plan.bubble),
-            "formula": plan.formula,
-        },
+        "bubble": {"fraction": str(plan.bubble), "value": float(plan.bubble), "formula": plan.formula},
         "idle_share": float(1 - plan.ideal / plan.total),
         "time": {"total": float(plan.total), "ideal": float(plan.ideal)},
         "in_flight": plan.in_flight,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
@@ -14,8 +16,6 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 from repro.util.units import gb
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from repro.simulate.step import Simulation
 
 TIME_PARTS = {

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from repro.accuracy.twins.derive import Twin, TwinOptions, derive, useful_rate
 from repro.accuracy.twins.numbers import ScaledRatio, ratio_of, similarity_numbers
 from repro.accuracy.twins.suite import NamedTwin, claim_comparisons, named_comparisons, suite_text
@@ -21,8 +23,6 @@ from repro.util import files, units
 from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from repro.config import Experiment
 
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"

@@ -11,8 +11,8 @@ versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pu
 `max_split`, and 96995 (2023) added `expandable`; neither is on by default.
 
 Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, garbage
-collection, rounding to powers of two, and the driver's addresses, which decide between free blocks of equal size (here
-an older segment has lower addresses)."""
+collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
+an older segment has lower addresses."""
 
 from __future__ import annotations
 

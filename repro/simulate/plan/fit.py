@@ -204,8 +204,8 @@ def question_of(
     """Return the question of the command line about `system`. Raises `ConfigError`.
 
     `sizes`: hidden, heads and vocab if they are given, else 0. Missing sizes are those of `model`. Without a model, the
-    width is one whose largest model has about width/64 layers, with heads of 128 (or 64), the vocabulary 51,200 and the
-    sequence 1,024 of the ZeRO paper's models.
+    width is one whose largest model has about width/64 layers, with heads of 128 (or 64). The vocabulary is then 51,200
+    and the sequence 1,024, as in the ZeRO paper's models.
     """
     require(what in SEARCHES, "search", what, f"one of {', '.join(SEARCHES)}")
     require(
@@ -220,13 +220,7 @@ def question_of(
     if model is None:
         room = whole - system.context()
         hidden = sizes.get("hidden") or suggested_width(room, layout.tp * layout.pp, layout)
-        keys = {
-            "heads": _heads(hidden, layout.tp),
-            "vocab": 51200,
-            "seq": 1024,
-            **sizes,
-            "hidden": hidden,
-        }
+        keys = {"heads": _heads(hidden, layout.tp), "vocab": 51200, "seq": 1024, **sizes, "hidden": hidden}
         shape, tokens = Model(name="gpt", layers=1, **keys), 0
     else:
         known, tokens = model, sizes.get("seq", 0)

@@ -1,13 +1,13 @@
 """Lower bounds of peak memory and step time without a trace, from the operators and collectives of one layer.
 
-With f and b the seconds of a forward and a backward pass of one chunk, a step of m micro-batches on p stages of v
-chunks takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
+A forward and a backward pass of one chunk take f and b seconds. A step of m micro-batches on p stages of v chunks
+takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
 
     T  >=  (p - 1) f  +  m v (f + b) of the last stage  +  (p - 1) b
 
-Collectives of r seconds beside compute of s seconds take a share c of their time from it: max(s + c r, r) is a lower
-bound of both. It holds for each pass beside which a stage gathers parameters, reduces gradients or sums over tp, and
-for the full step. Other operators, latencies, the host and the update only add to these.
+Collectives of r seconds that overlap compute of s seconds delay it by a share c of their time: max(s + c r, r) is a
+lower bound of both. It holds for each pass during which a stage gathers parameters, reduces gradients or sums over tp,
+and for the full step. Other operators, latencies, the host and the update only add to these.
 """
 
 from __future__ import annotations

@@ -18,11 +18,7 @@ from repro.config.errors import ConfigError
 from repro.simulate.plan import closed_form
 from repro.simulate.plan.candidates import MIN_HEADROOM, PlanRequest
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS, largest_term
-from repro.simulate.plan.lower_bound import (
-    memory_lower_bound,
-    sent_bytes_lower_bound,
-    step_time_lower_bound,
-)
+from repro.simulate.plan.lower_bound import memory_lower_bound, sent_bytes_lower_bound, step_time_lower_bound
 from repro.simulate.plan.rows import BOUND, FULL, OOM, OPEN, RETAINED, STATES, PlanRow, ideal_s
 from repro.simulate.time.calibration import Generation, calibration_point_of
 from repro.simulate.time.device import DeviceCost, Kernels

@@ -173,7 +173,7 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
 
     Measured kernels have priority over published points, and a point of the device's card over other points.
     Megatron-LM's two generations differ by operators, which the trace shows. If one has no point on a device, the point
-    of the other one shows how well the other kernels ran there (`unfused` on an A100, to predict the gain of fusing).
+    of the other generation is used, for example `unfused` on an A100 to predict the gain of fusing.
     A device without any calibration has `uncalibrated_kernels`.
     """
     if system.device.operators:

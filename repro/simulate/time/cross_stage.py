@@ -115,7 +115,7 @@ class CrossStageState:
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
         self.has_overlap_cost = in_any_lane(overlap_cost)
         self.slowdown = overlap_cost / maximum(1 - overlap_cost, MIN_COMPUTE_SHARE)
-        """Seconds by which one second of computation beside a collective is longer."""
+        """Seconds by which one second of computation is longer during a collective."""
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.order = step_order(layout)
         self.payloads: dict[int, int] = {}

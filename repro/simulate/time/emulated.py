@@ -51,7 +51,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     here = machine.links[PROCESS_LINK]
     most = here.bandwidth.known(f"links.{PROCESS_LINK}.bandwidth", system=machine.name)
     if RING_COLLECTIVE not in here.collectives:
-        right = "measured with a ring of all ranks, as repro calibrate does now: calibrate anew"
+        right = "measured with a ring of all ranks: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     hop = ring_step_times(here.collectives[RING_COLLECTIVE], network.world)
     latency = sourced_quantity(
@@ -73,7 +73,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
             start_s=sourced_quantity(0.0, "in the latency of its messages"),
             efficiency=sourced_quantity(1.0, "headers are taken off the bandwidth"),
             overlap_cost=sourced_quantity(
-                lost, "measured beside unlimited messages, in proportion to the rate"
+                lost, "measured during unlimited messages, in proportion to the rate"
             ),
             adapters=sourced_quantity(1, "a node has one link"),
             rings=sourced_quantity(1, "a node has one link"),
@@ -110,7 +110,7 @@ def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
         return network
     rate = product_rate(machine)
     if not rate:
-        right = f"with {COMPUTE_RATE_FACT}, to which links are scaled, as repro calibrate measures now: calibrate anew"
+        right = f"with {COMPUTE_RATE_FACT}, to which links are scaled: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     return network.scaled(rate)
 

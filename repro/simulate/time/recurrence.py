@@ -2,8 +2,8 @@
 
 The items of an action take the same time wherever the action stands in the schedule, except while a collective of an
 earlier action is under way. So a step is a longest path over actions and messages between stages. The few other actions
-(gathers of parameters, reductions of gradients) are timed item by item by `repro.simulate.time.stage.StageStreams`,
-which also runs the same step event by event, as the reference of the tests.
+(gathers of parameters, reductions of gradients) are timed item by item by `repro.simulate.time.stage.StageStreams`.
+That class also runs the same step event by event, as the reference of the tests.
 """
 
 from __future__ import annotations

@@ -39,4 +39,4 @@ def test_what_torch_cannot_have_of_a_gpu_is_that_of_the_rank_that_lacks_most() -
     machine = {"gpus": [gpu], "memory": {"total_bytes": 100}, "nvlink": True}
     found = _gpu([{"machine": machine, "context_bytes": size} for size in (5, 7, 6)])
     assert found["context_bytes"]["value"] == 7
-    assert found["context_bytes"]["source"].startswith("measured: in use beside torch's memory")
+    assert found["context_bytes"]["source"].startswith("measured: memory in use outside torch")

@@ -202,7 +202,7 @@ def test_a_step_of_a_ring_takes_its_link_or_the_cores(machine: System, lowbw: Tw
 def test_a_file_without_a_ring_of_all_ranks_is_refused() -> None:
     found = tables()
     del found["links"]["memory"]["collectives"]
-    with pytest.raises(ConfigError, match="calibrate anew"):
+    with pytest.raises(ConfigError, match="run repro calibrate again"):
         emulated_system(
             parse_system(found, name="old", file="old.toml"), EmulatedNetwork(nodes=1, ranks_per_node=16)
         )

@@ -84,7 +84,7 @@ def test_links_are_as_fast_as_a_run_here_would_make_them() -> None:
 
 def test_a_file_that_does_not_say_how_fast_ranks_compute_cannot_scale_links() -> None:
     network = EmulatedNetwork(nodes=1, ranks_per_node=16, within=2e7, flops_per_s=5e9)
-    with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*calibrate anew"):
+    with pytest.raises(ConfigError, match=f"{COMPUTE_RATE_FACT}.*run repro calibrate again"):
         emulated_system(calibrated(), network)
 
 

@@ -93,19 +93,19 @@ def test_what_collect_says_to_people(
     mine = tmp_path / "mine"
     assert cli.main(["collect", *results, "--into", str(mine)]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "a: hang: rank 1 is behind",
-        "b: node-failure: node failure, on n1, NodeDown",
-        "node n1 is named in 1 failure: `repro submit --exclude n1` keeps away from it",
-        "0 of 3 cases done, 1 still wait or run; 1 lost or cancelled ones recorded now",
-        f"2 records in {submitted.results}/records",
-        f"2 of them are new in {mine}/records",
+        "0 of 3 cases done, 1 waiting or running, 1 lost or cancelled and recorded.",
+        f"2 records in {submitted.results}/records.",
+        f"2 of them are new in {mine}/records.",
+        "1 failure on node n1: `repro submit --exclude n1` excludes it.",
+        "a: hang: rank 1 is behind.",
+        "b: node-failure: node failure, on n1, NodeDown.",
     ]
     for name in "abc":
         submitted.record(name, "ok")
     assert cli.main(["collect", *results]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "3 of 3 cases done; 0 lost or cancelled ones recorded now",
-        f"5 records in {submitted.results}/records",
+        "3 of 3 cases done, 0 waiting or running, 0 lost or cancelled and recorded.",
+        f"5 records in {submitted.results}/records.",
     ]
     assert cli.main(["collect", "--results", str(tmp_path / "none")]) == 2
     assert "a folder that `repro submit` has used" in capsys.readouterr().err

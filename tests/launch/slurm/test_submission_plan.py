@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,34 @@ def intended(folder: Path, site: Path, *only: str) -> SubmissionPlan:
         )
 
 
+def printed(
+    planned: SubmissionPlan, capsys: pytest.CaptureFixture[str], *, details: bool = False
+) -> list[str]:
+    submission_plan.print_submission_plan(planned, Path("results"), json=False, details=details)
+    return capsys.readouterr().out.splitlines()
+
+
 def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    submission_plan.print_submission_plan(intended(tmp_path, site), tmp_path, json=False)
-    assert capsys.readouterr().out.splitlines() == [
+    planned = intended(tmp_path, site)
+    answer = [
+        "Dry run: 3 cases in 2 job arrays. Nothing is submitted.",
+        # Half an hour of four ranks on two nodes, and two half hours of two ranks on one.
+        "Upper bound from time limits: 4 core-hours.",
+        "1 case in a live job: runs (job 12_3)",
+        "1 case with a record, which --rerun repeats",
+        "2 cases not for nodes of local: far needs 16 devices of system dgx2, ...",
+    ]
+    assert [line.rstrip() for line in printed(planned, capsys)] == [
+        *answer,
+        "",
+        "array  jobs",
+        "0      1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
+        "1      2 cases in 2 jobs of 1 node x 2 ranks, 00:30:00 each, partition debug",
+        "",
+        "0 more arrays, and cases and scripts of all: --details",
+    ]
+    assert printed(planned, capsys, details=True) == [
+        *answer,
         "# array 0: 1 case in 1 job of 2 nodes x 2 ranks, 00:30:00 each, partition debug",
         "#   c4",
         "SCRIPT 0",
@@ -45,30 +71,37 @@ def test_what_is_printed(site: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "#   a",
         "#   b",
         "SCRIPT 1",
-        "runs: job 12_3 is at it",
-        "1 in the store already (--rerun runs them again)",
-        "2 not for nodes of local: far needs 16 devices of system dgx2, ...",
-        # Half an hour of four ranks on two nodes, and two half hours of two ranks on one.
-        "3 cases in 2 job arrays; at most 4 core-hours",
-        "nothing was submitted (--dry-run)",
     ]
-    submission_plan.print_submission_plan(intended(tmp_path, site, "known", "far"), tmp_path, json=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "1 in the store already (--rerun runs them again)",
-        "1 not for nodes of local: far needs 16 devices of system dgx2",
-        "0 cases in 0 job arrays; at most 0 core-hours",
-        "nothing was submitted (--dry-run)",
+    assert printed(intended(tmp_path, site, "known", "far"), capsys) == [
+        "Dry run: 0 cases in 0 job arrays. Nothing is submitted.",
+        "Upper bound from time limits: 0 core-hours.",
+        "1 case with a record, which --rerun repeats",
+        "1 case not for nodes of local: far needs 16 devices of system dgx2",
+        "0 more arrays, and cases and scripts of all: --details",
     ]
     site.write_text('system = "dgx2"\n[slurm]\ngpus_per_node = 16\ntime_limit = "90"\n')
-    submission_plan.print_submission_plan(intended(tmp_path, site, "further"), tmp_path, json=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "# array 0: 1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
-        "#   further",
-        "SCRIPT 0",
-        "1 case in 1 job array; at most 24 GPU-hours",
-        "no predicted times in the store: `repro run SUITE --evidence simulated` makes them",
-        "nothing was submitted (--dry-run)",
+    planned = intended(tmp_path, site, "further")
+    assert [line.rstrip() for line in printed(planned, capsys)] == [
+        "Dry run: 1 case in 1 job array. Nothing is submitted.",
+        "Upper bound from time limits: 24 GPU-hours.",
+        "No step time is predicted: run `repro run SUITE --evidence simulated` first.",
+        "",
+        "array  jobs",
+        "0      1 case in 1 job of 1 node x 16 ranks, 01:30:00 each",
+        "",
+        "0 more arrays, and cases and scripts of all: --details",
     ]
+
+
+def test_the_answer_of_many_arrays_is_one_screen(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = intended(tmp_path, site)
+    many = replace(planned, arrays=planned.arrays * 40, running={f"case-{i}": "12" for i in range(50)})
+    lines = printed(many, capsys)
+    assert len(lines) <= 24
+    assert "50 cases in a live job: case-0 (job 12), case-1 (job 12), case-2 (job 12), ..." in lines
+    assert lines[-1] == "68 more arrays, and cases and scripts of all: --details"
 
 
 def test_the_same_as_data(site: Path, tmp_path: Path) -> None:

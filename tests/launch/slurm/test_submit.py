@@ -74,9 +74,9 @@ def test_the_same_suite_twice_submits_nothing_twice(
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
     assert submit(suite, site, results, "--only", "a") == 0
     assert submit(suite, site, results) == 0
-    assert "a: job 12 is at it" in capsys.readouterr().out
+    assert "1 case in a live job: a (job 12)" in capsys.readouterr().out
     assert submit(suite, site, results) == 0
-    assert "nothing to submit" in capsys.readouterr().out
+    assert "Nothing to submit." in capsys.readouterr().out
     assert len(slurm.state["scripts"]) == 3
     slurm.job("12", state="CANCELLED")  # a case that is lost is submitted again
     assert submit(suite, site, results) == 0
@@ -305,14 +305,13 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     site.write_text('system = "dgx2"\nprice_per_gpu_hour = 2.0\n[slurm]\ngpus_per_node = 16\n')
     body = experiments("a", "large", extra='system = "dgx2"\n')
     suite = write_suite(tmp_path, body)
-    assert submit(suite, site, results, "--dry-run") == 0
+    assert submit(suite, site, results, "--dry-run", "--details") == 0
     out = capsys.readouterr().out
-    assert out.startswith(
-        "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n"
-    )
+    assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n" in out
     # Whole nodes: one hour of 16 GPUs for each of two cases.
-    assert "2 cases in 1 job array; at most 32 GPU-hours, 64.00 at 2 an hour" in out
-    assert "no predicted times in the store" in out
+    assert "2 cases in 1 job array. Nothing is submitted.\n" in out
+    assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 an hour.\n" in out
+    assert "No step time is predicted" in out
     with Store(results) as store:
         for entry in suites.load_suite(suite).entries:
             outcome = "oom" if entry.experiment.name == "large" else "ok"
@@ -320,13 +319,12 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
                 entry.experiment, [], suite="s", provenance={}, wall_s=0.0, outcome=outcome
             )
             store.append(replace(record, metrics={"step_seconds.median": 30.0}, evidence="simulated"))
-    assert submit(suite, site, results, "--dry-run") == 0
+    assert submit(suite, site, results, "--dry-run", "--details") == 0
     out = capsys.readouterr().out
     # Six steps of 30 s on two GPUs.
     assert "#   a (0.1 GPU-hours)\n#   large\n" in out
-    assert "the time model predicts 0.1 GPU-hours of steps for 1 of them, 0.20 at 2 an hour" in out
-    assert "large: simulated out of memory: it will not fit" in out
-    assert "nothing was submitted" in out
+    assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 an hour.\n" in out
+    assert "1 case predicted to run out of memory: large\n" in out
 
 
 def test_too_many_nodes(
@@ -379,10 +377,12 @@ def test_a_suite_of_another_system(
     suite, results = write_suite(tmp_path, BODY), tmp_path / "results"
     for how in ([], ["--move"]):  # processor cores' cases do not move
         assert submit(suite, site, results, "--dry-run", "--json", *how) == 2
-        assert "--move" not in refused(capsys)
+        said = refused(capsys)
+        assert f"Use a profile of system local, or `repro run {suite}` on one machine" in said
+        assert ("--move leaves cases of system local as they are" in said) == bool(how)
     suite = write_suite(tmp_path, experiments("a", extra='system = "dgx2h"\n'))
     assert submit(suite, site, results, "--dry-run") == 2
-    assert "--move runs it on them all the same" in refused(capsys)
+    assert "With --move, it runs on dgx2 as a@dgx2" in refused(capsys)
     assert submit(suite, site, results, "--dry-run", "--move", "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["cases"] == ["a@dgx2"]

@@ -216,7 +216,7 @@ def _request(site: Profile) -> Check:
 
 
 def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
-    print(f"waiting for a job on {count_noun(nodes, 'node')} to look from there ...", file=sys.stderr)
+    print(f"waiting for a job that checks {count_noun(nodes, 'node')} ...", file=sys.stderr)
     try:
         seen = probe.probe_nodes(site, results, nodes)
     except SchedulerError as error:

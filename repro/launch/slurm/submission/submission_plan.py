@@ -23,10 +23,13 @@ from repro.results.schema import SIMULATED
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.util import units
+from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
 
 HOUR_S = 3600.0
 _SUBMISSION_PLACEHOLDER = "SUBMISSION"
 """Placeholder for the name of a submission."""
+MAX_ARRAYS, MAX_LISTED_CASES = 12, 3
+"""Maximum number of job arrays that are printed without `--details`, and of names of cases in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +108,13 @@ def plan_submission(
     }
     here = [entry for entry in entries if entry.experiment.name not in elsewhere]
     if not here:
-        first = next(iter(elsewhere))
-        expected = f"its nodes are {profile.system}, and {first} of {suite.file} needs {elsewhere[first]}"
-        first_system = suite.entry(first).experiment.system
-        if not (move or first_system in LOCAL_SYSTEMS or any(entry.experiment.network for entry in entries)):
-            expected += "; --move runs it on them all the same, under a name of its own"
+        first = suite.entry(next(iter(elsewhere))).experiment
+        expected = f"runs no selected case of {suite.file}: {first.name} needs {elsewhere[first.name]}"
+        if first.network is None and first.system in LOCAL_SYSTEMS:
+            expected += f". --move leaves cases of system {first.system} as they are. " * move or ". "
+            expected += f"Use a profile of system {first.system}, or `repro run {suite.file}` on one machine"
+        elif first.network is None and not move:
+            expected += f". With --move, it runs on {profile.system} as {first.name}@{profile.system}"
         raise ConfigError("system", profile.system, says=expected, file=profile.file)
     tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
     busy = running or {}
@@ -134,7 +139,7 @@ def _needs(experiment: Experiment) -> str:
     """Return the requirements of a case that the profile's nodes cannot run."""
     if experiment.network is not None:
         return "an emulated network, which `repro run` makes on one machine"
-    return f"{experiment.layout.world} devices of system {experiment.system}"
+    return f"{count_noun(experiment.layout.world, 'device')} of system {experiment.system}"
 
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
@@ -173,29 +178,32 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
     return found
 
 
-def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool) -> None:
-    """Print the submission without submitting it."""
+def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool, details: bool) -> None:
+    """Print the submission without submitting it; with `details`, also the cases and the script of each array."""
     if json:
         print(jsonlib.dumps(dry_run_document(planned, results)))
+        return
+    most, predicted, count = planned.gpu_hours()
+    what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
+    cases, arrays = count_noun(len(planned.cases), "case"), count_noun(len(planned.arrays), "job array")
+    print(f"Dry run: {cases} in {arrays}. Nothing is submitted.")
+    print(f"Upper bound from time limits: {units.number(most)} {what}{_price(planned, most)}.")
+    if count:
+        price = _price(planned, predicted)
+        print(f"Predicted steps of {count_noun(count, 'case')}: {units.number(predicted)} {what}{price}.")
+    elif planned.cases and planned.profile.slurm.gpus_per_node:
+        print("No step time is predicted: run `repro run SUITE --evidence simulated` first.")
+    print_left_out(planned)
+    if not details:
+        rows = [(str(place), describe_array(array)) for place, array in enumerate(planned.arrays)]
+        hidden = f"{max(0, len(rows) - MAX_ARRAYS)} more arrays, and cases and scripts of all: --details"
+        print_page(stdout(PAGE_COLUMNS), new_table("array", "jobs", left=2, rows=rows[:MAX_ARRAYS]), hidden)
         return
     for place, array in enumerate(planned.arrays):
         print(f"# array {place}: {describe_array(array)}")
         for bundle in array.bundles:
             print(f"#   {', '.join(_case(planned, experiment) for experiment in bundle.experiments)}")
         print(_text(planned, results, place, array))
-    print_left_out(planned)
-    most, predicted, count = planned.gpu_hours()
-    what = "GPU-hours" if planned.profile.slurm.gpus_per_node else "core-hours"
-    print(
-        f"{count_noun(len(planned.cases), 'case')} in {count_noun(len(planned.arrays), 'job array')};"
-        f" at most {units.number(most)} {what}" + _price(planned, most)
-    )
-    if count:
-        predicts = f"the time model predicts {units.number(predicted)} {what} of steps for {count} of them"
-        print(predicts + _price(planned, predicted))
-    elif planned.cases and planned.profile.slurm.gpus_per_node:
-        print("no predicted times in the store: `repro run SUITE --evidence simulated` makes them")
-    print("nothing was submitted (--dry-run)")
 
 
 def dry_run_document(planned: SubmissionPlan, results: Path) -> dict[str, Any]:
@@ -234,19 +242,18 @@ def describe_array(array: JobArray) -> str:
 
 
 def print_left_out(planned: SubmissionPlan) -> None:
-    """Print the cases that are not submitted, with the reasons."""
-    for name, job in planned.running.items():
-        print(f"{name}: job {job} is at it")
-    if planned.known:
-        print(f"{len(planned.known)} in the store already (--rerun runs them again)")
-    if planned.elsewhere:
-        first = next(iter(planned.elsewhere))
-        print(
-            f"{len(planned.elsewhere)} not for nodes of {planned.profile.system}: {first} needs"
-            f" {planned.elsewhere[first]}" + (", ..." if len(planned.elsewhere) > 1 else "")
-        )
-    for name in _too_large(planned):
-        print(f"{name}: simulated out of memory: it will not fit")
+    """Print the numbers of cases that are not submitted, and of cases that will not fit, with their reasons."""
+    live = [f"{name} (job {job})" for name, job in planned.running.items()]
+    other = [f"{name} needs {needs}" for name, needs in planned.elsewhere.items()]
+    for cases, what, shown in (
+        (live, "in a live job", MAX_LISTED_CASES),
+        (planned.known, "with a record, which --rerun repeats", 0),
+        (other, f"not for nodes of {planned.profile.system}", 1),
+        (_too_large(planned), "predicted to run out of memory", MAX_LISTED_CASES),
+    ):
+        if cases:
+            names = ", ".join(cases[:shown]) + ", ..." * (0 < shown < len(cases))
+            print(f"{count_noun(len(cases), 'case')} {what}{': ' * bool(shown)}{names}")
 
 
 def _too_large(planned: SubmissionPlan) -> list[str]:

@@ -47,6 +47,7 @@ def submit_suite(
     move: bool,
     rerun: bool,
     json: bool,
+    details: bool = False,
 ) -> int:
     """Submit the cases of `suite` without a record and without a live job.  Returns 0, or 1 if `sbatch` failed.
 
@@ -60,7 +61,7 @@ def submit_suite(
     profile_check.require_shared_folder(site, results)
     if dry:
         planned = plan_submission(suite, site, Store(results), only=only, move=move, rerun=rerun)
-        submission_plan.print_submission_plan(planned, results, json=json)
+        submission_plan.print_submission_plan(planned, results, json=json, details=details)
         return 0
     if site.storage.private:
         os.umask(site.umask)
@@ -109,7 +110,7 @@ def _submit_arrays(planned: SubmissionPlan, registry: Registry, newest_record: i
     else:
         submission_plan.print_left_out(planned)
         cases = count_noun(len(planned.cases), "case")
-        print(f"submitted {cases} as {submission.id}; `repro status` says how they are")
+        print(f"Submitted {cases} as {submission.id}. Next: repro status")
     if failure:
         print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)
     return 1 if failure else 0
@@ -183,7 +184,7 @@ def _print_nothing_to_submit(planned: SubmissionPlan, json: bool) -> None:
         print(jsonlib.dumps({"submission": None, "jobs": [], "cases": 0, "failure": ""}))
         return
     submission_plan.print_left_out(planned)
-    print("nothing to submit")
+    print("Nothing to submit.")
 
 
 def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str, *, target: str) -> str:
