@@ -134,10 +134,13 @@ def test_the_answer_is_one_screen(
     assert screen(command.format(width="screen"))
 
 
-def test_the_answers_of_submissions(submitted: ThreeCases, screen: Callable[[str], str]) -> None:
+def test_the_answers_of_submissions(
+    submitted: ThreeCases, screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(submitted.results.parent)
     submitted.record("b", "ok")
     submitted.slurm.job("12_0", state="NODE_FAIL")
-    where = f"--results {submitted.results}"
+    where = f"--results {submitted.results.name}"
     assert "faults: 3 cases: " in screen(f"status {where}")
     assert "1 of 3 cases done" in screen(f"collect {where}")
     assert "Cancelled 1 job of 1 case" in screen(f"cancel c {where}")
