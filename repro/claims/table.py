@@ -100,7 +100,7 @@ def why(result: ClaimResult) -> str:
         return f"{sum(not row.basis for row in main)} {of} have no evidence yet."
     if result.verdict == NOT_REPRODUCED:
         if len(main) == 1:
-            return f"The only value misses the published one ({by})."
+            return f"The value misses the published one ({by})."
         return f"{sum(row.verdict in BAD for row in main)} {of} miss the published one ({by})."
     if result.verdict in BAD:
         return f"{sum(row.verdict in BAD for row in main)} {of} contradict other numbers of the same source."

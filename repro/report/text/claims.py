@@ -45,7 +45,7 @@ from repro.util.units import NO_VALUE
 
 DEFINITIONS: tuple[str, ...] = (
     "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
-    "possible: only the interval from unknown inputs contains the published value.",
+    "possible: the predicted value misses, but its interval contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
 MAX_CLAIM_ROWS = 8
@@ -127,7 +127,9 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
         console.print(f"measured, claim {numbers}: {machine}.")
     counts = Counter(result.verdict for result in results)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (REPRODUCED, NOT_REPRODUCED))
-    console.print(f"Of all {len(results)} claims: {verdicts} (`repro claims --all`). One: `repro claims 5`.")
+    console.print(
+        f"Of all {len(results)} claims: {verdicts} (`repro claims --all`). One claim in detail: `repro claims 5`."
+    )
 
 
 def _verdict_counts(verdicts: Sequence[str]) -> str:
@@ -141,8 +143,8 @@ def print_claim(result: ClaimResult, console: Console) -> None:
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
     console.print(verdict)
-    if result.verdict not in GOOD and result.reason:
-        console.print(_shortened(f"Cause: {result.reason}"))
+    if result.verdict not in GOOD and (cause := _cause(result)):
+        console.print(_shortened(f"Cause: {cause}"))
     console.print(_shortened(f"Conditions: {claim.conditions or 'none are published.'}"))
     main = [row for row in result.rows if row.row.main]
     shown = main
@@ -176,6 +178,14 @@ def print_claim(result: ClaimResult, console: Console) -> None:
             what = "simulation" if kind == SIMULATED else "measurement" if kind in known else "emulation"
             console.print(f"Repeat the {what}: repro run --claim {claim.id}{evidence}")
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
+
+
+def _cause(result: ClaimResult) -> str:
+    """Return the note to the first main row that misses, else the claim's note; the missing part of other verdicts."""
+    if result.verdict != NOT_REPRODUCED:
+        return result.reason
+    notes = (row.row.note for row in result.rows if row.row.main and row.verdict == NOT_REPRODUCED)
+    return next(filter(None, notes), result.claim.note or result.reason)
 
 
 def _shortened(text: str, most: int = MAX_CLAIM_TEXT) -> str:

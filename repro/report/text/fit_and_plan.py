@@ -106,6 +106,10 @@ def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | 
     ]
 
 
+ORDERS = {"median": "median", "p75": "75th percentile", "p95": "95th percentile"}
+"""Values of `PlanRequest.rank_by` in words."""
+
+
 def print_layouts(
     request: PlanRequest, plan: Plan, top: int, question: str = "", *, details: bool = False
 ) -> None:
@@ -120,12 +124,19 @@ def print_layouts(
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
-    counts += [f"{len(left):,} are slower by a lower bound"] * bool(left)
+    counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
     return print_page(
         console,
         *_describe_best_layout(request, plan, shown[0]),
-        _describe_ties([row for row in fits if row.interval is not None], top),
+        " ".join(
+            text
+            for text in (
+                f"Order of the rows: {ORDERS[request.rank_by]} of the step time." * (not plan.no_time),
+                _describe_ties([row for row in fits if row.interval is not None], top),
+            )
+            if text
+        ),
         *_layout_table(shown, timed=not plan.no_time),
         *(_plan_details(request, plan, shown, others) if details else ()),
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
@@ -196,7 +207,7 @@ def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:
         return text if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place > top for place in ties)
-    more = f" The table lacks {words.count_noun(hidden, 'tied row')}: --top {max(ties)}." if hidden else ""
+    more = f" {words.count_noun(hidden, 'more tied row')}: --top {max(ties)}." if hidden else ""
     text = f"Rows {_join_places([1, *ties])} are tied within their uncertainty."
     return f"{text} Main uncertainty: {words.describe_input(cause)}.{more}"
 

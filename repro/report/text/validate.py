@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 WIDER_INTERVAL_NOTE = (
-    "Wider interval: widened until it includes nine of ten rows of other reports. No verdict uses it."
+    "Wider interval: the 90 % interval, widened by the factor that nine of ten rows of other reports need."
 )
 MAX_INPUTS = 10
 """Maximum number of printed inputs without `--details`."""

@@ -14,7 +14,7 @@ from repro.config.layout import SELECTIVE
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
-DEFAULT_PLAN_ROWS = 8
+DEFAULT_PLAN_ROWS = 7
 """Default number of printed layouts of a plan; `--json` has all."""
 RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95}
 """Quantiles of the step time by which a plan can order its first layouts."""

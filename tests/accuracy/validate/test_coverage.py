@@ -33,7 +33,7 @@ def test_both_have_to_be_between(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = [family("V100", 0), family(ALL_RATES, rates), family(RATIOS, ratios)]
-    monkeypatch.setattr(view, "family_statistics", lambda points: found)
+    monkeypatch.setattr(view.published, "family_statistics", lambda points: found)
     assert view.print_coverage(tmp_path, (LEAST, MOST)) == code
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith(

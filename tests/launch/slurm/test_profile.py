@@ -72,9 +72,9 @@ def test_a_number_may_be_none_and_not_less(key: str) -> None:
         ('system = "dgx2"', "slurm.gpus_per_node = 0"),
         ('[slurm]\npartitions = "x"', "did you mean partition?"),
         ('[slurm]\ntime_limit = "soon"', "slurm.time_limit = 'soon'"),
-        ('[slurm]\ntime_limit = "1"', "time_limit = '1': must be longer than signal_delay_s, 90 s"),
+        ('[slurm]\ntime_limit = "1"', "time_limit = '1': must be longer than signal_delay_s = 90 s"),
         ('[slurm]\ntime_limit = "01:59"', "longer than signal_delay_s"),  # sbatch takes whole minutes
-        ('[slurm]\nsignal_delay_s = 60\ntime_limit = "1"', "longer than signal_delay_s, 60 s"),
+        ('[slurm]\nsignal_delay_s = 60\ntime_limit = "1"', "longer than signal_delay_s = 60 s"),
         ('[[case]]\nmatch = "a*"\ntime_limit = "1"', "case a*.time_limit = '1': must be longer"),
         ('[slurm]\ngpu_request = "please"', "one of gpus-per-node, gres, none"),
         ("[slurm]\narray_parallelism = 0", "1 or more"),
