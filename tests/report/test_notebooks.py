@@ -46,12 +46,12 @@ def test_one_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_pat
     """In a kernel of its own, as all of them do in continuous integration on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCES[0], tmp_path)
-    (written,) = notebooks.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
-    page = written.page.read_text(encoding="utf-8")
+    ((page_file, title),) = notebooks.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
+    page = page_file.read_text(encoding="utf-8")
     text = page.partition("</style>")[2]
     for foreign in ("<script", 'src="http', "<link", "Traceback"):
         assert foreign not in text
-    assert written.cells >= 3
+    assert title
     assert "states-z3-dp4" in text, "the store's own experiment, which the notebook found by itself"
     assert "data:image/png" in text
 

@@ -116,7 +116,7 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     console.print()
     for line in lines:
         if line.miss:
-            console.print(_shortened(f"{line.number:2} {line.miss}", console.width), markup=False)
+            console.print(_shortened(f"{line.number:2} {line.miss}", PAGE_COLUMNS), markup=False)
     own = (finding for result in results for finding in result.findings if not finding.is_reference)
     notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
@@ -215,7 +215,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
         missed = [row for row in result.rows if row.row.main and row.verdict in BAD]
         for row in missed[:1]:
             text = f"  {row.row.label}: {describe_miss(row)}"
-            console.print(_shortened(text, console.width), style="dim", markup=False)
+            console.print(_shortened(text, PAGE_COLUMNS), style="dim", markup=False)
     counted = summary(results)
     verdicts = _verdict_counts([result.verdict for result in results])
     console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
