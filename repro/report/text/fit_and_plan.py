@@ -126,17 +126,11 @@ def print_layouts(
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
     options = words.layout_options(shown[0].layout, request.system.best_precision)
+    order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]} of the step time. "
     return print_page(
         console,
         *_describe_best_layout(request, plan, shown[0]),
-        " ".join(
-            text
-            for text in (
-                f"Order of the rows: {ORDERS[request.rank_by]} of the step time." * (not plan.no_time),
-                _describe_ties([row for row in fits if row.interval is not None], top),
-            )
-            if text
-        ),
+        f"{order}{_describe_ties([row for row in fits if row.interval is not None], top)}".strip(),
         *_layout_table(shown, timed=not plan.no_time),
         *(_plan_details(request, plan, shown, others) if details else ()),
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
