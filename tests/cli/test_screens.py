@@ -221,3 +221,13 @@ def test_help_has_short_sentences_and_plain_words(path: str) -> None:
         command = command.commands[name]
     texts = [command.help or "", *(str(getattr(each, "help", None) or "") for each in command.params)]
     assert [fault for text in texts for fault in faults(re.sub(r"  +", " ", text))] == []
+
+
+def test_the_answer_about_a_machine_without_optional_libraries(
+    screen: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that install them are in the details."""
+    monkeypatch.setattr("repro.launch.doctor.machine.versions", lambda names: {})
+    answer = screen("doctor")
+    assert re.search("limited +DeepSpeed +not installed +no `engine", answer)
+    assert "pip install" not in answer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ def _print_checks(
     """Print the checks; return 1 if a fatal check failed, else 0.
 
     `undone`: participle of the action that a fatal check prevents. `hint`: text without fatal failures. `more`: further
-    keys of the JSON document. Without `details`, only the checks that failed have a row.
+    keys of the JSON document. Without `details`, only the failed checks have a row, without commands.
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
@@ -108,7 +109,10 @@ def _print_checks(
         print_json(found)
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
-    rows = ((c.state, c.name, c.found, c.enables) for c in checks if details or c.state != YES)
+    shown = [check for check in checks if details or check.state != YES]
+    if not details:  # the command that installs a library has four lines
+        shown = [replace(c, found=re.sub("^not installed: .*", "not installed", c.found)) for c in shown]
+    rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
     print_page(
         stdout(PAGE_COLUMNS),
@@ -116,7 +120,7 @@ def _print_checks(
         f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
         new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
         "" if broken else hint,
-        "" if details else "--details lists every check with its use.",
+        "" if details else "--details lists every check, and the commands that install libraries.",
     )  # fmt: skip
     return 1 if broken else 0
 
