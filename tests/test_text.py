@@ -25,7 +25,7 @@ PRIVATE_WORDS = re.compile(
     r"\b(rooms?|storeys?|houses?|things?|doubts?|doubted|circles?|beside|looks?|looked|looking|said|told|kept|gone|anew)\b",
     re.IGNORECASE,
 )
-"""Everyday words that a technical word replaces, from the style guide without "whole", which is usual English."""
+"""Everyday words that the style guide replaces by technical words. "whole" is allowed, since it is usual English."""
 NUMBER = re.compile(r"[≤≥<>~+-]?\d[\d,.]*(e-?\d+)?(( to |, | and |; )[+-]?\d[\d,.]*)*( \(.*\))?")
 UNIT = re.compile(r"\([^)]+\)|%|\b(per|over|of|share|mean|factor|tolerance|deviation)\b")
 """What tells the unit of a column: a unit in parentheses, a percentage, or a quotient that the header names."""

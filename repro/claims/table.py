@@ -28,24 +28,24 @@ from repro.results.schema import EMULATED, MEASURED
 def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
     """Return counts of claims and rows by verdict and kind of evidence, and of independent quantities tested."""
     rows = [row for result in results for row in result.rows]
-    things = count_independent(results)
+    quantities = count_independent(results)
     return {
         "claims": len(results),
         "rows": len(rows),
         "verdicts": {verdict: sum(r.verdict == verdict for r in results) for verdict in VERDICTS},
         "row_verdicts": {verdict: sum(r.verdict == verdict for r in rows) for verdict in VERDICTS},
-        "evidence": {kind: _evidence(results, kind, things[kind]) for kind in KINDS},
-        "against_itself": _evidence(results, ITSELF, things[ITSELF]),
+        "evidence": {kind: _evidence(results, kind, quantities[kind]) for kind in KINDS},
+        "against_itself": _evidence(results, ITSELF, quantities[ITSELF]),
         "things": {
-            "tested": sum(things[kind].tested for kind in KINDS),
-            "hold": sum(things[kind].hold for kind in KINDS),
-            "possible": sum(things[kind].possible for kind in KINDS),
+            "tested": sum(quantities[kind].tested for kind in KINDS),
+            "hold": sum(quantities[kind].hold for kind in KINDS),
+            "possible": sum(quantities[kind].possible for kind in KINDS),
         },
         "disagreements": sum(len(r.disagreements) for r in results),
     }
 
 
-def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts) -> dict[str, Any]:
+def _evidence(results: Sequence[ClaimResult], kind: str, quantities: QuantityCounts) -> dict[str, Any]:
     claims = [k for k in (result.kind(kind) for result in results) if k]
     rows = [found for result in results for row in result.rows if (found := row.under(kind))]
     decided = [found for found in rows if all(f.decided for f in found)]
@@ -55,9 +55,9 @@ def _evidence(results: Sequence[ClaimResult], kind: str, things: QuantityCounts)
         "rows": len(rows),
         "rows_decided": len(decided),
         "rows_reproduced": sum(all(f.verdict in GOOD for f in found) for found in decided),
-        "things": things.tested,
+        "things": quantities.tested,
         "rows_possible": sum(any(f.verdict == POSSIBLE for f in found) for found in decided),
-        "things_hold": things.hold,
+        "things_hold": quantities.hold,
     }
 
 

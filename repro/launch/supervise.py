@@ -167,8 +167,8 @@ class _Watcher:
             return _Failure(severity, rank, now, f"rank {rank} {position}: {report['reason']}")
         if code > 0:
             text = self.launch.error_text(rank).strip().splitlines()
-            said = f": {text[-1][:300]}" if text else ""
-            return _Failure("error", rank, now, f"rank {rank} ended with exit code {code} {position}{said}")
+            error = f": {text[-1][:300]}" if text else ""
+            return _Failure("error", rank, now, f"rank {rank} ended with exit code {code} {position}{error}")
         name = signal_name(-code)
         reason = f"rank {rank} was killed by signal {-code} ({name}) {position}"
         if -code == signal.SIGKILL and count_kernel_oom_kills() > self.kernel_kills:

@@ -226,8 +226,8 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
         kind: f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
         for kind, found in (*counts["evidence"].items(), ("itself", counts["against_itself"]))
     }
-    things = f"{counts['things']['hold']}/{counts['things']['tested']}"
-    return {"about": about, "claims": counts["claims"], **counts["verdicts"], **rows, "things": things}
+    agreeing = "{hold}/{tested}".format(**counts["things"])
+    return {"about": about, "claims": counts["claims"], **counts["verdicts"], **rows, "quantities": agreeing}
 
 
 def _value(claim: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:

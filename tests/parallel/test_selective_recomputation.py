@@ -63,7 +63,7 @@ def test_words_for_people() -> None:
 
 
 def assert_equal_bits(pool: RankPool | None, layout: Layout, model: Model | None = None) -> None:
-    """The same losses, gradient norms and parameters as without recomputation; every rank, dropout on."""
+    """Losses, gradient norms and parameters of every rank equal those without recomputation, with dropout."""
     model = model or smallest(layout)
 
     def trained(recompute: str) -> list[Trained]:

@@ -176,7 +176,7 @@ def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.Captu
     assert path.stat().st_size < 2_000_000
     _, texts = parsed(path.read_text(encoding="utf-8"))
     words = " ".join(texts)
-    for said in ("The whole step", "Every action of the first 123", "Every action of the last 123"):
+    for said in ("The full step", "Every action of the first 123", "Every action of the last 123"):
         assert said in words
 
 

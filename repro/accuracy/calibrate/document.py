@@ -205,16 +205,16 @@ def _rank_differences(silent: SilentSteps) -> dict[str, dict[str, Any]]:
     """
     spreads, jitters = [], []
     for same in silent:
-        whole = [rank["seconds"] for rank in same]
-        mean = statistics.fmean(whole)
+        seconds_of_ranks = [rank["seconds"] for rank in same]
+        mean = statistics.fmean(seconds_of_ranks)
         late = roots = 0.0
         for parts in zip(*(chain.from_iterable(rank["between"]) for rank in same), strict=True):
-            alike = [part * mean / seconds for part, seconds in zip(parts, whole, strict=True)]
+            alike = [part * mean / seconds for part, seconds in zip(parts, seconds_of_ranks, strict=True)]
             late += max(alike) - statistics.fmean(alike)
             roots += statistics.fmean(alike) ** 0.5
         jitter = (late / roots / expected_maximum(len(same))) ** 2 if roots else 0.0
         jitters.append(jitter)
-        own = statistics.variance(whole) - jitter * mean / len(same[0]["between"])
+        own = statistics.variance(seconds_of_ranks) - jitter * mean / len(same[0]["between"])
         spreads.append(max(0.0, own) ** 0.5 / mean)
     source = "measured: steps without messages,"
     return {

@@ -124,12 +124,12 @@ class LinkBench:
     def _start(self, op: str, payload: int, group: Group) -> Callable[[], Work]:
         """Return a function that starts `op` on a message of `payload` bytes."""
         part = max(1, payload // 4 // group.size)
-        whole, mine = self._one[: part * group.size], self._other[:part]
+        full, mine = self._one[: part * group.size], self._other[:part]
         starts: dict[str, Callable[[], Work]] = {
-            "all_reduce": lambda: group.all_reduce(whole),
-            "reduce_scatter": lambda: group.reduce_scatter(mine, whole),
-            "all_gather": lambda: group.all_gather(whole, mine),
-            "broadcast": lambda: group.broadcast(whole, 0),
+            "all_reduce": lambda: group.all_reduce(full),
+            "reduce_scatter": lambda: group.reduce_scatter(mine, full),
+            "all_gather": lambda: group.all_gather(full, mine),
+            "broadcast": lambda: group.broadcast(full, 0),
         }
         return starts[op]
 

@@ -171,22 +171,22 @@ class TorchEngine:
     def report(self) -> EngineReport:
         """Report torch's strategies on a plain module of torch's layers."""
         layout = self.layout
-        told: dict[str, Any] = {"strategy": str(self.strategy)}
+        settings: dict[str, Any] = {"strategy": str(self.strategy)}
         if layout.precision != "fp32":
             cast = self.strategy.composable
-            told["precision"] = "MixedPrecisionPolicy" if cast else "autocast"
+            settings["precision"] = "MixedPrecisionPolicy" if cast else "autocast"
             in_fp32 = layout.grad_dtype == "fp32" or not cast
-            told["gradients in"] = "fp32" if in_fp32 else layout.precision
+            settings["gradients in"] = "fp32" if in_fp32 else layout.precision
         if layout.tp > 1:
-            told["tensor parallelism"] = "DTensor, loss_parallel" + (
+            settings["tensor parallelism"] = "DTensor, loss_parallel" + (
                 ", SequenceParallel" if layout.sp else ""
             )
         if self.pipeline is not None:
-            told["schedule"] = type(self.pipeline.schedule).__name__
+            settings["schedule"] = type(self.pipeline.schedule).__name__
         return EngineReport(
             f"torch {torch.__version__}",
             "modules, parallelism, precision and optimizer; weights, data and dropout are this suite's",
-            told,
+            settings,
         )
 
     def pipeline_report(self) -> dict[str, Any]:

@@ -117,8 +117,10 @@ class Scheduler:
         """Return the waiting and running jobs of this user."""
         command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N"]
         rows = (line.split("|") for line in run_slurm_command(command).splitlines())
-        whole = (row for row in rows if len(row) == 4)
-        return {at: JobState(state=state, reason=_clean(why), nodes=nodes) for at, state, why, nodes in whole}
+        complete = (row for row in rows if len(row) == 4)
+        return {
+            at: JobState(state=state, reason=_clean(why), nodes=nodes) for at, state, why, nodes in complete
+        }
 
     def _ended(self, ids: set[str]) -> dict[str, JobState]:
         try:

@@ -212,9 +212,10 @@ class GradientReducer:
         view, size = self._view(bucket, s), bucket.group.size
 
         def write() -> None:
-            if not add and view.dtype != gradient.dtype:
+            converts = view.dtype != gradient.dtype  # as main_grad of Megatron-LM: 0 + gradient, in fp32
+            if converts and not add:
                 view.zero_()
-            if add or view.dtype != gradient.dtype:
+            if add or converts:
                 view.add_(gradient, alpha=1 / size)
             elif size > 1:
                 torch.mul(gradient, 1 / size, out=view)

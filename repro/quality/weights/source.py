@@ -175,10 +175,10 @@ class StoredRows(WeightSource):
             begin = number * block_rows + offset + row
             found += self._rows(name, begin, begin + end - at, width)
             at = end
-        whole = torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, width)
+        full = torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0, width)
         if by_columns:
-            whole = whole.narrow(1, rank * columns, columns)
-        return whole.reshape(-1)[start - first * columns : stop - first * columns].float()
+            full = full.narrow(1, rank * columns, columns)
+        return full.reshape(-1)[start - first * columns : stop - first * columns].float()
 
     def _rows(self, name: str, first: int, last: int, width: int) -> Iterator[Tensor]:
         """Yield the rows first..last of a parameter, with zeros after the last stored row."""
@@ -215,11 +215,11 @@ class RunCheckpoint(WeightSource):
     ) -> Tensor:
         shape, split = self.parameter_shapes[name]
         lines = matrix_rows(shape, split)
-        whole = Rectangle(0, lines, 0, torch.Size(shape).numel() // lines)
-        width = whole.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
+        full = Rectangle(0, lines, 0, torch.Size(shape).numel() // lines)
+        width = full.columns * (rows or shape[0]) // shape[0] // (1 if split is None else ranks)
         found = torch.zeros(stop - start)
         for rectangle, before in rectangles(start, stop, 0 if split is None else rank * width, width):
-            there = rectangle.overlap(whole)  # padding of the vocabulary has no overlap and stays zero
+            there = rectangle.overlap(full)  # padding of the vocabulary has no overlap and stays zero
             if there is not None:
                 self._read(name, "weight", there, found[before : before + there.size])
         return found

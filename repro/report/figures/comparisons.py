@@ -140,9 +140,9 @@ def _draw_grouped_bars(axes: Axes, bars: list[_EngineBar], label: str) -> None:
     strategies = [name for name in STRATEGIES if name in set(frame["strategy"])]
     engines = [name for name in ENGINE_STYLES if name in set(frame["engine"])]
     colours = [ENGINE_STYLES[name][1] for name in engines]
-    look: dict[str, Any] = {"palette": colours, "saturation": 1, "errorbar": None, "gap": 0.08, "lw": 0}
+    kw: dict[str, Any] = {"palette": colours, "saturation": 1, "errorbar": None, "gap": 0.08, "lw": 0}
     orders: dict[str, Any] = {"order": strategies, "hue_order": engines, "legend": False}
-    sns.barplot(frame, x="strategy", y="value", hue="engine", ax=axes, **orders, **look)
+    sns.barplot(frame, x="strategy", y="value", hue="engine", ax=axes, **orders, **kw)
     known = {(bar.strategy, bar.engine): bar for bar in bars}
     for container, engine in zip(axes.containers, engines, strict=False):
         for patch in container:
@@ -268,8 +268,8 @@ def _draw_sweep(
     ratios = [p.record.ratio for p in points]
     axes.plot(rates, ratios, color=style.BLUE, marker="o", ms=5, lw=1.2, label="measured, twins")
     for p in single:
-        look: dict[str, Any] = {"marker": "D", "ms": 6, "color": style.BLUE, "mec": style.INK, "ls": "none"}
-        axes.plot(link_rate(p), p.record.ratio, label="a larger twin", **look)
+        kw: dict[str, Any] = {"marker": "D", "ms": 6, "color": style.BLUE, "mec": style.INK, "ls": "none"}
+        axes.plot(link_rate(p), p.record.ratio, label="a larger twin", **kw)
     if published is not None:
         axes.axhline(published, color=style.INK, lw=0.8, ls=":")
         if link == "between" and single:

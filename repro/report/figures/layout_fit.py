@@ -66,8 +66,8 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
     grid = frame.pivot(index="t", columns="p").reindex(index=tensor[::-1])
     shares, labels = (grid[name].reindex(columns=stages) for name in ("share", "label"))
     colours = [*sns.light_palette(style.SKY, 9)[1:6], *sns.light_palette(style.VERMILION, 9)[1:6]]
-    look = {"annot_kws": {"color": "black", "fontsize": 8}, "linewidths": 3, "cbar": False}
-    sns.heatmap(shares, annot=labels, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **look)
+    kw = {"annot_kws": {"color": "black", "fontsize": 8}, "linewidths": 3, "cbar": False}
+    sns.heatmap(shares, annot=labels, fmt="", vmin=0, vmax=2, cmap=colours, ax=axes, **kw)
     for x, p in enumerate(stages):
         for y, t in enumerate(tensor[::-1]):
             if (t, p) not in every:
@@ -138,16 +138,16 @@ def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
         return DEGREES
     figure, (left, right) = style.make_axes(3.7, 1, 2, width_ratios=[1.7, 1])
     metrics = [record.metrics for record in found.values()]
-    whole = max(float(m["memory.limit_bytes"] + m["memory.context_bytes"]) for m in metrics)
-    _draw_memory(left, found, whole)
+    memory = max(float(m["memory.limit_bytes"] + m["memory.context_bytes"]) for m in metrics)
+    _draw_memory(left, found, memory)
     _draw_samples(right, found)
-    look: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 8}
+    kw: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "top", "fontsize": 8}
     for prefix, (_, colour) in SERIES.items():
         printed = view.row(PUBLISHED_DEGREE_ROWS[prefix]).row.printed
         if printed is not None and printed.value in MP_DEGREES:
             at = (_bar_position(prefix, int(printed.value)), -0.02)
-            style.write_near(left, "▲", at, (0, 0), color=colour, annotation_clip=False, **look)
-    _draw_degrees_legend(figure, whole)
+            style.write_near(left, "▲", at, (0, 0), color=colour, annotation_clip=False, **kw)
+    _draw_degrees_legend(figure, memory)
     missing = len(found) < len(SERIES) * len(MP_DEGREES)
     runs = sorted(r.label for r in found.values())
     return DEGREES.drawn(figure, _degrees_caption(found), runs, missing=missing)
@@ -160,22 +160,22 @@ def _bar_position(prefix: str, degree: int) -> float:
     return MP_DEGREES.index(degree) + (list(SERIES).index(prefix) - 0.5) * 0.42
 
 
-def _draw_memory(axes: Axes, found: DegreeRecords, whole: float) -> None:
-    top = MAX_HEIGHT_IN_MEMORIES * whole / units.GB
+def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
+    top = MAX_HEIGHT_IN_MEMORIES * memory / units.GB
     for (prefix, degree), record in found.items():
         x, colour = _bar_position(prefix, degree), SERIES[prefix][1]
         size = style.required_bytes(record) / units.GB
-        look: dict[str, Any] = {"color": colour, "lw": 0}
+        kw: dict[str, Any] = {"color": colour, "lw": 0}
         if record.outcome != "ok":
-            look = {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "lw": 0.9}
-        axes.bar(x, min(size, top), 0.38, zorder=2, **look)
+            kw = {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "lw": 0.9}
+        axes.bar(x, min(size, top), 0.38, zorder=2, **kw)
         words = f"{size:.0f}" if size < top else f"{size:.0f} ↑"
         offset: tuple[int, int] = (0, 2)
         place: dict[str, Any] = {"va": "bottom"}
         if size >= 0.93 * top:  # inside the bar
             offset, place = (0, -3), {"va": "top", "bbox": {"facecolor": "white", "linewidth": 0, "pad": 0.8}}
         style.write_near(axes, words, (x, min(size, top)), offset, ha="center", fontsize=7.5, **place)
-    axes.axhline(whole / units.GB, color=style.VERMILION, lw=1.4, zorder=3)
+    axes.axhline(memory / units.GB, color=style.VERMILION, lw=1.4, zorder=3)
     axes.set_ylim(0, top)
     _set_degree_axis(axes, "model-parallel degree (▲ published)", "GB per GPU, simulated")
 
@@ -207,11 +207,11 @@ def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
     style.set_grid(axes, "y")
 
 
-def _draw_degrees_legend(figure: Figure, whole: float) -> None:
+def _draw_degrees_legend(figure: Figure, memory: float) -> None:
     from matplotlib.patches import Patch
 
     misfit = Patch(facecolor="white", edgecolor=style.MUTED, hatch="//////", label="does not fit")
-    limit = Patch(facecolor=style.VERMILION, label=f"memory of the GPU, {units.size(whole)}")
+    limit = Patch(facecolor=style.VERMILION, label=f"memory of the GPU, {units.size(memory)}")
     style.draw_fills_above(figure, dict(SERIES.values()), misfit, limit, ncols=4)
 
 

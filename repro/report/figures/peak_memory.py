@@ -67,11 +67,11 @@ def draw_peaks(records: list[Record]) -> Drawing:
     from matplotlib.patches import Patch
 
     peaks = [peak_of_fullest_rank(r) for r in shown]
-    looks = {
+    props = {
         c: HOST_STYLE if c == "host" else {"color": colour} for c, colour in style.CATEGORY_COLOURS.items()
     }
-    seen = [c for c in looks if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)]
-    handles = [Patch(**looks[c], label=c) for c in seen]
+    seen = [c for c in props if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)]
+    handles = [Patch(**props[c], label=c) for c in seen]
     figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
 
     caption = (
@@ -205,7 +205,7 @@ def _set_row_height(line: Sequence[Axes], row: Sequence[Record | None]) -> None:
         for number, value in most.items():
             if value > top:
                 box = {"facecolor": "white", "lw": 0, "pad": 1.5}
-                look: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "bbox": box}
+                kw: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "bbox": box}
                 words = f"up to {units.number(value)} GB ↑"
-                line[number].annotate(words, (0.5, 0.97), xycoords="axes fraction", **look)
+                line[number].annotate(words, (0.5, 0.97), xycoords="axes fraction", **kw)
     line[0].set_ylim(0, top)

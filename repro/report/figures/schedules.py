@@ -90,7 +90,7 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
         mixed = "in every part the colours of what the stage does, mixed by share of time"
-        titles[0] += f"\nThe whole step: {mixed}"
+        titles[0] += f"\nThe full step: {mixed}"
         titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
 
     tall = [stages * height for height in heights]
@@ -144,9 +144,9 @@ def draw_actions(
             corners[fill].append([(left, low), (right, low), (right, high), (left, high), (left, low)])
             size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
             if size >= MIN_NUMBER_POINTS:
-                look: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
+                kw: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
                 number = str(action.micro_batch)
-                axes.text((left + right) / 2, stage, number, color=ink, fontsize=size, **look)
+                axes.text((left + right) / 2, stage, number, color=ink, fontsize=size, **kw)
     for fill, found in corners.items():
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
@@ -204,7 +204,7 @@ TWIN_ROWS = {
 SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
 PAPER_SCHEDULES = Drawing(
     "schedules",
-    "Pipeline schedules, and what they leave idle",
+    "Pipeline schedules and their idle time",
     f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
     "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
     "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",

@@ -170,14 +170,14 @@ def make_axes(
 
 
 def draw_stacked_bar(
-    axes: Axes, at: float, parts: Mapping[str, float], look: Mapping[str, Any], size: float, *, across: bool
+    axes: Axes, at: float, parts: Mapping[str, float], fills: Mapping[str, Any], size: float, *, across: bool
 ) -> float:
-    """Draw one bar of `parts` in the order and with the fills of `look`; return its end.
+    """Draw one bar of `parts` in the order and with the fills of `fills`; return its end.
 
     `size`: thickness of the bar. `across`: horizontal, otherwise vertical.
     """
     end = 0.0
-    for name, filled in look.items():
+    for name, filled in fills.items():
         if length := parts.get(name, 0):
             fill = filled if isinstance(filled, dict) else {"color": filled, "edgecolor": "white", "lw": 0.4}
             if across:
@@ -189,17 +189,17 @@ def draw_stacked_bar(
 
 
 def scatter_by(
-    axes: Axes, frame: DataFrame, by: str, look: Mapping[str, tuple[str, str]], **style: Any
+    axes: Axes, frame: DataFrame, by: str, styles: Mapping[str, tuple[str, str]], **style: Any
 ) -> None:
-    """Scatter the first two columns of `frame`; `look`: colour and marker of every value of its column `by`."""
+    """Scatter the first two columns of `frame`; `styles`: colour and marker of every value of its column `by`."""
     import seaborn
 
     x, y, *_ = frame.columns
-    names, (colours, markers) = list(look), zip(*look.values(), strict=True)
+    names, (colours, markers) = list(styles), zip(*styles.values(), strict=True)
     orders: dict[str, Any] = {"hue_order": names, "style_order": names}
-    looks: dict[str, Any] = {"palette": list(colours), "markers": list(markers), **style}
+    props: dict[str, Any] = {"palette": list(colours), "markers": list(markers), **style}
     if len(frame):
-        seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **looks)
+        seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **props)
 
 
 def draw_fills_above(figure: Figure, fills: Mapping[str, str], *more: Artist, **where: Any) -> None:
@@ -210,19 +210,19 @@ def draw_fills_above(figure: Figure, fills: Mapping[str, str], *more: Artist, **
     figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
 
 
-def draw_legend_above(figure: Figure, look: Mapping[str, tuple[str, str]], **where: Any) -> None:
+def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **where: Any) -> None:
     """Draw the legend of the colours and markers of `scatter_by` above all axes."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in look.items()]
+    handles = [Line2D([], [], color=c, marker=m, ls="none", label=name) for name, (c, m) in styles.items()]
     figure.legend(handles=handles, loc="outside upper center", **where)
 
 
 def write_near(
-    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
+    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **kw: Any
 ) -> None:
     """Write `words` at an `offset` in points from a place of the axes."""
-    axes.annotate(words, at, offset, textcoords="offset points", **look)
+    axes.annotate(words, at, offset, textcoords="offset points", **kw)
 
 
 def set_grid(axes: Axes, axis: str) -> None:

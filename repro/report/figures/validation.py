@@ -57,7 +57,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
     # Some families have only ratios, so the legend covers both panels.
     seen = {point.family for point in [*rates, *ratios]}
-    look = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
+    styles = {family: FAMILY_STYLES[family] for family in published.FAMILIES if family in seen}
     figure, (left, right) = style.make_axes(5.0, 1, 2)
     for axes, group, what in ((left, rates, "TFLOP/s per GPU"), (right, ratios, "ratio of two runs")):
         if not group:
@@ -65,16 +65,16 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
             continue
         places = [_position(point) for point in group]
         for point, (x, _) in zip(group, places, strict=True):
-            colour = look[point.family][0]
+            colour = styles[point.family][0]
             axes.plot([x, x], _interval_of(point), color=colour, lw=0.9, alpha=0.55, zorder=2.5)
         frame = pd.DataFrame(places, columns=["published", "predicted"])
         frame["family"] = [point.family for point in group]
-        style.scatter_by(axes, frame, "family", look, s=28, alpha=0.85, lw=0, zorder=3)
+        style.scatter_by(axes, frame, "family", styles, s=28, alpha=0.85, lw=0, zorder=3)
         _draw_error_bands(axes, places, what)
         _name_outliers(axes, group)
     right.axvline(1, color=style.MUTED, lw=0.8, ls=":")
     right.axhline(1, color=style.MUTED, lw=0.8, ls=":")
-    style.draw_legend_above(figure, look, ncols=min(3, len(look)), handletextpad=0.2)
+    style.draw_legend_above(figure, styles, ncols=min(3, len(styles)), handletextpad=0.2)
     runs = sorted({run for point in judged for run in point.runs})
     return VALIDATION.drawn(figure, _validation_caption(found), runs, missing=False)
 
@@ -120,7 +120,7 @@ def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
     """Write claim and row next to the points with the largest errors."""
     named: list[float] = []
     box = {"facecolor": "white", "linewidth": 0, "pad": 1}
-    look: dict[str, Any] = {"fontsize": 6.5, "color": style.MUTED, "zorder": 2, "bbox": box, "va": "center"}
+    kw: dict[str, Any] = {"fontsize": 6.5, "color": style.MUTED, "zorder": 2, "bbox": box, "va": "center"}
     far = [point for point in points if abs(point.error) > 0.25]
     for point in sorted(far, key=lambda point: -abs(point.error)):
         height = log10(_position(point)[1])
@@ -130,7 +130,7 @@ def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:
         words = f"{point.claim}, {point.label.partition(':')[0]}"
         words = words if len(words) <= MAX_LINE_CHARACTERS else words.replace(", ", ",\n", 1)
         offset, side = ((-5, 0), "right") if point.error > 0 else ((5, 0), "left")
-        style.write_near(axes, words, _position(point), offset, ha=side, **look)
+        style.write_near(axes, words, _position(point), offset, ha=side, **kw)
 
 
 def _validation_caption(found: Sequence[Point]) -> str:

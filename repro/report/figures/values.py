@@ -228,8 +228,8 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
         axes.bar(right, printed.value / size, half, lw=0.9, zorder=1, **outline)
     weaker = value.of_kind(SIMULATED)
     if weaker and weaker is not ours:
-        look: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
-        axes.scatter(right, weaker.value / size, s=24, zorder=5, **look)
+        kw: dict[str, Any] = {"marker": "s", "facecolor": "white", "edgecolor": INK, "lw": 1.1}
+        axes.scatter(right, weaker.value / size, s=24, zorder=5, **kw)
     analytic = value.of_kind("analytic")
     if analytic:
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
@@ -273,8 +273,8 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     percent = f"{off:+.0%}".replace("-", "−").replace("−0%", "0%").replace("+0%", "0%")
     words = ("cal." if calibrates else percent) + "?" * ours.possible
     offset, side = ((0, 4), "bottom") if shown >= 0 else ((0, -4), "top")
-    look: dict[str, Any] = {"ha": "center", "va": side, "fontsize": 6.5}
-    write_near(axes, words, (at.middle, shown), offset, color=MUTED if ours.agrees else INK, **look)
+    kw: dict[str, Any] = {"ha": "center", "va": side, "fontsize": 6.5}
+    write_near(axes, words, (at.middle, shown), offset, color=MUTED if ours.agrees else INK, **kw)
     return shown
 
 
@@ -284,8 +284,8 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    def mark(sign: str, label: str, **look: Any) -> None:
-        handles.append(Line2D([], [], marker=sign, linestyle="none", label=label, **look))
+    def mark(sign: str, label: str, **kw: Any) -> None:
+        handles.append(Line2D([], [], marker=sign, linestyle="none", label=label, **kw))
 
     handles: list[Artist] = []
     if len(colours) > 1:
@@ -326,8 +326,8 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         for handle, name in zip(handles, names, strict=True)
     ]
     columns = len(both) if len(both) <= 5 else (len(both) + 1) // 2
-    look: dict[str, Any] = {"handlelength": 1.6, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
-    figure.legend(both, names, loc="outside upper center", ncols=columns, **look)
+    kw: dict[str, Any] = {"handlelength": 1.6, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
+    figure.legend(both, names, loc="outside upper center", ncols=columns, **kw)
 
 
 def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:

@@ -141,8 +141,8 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
             style.draw_stacked_bar(axes, y, sizes, PART_COLOURS, 0.56, across=True)
         axes.barh(y, printed.value, 0.74, facecolor="none", edgecolor=style.INK, lw=1.3, zorder=3)
         if formula:
-            look: dict[str, Any] = {"s": 30, "marker": "D", "edgecolors": "white", "lw": 0.8}
-            axes.scatter(formula.value, y, color=style.INK, zorder=4, **look)
+            kw: dict[str, Any] = {"s": 30, "marker": "D", "edgecolors": "white", "lw": 0.8}
+            axes.scatter(formula.value, y, color=style.INK, zorder=4, **kw)
         end = max([printed.value, *(found.value for found in value.ours)])
         style.write_near(axes, _value_label(value), (end, y), (9, 0), va="center", fontsize=8.5)
     axes.set_yticks(range(len(values)), [style.STAGE_NAMES[stage] for stage in range(len(values))])
@@ -208,8 +208,8 @@ def draw_volume(records: list[Record]) -> Drawing:
         }
     )
     figure, axes = style.make_axes(3.3)
-    look: dict[str, Any] = {"palette": DEGREE_COLOURS[: len(degrees)], "saturation": 1, "lw": 0, "gap": 0.08}
-    sns.barplot(frame, x="stage", y="ratio", hue="degree", order=names, errorbar=None, ax=axes, **look)
+    kw: dict[str, Any] = {"palette": DEGREE_COLOURS[: len(degrees)], "saturation": 1, "lw": 0, "gap": 0.08}
+    sns.barplot(frame, x="stage", y="ratio", hue="degree", order=names, errorbar=None, ax=axes, **kw)
     for bars in axes.containers:
         axes.bar_label(bars, fmt="%.4f", padding=3, fontsize=8)
     ends = ([place + side for place in range(len(names))] for side in (-0.45, 0.45))

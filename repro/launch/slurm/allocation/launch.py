@@ -213,8 +213,8 @@ class ClusterLaunch:
         """Return whether rank 0 found its port in use and another port may be tried."""
         first = self._ranks[0]
         has_failed = first.code not in (None, 0) and not first.position.begun
-        said = f"{(first.report or {}).get('reason', '')} {first.errors}"
-        return has_failed and self._ports < MAX_PORT_ATTEMPTS and _TAKEN.search(said) is not None
+        stderr = f"{(first.report or {}).get('reason', '')} {first.errors}"
+        return has_failed and self._ports < MAX_PORT_ATTEMPTS and _TAKEN.search(stderr) is not None
 
     def _look(self) -> None:
         """Read the messages of the tasks, and record lost tasks."""
