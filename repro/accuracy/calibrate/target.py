@@ -61,8 +61,8 @@ def _measure(
             divided = CoreAssignment(rank)
             divided.apply()
             cores, carrying = count_compute_cores(cores), len(divided.messages)
-        largest = next(iter(groups.values()), meshes.single_rank_mesh().world)
-        clock = OperatorClock(place, largest, job.experiments[0].training.steps, per_node, cores)
+        all_ranks = next(iter(groups.values()), meshes.single_rank_mesh().world)
+        clock = OperatorClock(place, all_ranks, job.experiments[0].training.steps, per_node, cores)
         count = 0
 
         def beat() -> None:
@@ -94,7 +94,7 @@ def _measure(
                     result["silent"].append(time_silent_step(experiment, clock, beat))
         result["copy"] = copies(clock, clock.device)
         if device == "cpu":
-            result["products"] = products_of_a_core(rank % per_node, cores, largest)
+            result["products"] = products_of_a_core(rank % per_node, cores, all_ranks)
         if device == "cuda":
             result["host_copy"] = copies(clock, torch.device("cpu"))
         result["operators_s"] = time.perf_counter() - began
@@ -106,9 +106,9 @@ def _measure(
             timed = COLLECTIVES if collectives else (RING_COLLECTIVE,)
             result["links"] = bench.by_payload(measured, chains, payloads, beat, timed)
             if not collectives:  # a measured collective includes these seconds
-                result["message_s"] = bench.message_s(RING_COLLECTIVE, largest)
-                exchanged = [bench.message_s(op, largest) for op in EXCHANGED]
-                result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], largest.size)
+                result["message_s"] = bench.message_s(RING_COLLECTIVE, all_ranks)
+                exchanged = [bench.message_s(op, all_ranks) for op in EXCHANGED]
+                result["exchange_s"] = statistics.fmean(exchanged) / messages_of(EXCHANGED[0], all_ranks.size)
                 beat()
             result["overlap"] = {}
             for where in (plan.INSIDE, plan.BETWEEN):
