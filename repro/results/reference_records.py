@@ -84,19 +84,19 @@ def _single_device(records: Iterable[Record], key: str, expected: str, file: str
 def write_reference(records: Iterable[Record], path: Path) -> int:
     """Write the measured records of a store as a reference file; return the number of records.
 
-    Each experiment on a GPU keeps its newest conclusive record, without traffic and memory of other ranks than the
-    first and without the environment of its machine. Runs on processors are left out. Raises `ConfigError` if the
-    records are of several devices, or of none.
+    Each experiment on a GPU or on an emulated network keeps its newest conclusive record. Other runs on processors are
+    left out, and so are the traffic and memory of other ranks than the first and the environment of the machine.
+    Raises `ConfigError` if the records are of several devices, or of none.
     """
     chosen = select(records)
     found: list[ExperimentRecord | FitRecord] = [*chosen.measured, *chosen.fits]
-    on_gpu = [record for record in found if record.conditions.get("system") != "local"]
-    labels = {record.label for record in on_gpu}
+    comparable = [one for one in found if one.conditions.get("system") != "local" or one.conditions.get("network")]
+    labels = {record.label for record in comparable}
     kept: list[ExperimentRecord | ComparisonRecord | FitRecord] = [
-        *(record for record in on_gpu if record.conclusive),
+        *(record for record in comparable if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
-    what = "a store with records of one GPU model; give the store of each machine with --results"
+    what = "a store with records of one GPU model, or of emulated networks on one processor; give the store of each machine with --results"
     _single_device(kept, "--results", what)
     lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in kept]
     write_file(path, "\n".join(lines) + "\n")
