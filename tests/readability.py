@@ -1,7 +1,7 @@
 """Draw docstrings, comments and messages of the product at random, for a reading test without the code.
 
-    python -m tests.readability SEED            # the texts, for the reader
-    python -m tests.readability SEED --origins  # the module of each text as well, for the check of the answers
+python -m tests.readability SEED            # the texts, for the reader
+python -m tests.readability SEED --origins  # the module of each text as well, for the check of the answers
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def draw_texts(seed: int, count: int = TEXTS) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seed", type=int)
     parser.add_argument("--origins", action="store_true", help="print the module of each text")
     arguments = parser.parse_args()

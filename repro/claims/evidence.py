@@ -44,7 +44,8 @@ def evaluate_evidence(
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
     Measured and emulated evidence comes from the reader's own records, or else from the reference records of one
-    machine, newest first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain gives `possible`.
+    machine, newest first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain
+    gives `possible`.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
     if evidence.kind not in (MEASURED, EMULATED) or found.decided:
