@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md",)
 """Reference pages that a command prints; they may have any length."""
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 MAX_PAGE_WORDS = 1500
 MAX_SENTENCE_WORDS = 25
 MAX_MODULE_SENTENCE_WORDS = 30
