@@ -104,14 +104,6 @@ class _Head:
     claims: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Compare:
-    baseline: str
-    subjects: list[str]
-    rounds: int = 5
-    apart: bool = False
-
-
 def load_suite(given: Path) -> Suite:
     """Return the suite of a `.toml` file or of a packaged name.  Raises `ConfigError`."""
     path = SUITES.find(given)
@@ -204,7 +196,7 @@ def _differing(part: str, there: Any, here: Any) -> str:
 
 
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
-    row = build_dataclass(_Compare, data, file=file, where="compare")
+    row = build_dataclass(Comparison, data, file=file, where="compare")
     known = {entry.experiment.name: entry.experiment for entry in entries}
     names = [row.baseline, *row.subjects]
     for key, name in [("baseline", row.baseline), *(("subjects", subject) for subject in row.subjects)]:
@@ -219,7 +211,9 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
         if names.count(name) > 1:
             raise ConfigError(key, name, says="names an experiment twice", file=file, where="compare")
     if not row.subjects:
-        raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
+        raise ConfigError(
+            "subjects", list(row.subjects), "at least one experiment", file=file, where="compare"
+        )
     if row.rounds < 1:
         raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
     for name in names:
@@ -234,7 +228,7 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
         if training.steps - training.untimed_steps < row.rounds:
             right = f"at most the timed steps of {name}: {training.steps - training.untimed_steps}"
             raise ConfigError("rounds", row.rounds, right, file=file, where="compare")
-    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds, apart=row.apart)
+    return row
 
 
 def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: str) -> None:
