@@ -17,7 +17,7 @@ from repro.launch.job import Interrupt
 from repro.launch.local_launch import DEVICES
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder, RunEnd, run_end, summarise_run
-from repro.launch.runner import LocalLauncher, Runner
+from repro.launch.runner import Runner, local_launcher
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
@@ -91,7 +91,7 @@ def _run_measured(
             recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
-                Runner(recorder, progress, interrupt, LocalLauncher(results), rerun=rerun).run(tasks)
+                Runner(recorder, progress, interrupt, local_launcher(results), rerun=rerun).run(tasks)
             except DiskFull as error:
                 failure = str(error)
         summary = summarise_run(suite, entries, store, ran=todo, needs=needs)

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,11 @@ from repro.launch.job import Job
 from repro.launch.local_launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
-from repro.launch.runner import Runner, rank_target
+from repro.launch.runner import Launcher, Runner, rank_target
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import nodes
 from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork, count_outcomes
-from repro.launch.slurm.allocation.launch import ClusterLaunch, ClusterLauncher
+from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.srun_step import Allocation
 from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
@@ -80,8 +81,10 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
             elif not missing:
                 state.set_nodes(place["slurm"]["nodes"])
                 names = [report.node for report in reports]
-                logs = folder / "logs" / str(index)
-                launcher = ClusterLauncher(logs, allocation, names, rank_target(), stop)
+                launch = partial(
+                    ClusterLaunch, allocation=allocation, nodes=names, target=rank_target(), stop=stop
+                )
+                launcher = Launcher(folder / "logs" / str(index), launch)
                 Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
     except Exception as error:
         state.end(reason=f"{type(error).__name__}: {error}")
