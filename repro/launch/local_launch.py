@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -27,7 +26,7 @@ from repro.launch.rank_process import HeartbeatReader, Position
 from repro.model.counts import total_parameters
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 from repro.util.processes import memory_and_swap, usable_cores
 
 REAP_TIMEOUT_S = 10.0
@@ -102,13 +101,12 @@ class LocalLaunch:
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """Return the report of the end of `rank`: `{"rank", "outcome", "reason"}`; None without a report."""
-        return read_json(rank_program.rank_report_path(self.folder, rank))
+        return read_json(rank_program.rank_report_path(self.folder, rank)) or None
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
         """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
         found = [read_json(rank_program.result_path(self.folder, index, rank)) for rank in range(self.world)]
-        complete = [result for result in found if result is not None]
-        return complete if len(complete) == self.world else None
+        return found if all(found) else None
 
     def error_text(self, rank: int) -> str:
         """Return the end of the standard error of `rank`."""
@@ -187,16 +185,6 @@ def _on_node(ranks: int, rank: int) -> dict[str, str]:
     """Return the environment of a rank on an emulated network, which replaces the user's values."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if the file is missing."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    document: dict[str, Any] = json.loads(text)
-    return document
 
 
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:

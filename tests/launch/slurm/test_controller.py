@@ -26,7 +26,7 @@ from tests.records import lines
 from tests.training import TINY
 
 EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
-REPORTS = [NodeReport(node=f"n{task}", node_index=task, local=0, task=task, tasks=2) for task in range(2)]
+REPORTS = [NodeReport(node=f"n{task}", local=0, task=task) for task in range(2)]
 SITE = parse_profile({}, file="site.toml")
 
 

@@ -23,20 +23,19 @@ from repro.config import ConfigError, systems
 from repro.launch import supervise
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import Job
-from repro.launch.local_launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
 from repro.launch.runner import Launcher, Runner, rank_target
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import nodes
-from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork, count_outcomes
+from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork
 from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.srun_step import Allocation
 from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
 from repro.launch.slurm.profile import Profile
 from repro.results.store import Store
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
@@ -123,7 +122,7 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
         time.sleep(POLL_INTERVAL_S)
     step.end(0.0)
     found = [read_json(nodes.report_path(folder, task)) for task in range(allocation.tasks)]
-    reports = [NodeReport(**report) for report in found if report is not None]
+    reports = [NodeReport(**report) for report in found if report]
     missing = _missing(reports, allocation.tasks, step.last_error_line())
     shutil.rmtree(folder, ignore_errors=True)
     return reports, missing
@@ -217,7 +216,7 @@ class RunBundle:
             _requeue(previous[REQUEUE], REQUEUE)
         if state.open and stop:
             sys.exit(128 + signal.SIGTERM)
-        return count_outcomes(state.path)
+        return state.count_outcomes()
 
     def checkpoint(self) -> DelayedSubmission:
         """Return the callable that submitit requeues; a bundle skips its recorded experiments."""

@@ -31,15 +31,10 @@ class NodeReport:
 
     node: str
     """Name of the node in SLURM."""
-    node_index: int
-    """Index of the node in the allocation (`SLURM_NODEID`)."""
     local: int
     """Index of the task on its node (`SLURM_LOCALID`)."""
     task: int
     """`SLURM_PROCID`."""
-    tasks: int
-    """`SLURM_NTASKS`."""
-    pid: int = 0
     cores: int = 0
     """Number of cores that the task may use."""
     memory_bytes: int = 0
@@ -62,11 +57,8 @@ def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
 
     return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        node_index=int(environment.get("SLURM_NODEID", "0")),
         local=int(environment.get("SLURM_LOCALID", "0")),
         task=int(environment.get("SLURM_PROCID", "0")),
-        tasks=int(environment.get("SLURM_NTASKS", "1")),
-        pid=os.getpid(),
         cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=visible_gpus(environment.get("CUDA_VISIBLE_DEVICES")) if gpus else [],
