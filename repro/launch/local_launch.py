@@ -23,6 +23,7 @@ from repro.launch import rank_process, supervise
 from repro.launch.job import NETWORK_FILE, STOP_FILE, Interrupt, Job
 from repro.launch.rank import program as rank_program
 from repro.launch.rank_process import HeartbeatReader, Position
+from repro.measure.provenance import nvml
 from repro.model.counts import total_parameters
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
@@ -232,13 +233,8 @@ def count_cuda_devices() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
+    with nvml() as n:
+        return int(n.nvmlDeviceGetCount()) if n else 0
 
 
 def memory_shortage(experiment: Experiment) -> str:

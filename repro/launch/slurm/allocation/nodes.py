@@ -206,7 +206,7 @@ def gpu_links() -> dict[str, Any]:
 
     The result is empty without a driver or without its answer.
     """
-    from repro.measure.provenance import nvml
+    from repro.measure.provenance import count_nvlinks, nvml
 
     with nvml() as n:
         if n is None:
@@ -225,19 +225,8 @@ def gpu_links() -> dict[str, Any]:
             crossed = [levels.get(n.nvmlDeviceGetTopologyCommonAncestor(a, b), "unknown") for a, b in pairs]
         except n.NVMLError:
             crossed = []
-        found: dict[str, Any] = {"nvlinks": [_nvlinks(n, handle) for handle in handles]}
+        found: dict[str, Any] = {"nvlinks": [count_nvlinks(n, handle) for handle in handles]}
         return found | {"pcie": {word: crossed.count(word) for word in sorted(set(crossed))}}
-
-
-def _nvlinks(n: Any, handle: Any) -> int:
-    """Return the number of active links. The driver refuses the query of a link that the card lacks."""
-    count = 0
-    for link in range(n.NVML_NVLINK_MAX_LINKS):
-        try:
-            count += n.nvmlDeviceGetNvLinkState(handle, link) == n.NVML_FEATURE_ENABLED
-        except n.NVMLError:
-            break
-    return count
 
 
 if __name__ == "__main__":
