@@ -7,7 +7,7 @@ Every mistake in a file is found before any process starts, and becomes one `Con
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,13 @@ class Comparison:
     apart: bool = False
     """Whether each turn builds and frees its experiment, for experiments that do not fit on a device together."""
 
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        twice = "names an experiment twice"
+        require(self.baseline not in self.subjects, "baseline", self.baseline, says=twice)
+        for name in self.subjects:
+            require(self.subjects.count(name) == 1, "subjects", name, says=twice)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -90,7 +97,7 @@ class Suite:
     description: str = ""
     claims: tuple[str, ...] = ()
     entries: tuple[Entry, ...] = ()
-    comparisons: tuple[Comparison, ...] = field(default=())
+    comparisons: tuple[Comparison, ...] = ()
 
     def entry(self, name: str) -> Entry:
         """Return the entry of the experiment called `name`."""
@@ -101,7 +108,10 @@ class Suite:
 class _Head:
     name: str
     description: str = ""
-    claims: list[str] = field(default_factory=list)
+    claims: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
 
 
 def load_suite(given: Path) -> Suite:
@@ -119,10 +129,6 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
     if "suite" not in data:
         raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
     head = build_dataclass(_Head, data["suite"], file=file, where="suite")
-    try:
-        check_name("name", head.name)
-    except ConfigError as error:
-        raise error.within(file=file, where="suite") from None
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:
@@ -136,7 +142,7 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
         name=head.name,
         file=file,
         description=head.description,
-        claims=tuple(head.claims),
+        claims=head.claims,
         entries=tuple(entries),
         comparisons=comparisons,
     )
@@ -208,14 +214,8 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
                 file=file,
                 where="compare",
             )
-        if names.count(name) > 1:
-            raise ConfigError(key, name, says="names an experiment twice", file=file, where="compare")
     if not row.subjects:
-        raise ConfigError(
-            "subjects", list(row.subjects), "at least one experiment", file=file, where="compare"
-        )
-    if row.rounds < 1:
-        raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
+        raise ConfigError("subjects", [], "at least one experiment", file=file, where="compare")
     for name in names:
         every = known[name].training.checkpoint_every
         if every:
