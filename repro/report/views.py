@@ -39,27 +39,13 @@ def anchor(kind: str, name: str) -> str:
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
-CLAIM_FIELDS = (
-    "id",
-    "title",
-    "file",
-    "published",
-    "conditions",
-    "certainty",
-    "contradictions",
-    "note",
-    "needs",
-)
-"""Fields of a claim that the page shows unchanged."""
-
-
 def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
-    """Return all data that the page shows about one claim."""
+    """Return the fields of a claim and of its result, and further data that the page shows about the claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
-        **{key: getattr(claim, key) for key in CLAIM_FIELDS},
-        **{key: getattr(result, key) for key in ("verdict", "basis", "reason", "disagreements")},
+        **vars(claim),
+        **vars(result),
         "sources": [_source(text, ledger) for text in claim.source],
         "certainty_meaning": CERTAINTIES[claim.certainty],
         "predicted": claim.prediction,
