@@ -57,7 +57,7 @@ SOURCE_FIGURES = {
     "turing-nlg": "turing-degrees turing-nlg",
     "megatron-2021": "megatron-2021 schedules breakdown",
     "yuan": "map",
-    BEYOND: "loss convergence comparison engines",
+    BEYOND: "loss convergence engines",
 }
 """Ids of the figures on each source's page; `machines.html` has the other figures."""
 
