@@ -188,20 +188,17 @@ class Machines:
 
     def __init__(self, records: Iterable[Record]):
         groups: dict[tuple[str, ...], list[Record]] = {}
-        for record in records:
+        for record in sorted(records, key=lambda record: record.order, reverse=True):
             groups.setdefault(_origin(record), []).append(record)
-        entries = []
+        self._numbers = {origin: number for number, origin in enumerate(groups, 1)}
+        self.entries: list[dict[str, Any]] = []
+        """Newest first."""
         for origin, members in groups.items():
             written = sorted(record.written[:19].replace("T", " ") for record in members)
-            newest = max(members, key=lambda record: record.order)
-            provenance = newest.provenance
             found = {"records": len(members), "first": written[0], "last": written[-1]}
-            entry = {**describe_origin(provenance), **found, "provenance": provenance}
-            entries.append((newest.order, origin, entry))
-        entries.sort(key=lambda entry: entry[0], reverse=True)
-        self.entries = [{"number": number, **entry} for number, (_, _, entry) in enumerate(entries, 1)]
-        """Newest first."""
-        self._numbers = {origin: number for number, (_, origin, _) in enumerate(entries, 1)}
+            provenance = members[0].provenance
+            number = {"number": self._numbers[origin]}
+            self.entries.append(number | describe_origin(provenance) | found | {"provenance": provenance})
 
     def number(self, record: Record) -> int:
         """Return the number of the entry with the origin of `record`."""

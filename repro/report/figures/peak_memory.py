@@ -64,15 +64,10 @@ def draw_peaks(records: list[Record]) -> Drawing:
         axes.set_xlabel(f"{unit} on the fullest rank")
         axes.set_title(model)
         style.set_grid(axes, "x")
-    from matplotlib.patches import Patch
-
     peaks = [peak_of_fullest_rank(r) for r in shown]
-    props = {
-        c: HOST_STYLE if c == "host" else {"color": colour} for c, colour in style.CATEGORY_COLOURS.items()
-    }
-    seen = [c for c in props if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)]
-    handles = [Patch(**props[c], label=c) for c in seen]
-    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
+    used = {c for c in CATEGORY_STYLES if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)}
+    fills = {name: fill for name, fill in CATEGORY_STYLES.items() if name in used}
+    style.draw_fills_above(figure, fills, ncols=len(fills))
 
     caption = (
         "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "

@@ -6,18 +6,13 @@ Each has the measured values of small models, and the simulated values of the pu
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro.report.figures import style
 from repro.report.figures.style import Drawing, Record
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
 from repro.util import units
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-
 
 STATE_PARTS = ("parameters", "gradients", "optimizer")
 PART_COLOURS = {part: style.CATEGORY_COLOURS[part] for part in STATE_PARTS}
@@ -46,6 +41,8 @@ def bytes_per_parameter(stage: int, nd: int) -> float:
 
 def draw_measured_states(records: list[Record]) -> Drawing:
     """Draw measured bytes of storages per parameter on the largest rank (bars), and the formula (diamonds)."""
+    from matplotlib.lines import Line2D
+
     states = filter(style.has_memory_categories, style.successful_records(records, "states-"))
     shown = [r for r in states if r.experiment.layout.precision != "fp32"]
     if not shown:
@@ -80,7 +77,10 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     right.spines["right"].set_visible(True)
     right.spines["right"].set_color(style.MUTED)
     style.set_grid(axes, "y")
-    _draw_states_legend(axes, "/".join(sorted({r.experiment.layout.precision for r in shown})))
+    precision = "/".join(sorted({r.experiment.layout.precision for r in shown}))
+    notes = {"parameters": precision, "gradients": precision, "optimizer": "fp32 master, m, v"}
+    fills = {f"{part} ({notes[part]})": colour for part, colour in PART_COLOURS.items()}
+    style.draw_fills_above(figure, fills, Line2D([], [], label="formula", **FORMULA_MARK), ncols=4)
 
     caption = (
         f"Persistent model states of {model} between steps, measured from the tensors' storages on the rank "
@@ -93,22 +93,6 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         caption += "Bars and diamonds are equal to the byte."
     missing = not {(style.zero_stage(r), style.dp_degree(r)) for r in shown} >= MEASURED_LAYOUTS
     return MEASURED_STATES.drawn(figure, caption, (r.label for r in shown), missing=missing)
-
-
-def _draw_states_legend(axes: Axes, precision: str) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    names = {
-        "parameters": f"parameters ({precision})",
-        "gradients": f"gradients ({precision})",
-        "optimizer": "optimizer (fp32 master, m, v)",
-    }
-    handles: list[Artist] = [
-        Patch(color=style.CATEGORY_COLOURS[part], label=names[part]) for part in STATE_PARTS
-    ]
-    handles.append(Line2D([], [], label="formula", **FORMULA_MARK))
-    axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.1))
 
 
 PUBLISHED_COMMAND = "repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'"
