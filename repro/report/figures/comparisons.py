@@ -219,10 +219,9 @@ def _draw_sweep(
         if link == "between" and single:
             star: dict[str, Any] = {"marker": "*", "ms": 11, "color": style.INK, "ls": "none"}
             axes.plot(link_rate(single[0]), published, label="published", **star)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel=label)
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(label)
     axes.set_ylim(0, 1.08 * max(axes.get_ylim()[1], published or 0.0))
     style.set_grid(axes, "y")

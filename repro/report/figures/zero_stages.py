@@ -69,9 +69,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         middle = 5 * degrees.index(degree) + 1.5
         at = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "weight": "bold"}
         axes.text(middle, -0.14, f"Nd = {degree}", **at)
-    axes.set_ylabel("bytes per parameter and rank")
-    axes.set_ylim(0, 19.5)
-    axes.set_yticks(range(0, 17, 4))
+    axes.set(ylabel="bytes per parameter and rank", ylim=(0, 19.5), yticks=range(0, 17, 4))
     right = axes.secondary_yaxis("right", functions=(lambda y: y * psi / 1e6, lambda y: y * 1e6 / psi))
     right.set_ylabel(f"MB per rank (Ψ = {psi:,.0f})")
     right.spines["right"].set_visible(True)
@@ -130,9 +128,8 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
         end = max([printed.value, *(found.value for found in value.ours)])
         style.write_near(axes, _value_label(value), (end, y), (9, 0), va="center", fontsize=8.5)
     axes.set_yticks(range(len(values)), [style.STAGE_NAMES[stage] for stage in range(len(values))])
-    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set(xlabel="GB per GPU", ylim=(len(values) - 0.5, -0.5))
     axes.set_xlim(0, 1.5 * max(value.published.high for value in values if value.published))
-    axes.set_xlabel("GB per GPU")
     style.set_grid(axes, "x")
     fills = {f"{part}, simulated": colour for part, colour in PART_COLOURS.items() if drawn}
     outline = Patch(facecolor="none", edgecolor=style.INK, label="published")
