@@ -76,22 +76,13 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
-    if name == ITSELF:
-        shown = verdicts.CONSISTENT if kind.reproduced == kind.decided else verdicts.INCONSISTENT
-    else:
-        if len(values) == 1:
-            words = _value(*values[0])
-        elif kind.decided < kind.rows:
-            words += f" ({kind.rows - kind.decided} not run)"
-        # Missing runs alone are not a failure if all executed rows agree.
-        missed = any(f.verdict in verdicts.BAD for f, _ in values)
-        shown = (
-            verdicts.REPRODUCED
-            if kind.reproduced == kind.decided
-            else verdicts.NOT_REPRODUCED
-            if missed
-            else verdicts.POSSIBLE
-        )
+    if len(values) == 1 and name != ITSELF:
+        words = _value(*values[0])
+    elif kind.decided < kind.rows:
+        words += f" ({kind.rows - kind.decided} not run)"
+    shown = kind.verdict
+    if shown == verdicts.NOT_RUN:  # missing runs alone are not a failure if all executed rows agree
+        shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
     return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
 
 
