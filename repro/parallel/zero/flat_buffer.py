@@ -37,6 +37,16 @@ from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 
+def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """Set `sums` to beta sums + alpha a b; 16-bit a and b may have fp32 sums (Megatron's `wgrad_gemm_accum_fp32`)."""
+    if sums.dtype == a.dtype or sums.is_meta:
+        torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
+    elif sums.is_cuda:
+        torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
+    else:
+        torch.addmm(sums, a.to(sums.dtype), b.to(sums.dtype), beta=beta, alpha=alpha, out=sums)
+
+
 class Bucket(FlatParameters):
     """Storage of one bucket of trained parameters, without values before `fill`."""
 
