@@ -58,8 +58,17 @@ def test_a_layer_retains_the_papers_bytes_but_masks(
 
 
 LLAMA: dict[str, Any] = {
-    **{"norm": "rms", "positions": "rotary", "mlp": "swiglu", "biases": "none", "tied": False},
-    **{"hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 160, "vocab": 256, "seq": 128},
+    "norm": "rms",
+    "positions": "rotary",
+    "mlp": "swiglu",
+    "biases": "none",
+    "tied": False,
+    "hidden": 64,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn": 160,
+    "vocab": 256,
+    "seq": 128,
 }
 
 
