@@ -13,6 +13,7 @@
 # make check       formatter, linter, type checker, size of the packages
 # make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
+# make readability 60 docstrings, comments and messages at random, to be read without the code; SEED names the draw
 # make benchmarks  pytest-benchmark comparisons
 # make docs        the documentation as a site, build/docs/index.html; a broken link is an error
 # make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) and docs/commands.md
@@ -145,7 +146,7 @@ import os, sys; sys.getfilesystemencoding() == "utf-8" or sys.prefix.isascii() o
 os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 endef
 
-.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu gpu-kit test-gpu-kit check structure mutants benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
+.PHONY: help smoke simulate test test-slow engines test-engines test-slurm test-pythons driver test-gpu bench-gpu gpu-kit test-gpu-kit check structure mutants readability benchmarks format clean slurm-packages slurm-lab slurm-lab-down \
 	docs artifact notebooks browser-packages pictures
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -278,6 +279,9 @@ structure: $(INSTALLED_TEST)
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(PACKAGE:%=--package %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
+
+readability: $(INSTALLED_TEST)
+	@$(BIN)/python -m tests.readability $(or $(SEED),1)
 
 format: $(INSTALLED_TEST)
 	$(BIN)/python -m ruff format .

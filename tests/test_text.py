@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GENERATED = ("commands.md",)
 """Reference pages that a command prints; they may have any length."""
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 MAX_PAGE_WORDS = 1500
 MAX_SENTENCE_WORDS = 25
 MAX_MODULE_SENTENCE_WORDS = 30
@@ -119,9 +122,25 @@ def module_texts(module: Path) -> tuple[list[str], list[str], list[str]]:
         for node in nodes
         if (isinstance(node, ast.JoinedStr) or is_text(node)) and id(node) not in {*docstrings, *parts}
     ]
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return list(docstrings.values()), comments, [text for text in messages if " " in text]
+    return list(docstrings.values()), list(comments(source)), [text for text in messages if " " in text]
+
+
+def comments(source: str) -> Iterator[str]:
+    """Yield the comments; lines of one column that follow each other are one comment."""
+    text, end = "", (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, column = token.start
+        if text and (line - 1, column) == end:
+            text += "\n" + token.string.removeprefix("#").strip()
+        else:
+            if text:
+                yield text
+            text = token.string
+        end = (line, column)
+    if text:
+        yield text
 
 
 def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:

@@ -43,11 +43,12 @@ def evaluate_evidence(
 ) -> Finding:
     """Evaluate one piece of evidence, which reads the experiments `read`, and compare it with the published value.
 
-    Measured evidence comes from the reader's own records, or else from the reference records of one machine, newest
-    first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain gives `possible`.
+    Measured and emulated evidence comes from the reader's own records, or else from the reference records of one
+    machine, newest first. Missing records give the verdict `not run`. A predicted miss that unknown inputs explain
+    gives `possible`.
     """
     found = _evaluate_on(records, evidence, row, claim, read)
-    if evidence.kind != MEASURED or found.decided:
+    if evidence.kind not in (MEASURED, EMULATED) or found.decided:
         return found
     others = (_evaluate_on(reference, evidence, row, claim, read) for reference in records.references)
     return next((other for other in others if other.decided), found)

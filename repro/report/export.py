@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FORMATS = ("csv", "parquet", "markdown", "latex")
 TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparisons", "records", "unknowns")
 REFERENCE = "reference"
-"""Name of the table whose file is JSON lines: the measurements on GPUs, as reference records of the package."""
+"""Name of the table whose file is JSON lines: the measurements of a machine, as reference records of the package."""
 
 
 def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.config.errors import ConfigError
+from repro.results.record_parts import StepSeries
 from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, FitRecord, Record, read_record
 from repro.results.select import select
 from repro.util.files import write_file
@@ -84,19 +85,20 @@ def _single_device(records: Iterable[Record], key: str, expected: str, file: str
 def write_reference(records: Iterable[Record], path: Path) -> int:
     """Write the measured records of a store as a reference file; return the number of records.
 
-    Each experiment on a GPU keeps its newest conclusive record, without traffic and memory of other ranks than the
-    first and without the environment of its machine. Runs on processors are left out. Raises `ConfigError` if the
-    records are of several devices, or of none.
+    Each experiment keeps its newest conclusive record, without traffic and memory of other ranks than the first and
+    without the environment of its machine. If the store has runs on GPUs, runs on processors are left out.
+    Raises `ConfigError` if the records are of several devices, or of none.
     """
     chosen = select(records)
     found: list[ExperimentRecord | FitRecord] = [*chosen.measured, *chosen.fits]
     on_gpu = [record for record in found if record.conditions.get("system") != "local"]
-    labels = {record.label for record in on_gpu}
+    chosen_runs = on_gpu or found
+    labels = {record.label for record in chosen_runs}
     kept: list[ExperimentRecord | ComparisonRecord | FitRecord] = [
-        *(record for record in on_gpu if record.conclusive),
+        *(record for record in chosen_runs if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
-    what = "a store with records of one GPU model; give the store of each machine with --results"
+    what = "a store with records of one GPU model or of one processor; give the store of each machine with --results"
     _single_device(kept, "--results", what)
     lines = [json.dumps(shortened_record(record).as_dict(), separators=(",", ":")) for record in kept]
     write_file(path, "\n".join(lines) + "\n")
@@ -116,4 +118,6 @@ def shortened_record(
         kept["cpu"] = {"model": origin["cpu"].get("model")}
     if not isinstance(record, ExperimentRecord):
         return replace(record, provenance=kept)
-    return replace(record, provenance=kept, memory_by_rank=record.memory_by_rank[:1], comm_by_rank=[])
+    series = StepSeries(loss=record.series.loss)
+    memory = record.memory_by_rank[:1]
+    return replace(record, provenance=kept, series=series, memory_by_rank=memory, comm_by_rank=[])

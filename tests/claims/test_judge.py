@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from repro.claims.verdicts import (
     ClaimResult,
 )
 from repro.config import PROTOCOL, ConfigError, Experiment, Layout, Model
+from repro.results.reference_records import ReferenceFile
 from repro.results.schema import Record
 from tests.claims.made_up import record
 from tests.records import changed
@@ -47,9 +49,11 @@ ONE_RANK = '{ value = \'metric("s/rank", "speed")\', scale = "one rank of 64" }'
 TWIN = '{ value = \'metric("s/twin", "speed")\', expect = "3", scale = "scaled twin" }'
 
 
-def judged(tmp_path: Path, rows: str, *records: Record) -> ClaimResult:
+def judged(
+    tmp_path: Path, rows: str, *records: Record, references: Sequence[ReferenceFile] = ()
+) -> ClaimResult:
     (tmp_path / "test.toml").write_text(HEAD + rows + "]\n")
-    (result,) = judge(load_ledger(tmp_path), records)
+    (result,) = judge(load_ledger(tmp_path), records, references)
     return result
 
 

@@ -11,6 +11,7 @@ import pytest
 from repro.claims.records import Records
 from repro.claims.verdicts import NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Model
+from repro.results.reference_records import ReferenceFile
 from repro.results.schema import ComparisonRecord, Record, Side
 from tests.claims.made_up import record
 from tests.claims.test_judge import PUBLISHED, judged, row
@@ -125,6 +126,17 @@ def test_what_ran_on_an_emulated_network_goes_before_a_simulation_and_after_a_me
     assert result.kind("measured") is None
     result = judged(tmp_path, rows, *twins, at("measured", 1.0))
     assert (result.verdict, result.basis) == (NOT_REPRODUCED, "measured, published scale 0/1")
+
+
+def test_twins_of_another_machine_decide_until_own_twins_ran(tmp_path: Path) -> None:
+    rows = f'{{ label = "x", published = "2.0", {EMULATED} }},\n'
+    twins = (on_a_network("a"), on_a_network("b"), comparison("a", "b", 2.1, 2.05, 2.15))
+    file = ReferenceFile("f", "AMD EPYC", "2026-11-28", twins)
+    (finding,) = judged(tmp_path, rows, references=[file]).rows[0].findings
+    assert (finding.verdict, finding.machine) == (REPRODUCED, "as measured on AMD EPYC, 2026-11-28")
+    own = (on_a_network("a"), on_a_network("b"), comparison("a", "b", 1.0, 0.9, 1.1))
+    (finding,) = judged(tmp_path, rows, *own, references=[file]).rows[0].findings
+    assert (finding.verdict, finding.machine) == (NOT_REPRODUCED, "")
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def test_an_invalid_file_is_named_in_one_line(tmp_path: Path, line: str, message
 
 
 def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs on processors, environment variables and the memory of most ranks are left out."""
+    """Runs on processors, environment variables, series but the loss, and the memory of most ranks are left out."""
     ranks = [{"rss_peak_bytes": rank, "cuda": {}} for rank in (1, 2, 3)]
     with Store(tmp_path / "results") as store:
-        store.append(on("local-gpu", "one", memory_by_rank=ranks))
+        store.append(on("local-gpu", "one", memory_by_rank=ranks, series={"loss": [2.0], "grad_norm": [1.0]}))
         store.append(on("local", "on a processor"))
         store.append(on("local-gpu", "hangs", outcome="hang"))
         store.append(fit_record(device="NVIDIA V100"))
@@ -87,6 +87,7 @@ def test_a_store_is_written_as_a_reference_file(tmp_path: Path, capsys: pytest.C
     assert isinstance(one, ExperimentRecord)
     assert isinstance(fit, FitRecord)
     assert (one.name, len(one.memory_by_rank)) == ("one", 1)
+    assert (one.series.loss, one.series.grad_norm) == ([2.0], None)
     assert one.provenance == {"gpus": GPU["gpus"], "packages": {"torch": "2"}}
     assert "SLURM" not in out.read_text()
 
@@ -95,7 +96,15 @@ def test_records_of_two_devices_are_not_one_machine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of one GPU model"):
         write_reference([on("local-gpu", "one"), fit_record(device="NVIDIA A100")], tmp_path / "x.jsonl")
     with pytest.raises(ConfigError, match="of one GPU model"):
-        write_reference([on("local", "on a processor")], tmp_path / "x.jsonl")
+        write_reference([on("local", "names no processor", provenance={})], tmp_path / "x.jsonl")
+
+
+def test_a_store_without_a_gpu_gives_records_of_its_processor(tmp_path: Path) -> None:
+    processor = {"cpu": {"model": "AMD EPYC", "cores": 2}, "gpus": []}
+    write_reference([on("local", "on a processor", provenance=processor)], tmp_path / "x.jsonl")
+    (file,) = load_reference(tmp_path)
+    assert file.label == "AMD EPYC, 2027-01-02"
+    assert file.records[0].provenance["cpu"] == {"model": "AMD EPYC"}
 
 
 def test_a_missing_file_name_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
