@@ -191,8 +191,8 @@ ROWS = {
     "korthikanti-steps": 2 + 4 + 4,
     "nemo-5b": 3 + 6,
     "simumax-b200-steps": 2 * 3 * 4,
-    "simumax-b200-memory": 2 * 4,
-    "simumax-b200-long": 7 * 2,
+    "simumax-b200-memory": 2 * 4 + 7,
+    "simumax-b200-long": 7,
 }
 
 

@@ -20,7 +20,7 @@ SIZES = {"70b": (12, 8192, 28672, 8), "405b": (4, 16384, 53248, 16)}
 
 
 def rows_of(claim: str) -> list[Row]:
-    return [row for row in committed.ledger().claim(claim).rows if row.unit != "GiB" or "memory" in claim]
+    return list(committed.ledger().claim(claim).rows)
 
 
 def number(row: Row, key: str) -> int:
@@ -61,7 +61,7 @@ def errors(claim: str, metric: str, unit: float) -> dict[str, float]:
     """Return the error of each predicted value by experiment, predicted over published minus 1."""
     found = {}
     for row in rows_of(claim):
-        if not row.calibrates:
+        if not row.calibrates and "cp" not in row.variables:
             experiment = EXPERIMENTS[str(row.variables["at"])]
             record = simulate_experiment(experiment, simulated_system(experiment), "b200")
             assert row.printed is not None
@@ -73,6 +73,36 @@ def test_peak_memory_is_within_2_percent() -> None:
     found = errors("simumax-b200-memory", "memory.peak_bytes", 2**30)
     assert len(found) == 8
     assert max(map(abs, found.values())) <= 0.02
+
+
+def blind_errors(claim: str, *words: str) -> list[float]:
+    """Return the errors in percent of the blind predictions of rows whose label has all of the words."""
+    return [
+        100 * (row.blind.value / row.printed.value - 1)
+        for row in rows_of(claim)
+        if row.blind and row.printed and all(word in row.label for word in words)
+    ]
+
+
+GROUPS = {
+    "step, tp 1 and two stages": blind_errors("simumax-b200-steps", "tp 1"),
+    "step, tp 2": blind_errors("simumax-b200-steps", "tp 2"),
+    "step, tp 4": blind_errors("simumax-b200-steps", "tp 4"),
+    "step, tp 8, 405B": blind_errors("simumax-b200-steps", "tp 8", "405B"),
+    "step, tp 8, 70B": blind_errors("simumax-b200-steps", "tp 8", "70B"),
+    "all steps of 4,096 tokens": blind_errors("simumax-b200-steps"),
+    "all steps of 32,768 and 131,072 tokens": blind_errors("simumax-b200-long"),
+    "peak allocated memory, 4,096 tokens": blind_errors("simumax-b200-memory")[:8],
+    "peak allocated memory, 32,768 and 131,072 tokens": blind_errors("simumax-b200-memory", "tokens"),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_page_has_the_errors_of_the_blind_predictions(group: str) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text()
+    found = GROUPS[group]
+    middle = f"{median(map(abs, found)):.1f} | {min(found):+.1f} to {max(found):+.1f}"
+    assert f"| {group} | {len(found)} | {middle} |" in page
 
 
 @pytest.mark.slow
