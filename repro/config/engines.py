@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
+from repro.config.files import read_toml
 from repro.config.layout import SELECTIVE, Layout
 from repro.config.model import Model
 from repro.config.training import Training
@@ -18,13 +20,6 @@ FUSED_HEAD_MULTIPLE = 8
 FlashAttention pads heads (`sdp_utils.cpp` of PyTorch, `minimum_gemm_alignment`)."""
 
 
-class Limit(NamedTuple):
-    """Values of a layout's or training's key that the engine supports."""
-
-    key: str
-    allowed: tuple[Any, ...]
-
-
 class Combination(NamedTuple):
     """A value that the engine refuses in combination with others, and the valid values."""
 
@@ -33,65 +28,8 @@ class Combination(NamedTuple):
     right: str
 
 
-_NO_CONTEXT = Limit("cp", (1,))
-_NO_PIPELINE = Limit("pp", (1,))
-_CONSTANT_BUFFERS = Limit("cb", (True,))
-_NO_DEFRAGMENTATION = Limit("md", (False,))
-_OVERLAPPED = Limit("overlap", (True,))
-_REDUCED_AND_SCATTERED = Limit("zero1_reduce", ("reduce-scatter",))
-_BY_BLOCK = Limit("zero3_gather", ("block",))
-_NO_OFFLOAD = Limit("offload_optimizer", (False,))
-_VIEWS = Limit("gradient_as_bucket_view", (True,))
-_EAGER = Limit("cuda_graphs", (False,))
-_BLOCKS = Limit("recompute", (False, True))
-
-ENGINES: dict[str, tuple[Limit, ...]] = {
-    NATIVE: (_NO_OFFLOAD,),
-    "torch": (
-        _NO_CONTEXT,
-        Limit("scatter_gather", (False,)),
-        Limit("tp_overlap", (True,)),
-        _CONSTANT_BUFFERS,
-        _NO_DEFRAGMENTATION,
-        _OVERLAPPED,
-        Limit("pa", (False,)),
-        Limit("pa_cpu", (False,)),
-        _BY_BLOCK,
-        _BLOCKS,
-        _NO_OFFLOAD,
-        _EAGER,
-        Limit("kernels", (OperatorSet.FUSED,)),
-    ),
-    "deepspeed": (
-        _NO_CONTEXT,
-        _EAGER,
-        _NO_PIPELINE,
-        _BY_BLOCK,
-        _BLOCKS,
-        Limit("grad_dtype", ("precision",)),
-        Limit("sp", (False,)),
-        _CONSTANT_BUFFERS,
-        _VIEWS,
-    ),
-    "megatron": (
-        _NO_CONTEXT,
-        _EAGER,
-        Limit("zero", (0, 1)),
-        Limit("schedule", ("1f1b", "interleaved")),
-        Limit("scatter_gather", (False,)),
-        Limit("tp_overlap", (True,)),
-        _CONSTANT_BUFFERS,
-        _NO_DEFRAGMENTATION,
-        _REDUCED_AND_SCATTERED,
-        _VIEWS,
-        Limit("pa_cpu", (False,)),
-        _NO_OFFLOAD,
-        Limit("kernels", (OperatorSet.FUSED,)),
-        Limit("dropout", (0,)),
-        Limit("attention_dropout", (0,)),
-    ),
-}
-"""Limits: `native`; `torch` (DDP, ZeroRedundancyOptimizer, FSDP2, DTensor, its pipelines); `deepspeed`; `megatron`."""
+ENGINES: dict[str, dict[str, list[Any]]] = read_toml(Path(__file__).with_suffix(".toml"))
+"""Values that each engine supports, by key of a layout or a training."""
 
 
 def _has_model_parallelism(layout: Layout) -> bool:
@@ -183,7 +121,7 @@ def check_engine(engine: str, layout: Layout, training: Training, model: Model) 
         where, part = ("layout", layout) if hasattr(layout, key) else ("training", training)
         raise ConfigError(key, getattr(part, key), f"{right} with engine {engine}", where=where)
 
-    for key, allowed in ENGINES[engine]:
+    for key, allowed in ENGINES[engine].items():
         if getattr(layout if hasattr(layout, key) else training, key) not in allowed:
             words = [right if isinstance(right, str) else str(right).lower() for right in allowed]
             refuse(key, " or ".join(words))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from repro.config.errors import ConfigError
 
@@ -79,13 +79,55 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
+@cache
+def _nested_types(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of the fields of `cls` that contain dataclasses, without `None`."""
+    found = {}
+    for name, kind in get_type_hints(cls).items():
+        kinds = get_args(kind)
+        if any(map(dataclasses.is_dataclass, (kind, *kinds))):
+            found[name] = kinds[0] if type(None) in kinds else kind
+    return found
+
+
+def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
+    """Return the tables at `where` as `kind`: a dataclass, a dictionary of dataclasses, or a tuple of them."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(where, value, "a table", file=file)
+        return {
+            key: _build_nested(kinds[1], table, file=file, where=f"{where}.{key}")
+            for key, table in value.items()
+        }
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(where, value, f"tables [[{where}]]", file=file)
+        return tuple(
+            _build_nested(kinds[0], table, file=file, where=f"{where} number {number}")
+            for number, table in enumerate(value, 1)
+        )
+    return value if isinstance(value, kind) else build_dataclass(kind, value, file=file, where=where)
+
+
 def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "") -> T:
-    """Return `cls(**data)` after pydantic's check of types; an unknown key raises `ConfigError` with its name."""
+    """Return `cls(**data)` after pydantic's check of types; an unknown key raises `ConfigError` with its name.
+
+    Tables become the dataclasses of their fields. `"unknown"` is None where a field may be `float | None`.
+    """
     from pydantic import ValidationError
 
     assert dataclasses.is_dataclass(cls)
     if not isinstance(data, dict):
-        raise ConfigError(where or cls.__name__.lower(), data, "a table", file=file)
+        required = [
+            f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING
+        ]
+        keys = f" {{ {' = ..., '.join(required)} = ... }}" if required else ""
+        raise ConfigError(where or cls.__name__.lower(), data, f"a table{keys}", file=file)
+    data = dict(data)
+    for key, kind in _nested_types(cls).items():
+        if key in data:
+            data[key] = _build_nested(kind, data[key], file=file, where=f"{where}.{key}".lstrip("."))
     known = [f.name for f in dataclasses.fields(cls)]
     for key in data:
         if key not in known:
@@ -98,6 +140,8 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
             raise ConfigError(key, data[key], says=hint, file=file, where=where)
     for field in dataclasses.fields(cls):
         value = data.get(field.name)
+        if value == "unknown" and field.type == "float | None":
+            data[field.name] = value = None
         if field.type in _NUMBERS and isinstance(
             value, (bool, str)
         ):  # pydantic accepts true as 1 and "4" as 4

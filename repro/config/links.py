@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from repro.config.errors import ConfigError, require
-from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
+from repro.config.quantity import (
+    UNSAID,
+    Quantity,
+    assumed_quantities,
+    check_fraction,
+    check_positive,
+    check_whole,
+)
 
 LINKS = ("memory", "nvlink", "pcie", "inter-node")
 """Classes of links, from the inside of a node outwards.  `memory` joins processes that share one processor
@@ -14,61 +21,9 @@ as their device.  nvlink and pcie join the devices of a node, which use the firs
 PER = ("device", "node")
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
 
-ASSUMED_LINKS: dict[str, dict[str, Quantity]] = {
-    "memory": {
-        "latency_s": Quantity(value=30e-6, source="a message between two processes of one machine over gloo"),
-        "efficiency": Quantity(value=1.0, source="the bandwidth of such a link is itself a measurement"),
-    },
-    "nvlink": {
-        "latency_s": Quantity(
-            value=3.4e-6,
-            high=10.4e-6,
-            source="a step of a ring over NVLink, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple; high: what "
-            "all-reduces of 128 MB were measured to take on A100 (microsoft/superbench-results v0.4.0)",
-        ),
-        "efficiency": Quantity(value=0.8, source="20 of 25 GB/s of an NVLink, NVIDIA/nccl src/graph/topo.h"),
-    },
-    "pcie": {
-        "latency_s": Quantity(
-            value=5.7e-6, source="a step of a ring over PCIe, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
-        ),
-        "efficiency": Quantity(
-            value=0.76, source="12 of 15.75 GB/s of PCIe 3.0 x16, NVIDIA/nccl src/graph/topo.h"
-        ),
-    },
-    "inter-node": {
-        "latency_s": Quantity(
-            value=9.6e-6, source="a step between nodes, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple"
-        ),
-        "efficiency": Quantity(
-            value=0.96, source="12 of 12.5 GB/s of a 100 Gb/s adapter, NVIDIA/nccl src/graph/topo.h"
-        ),
-        "chunk_s": Quantity(
-            value=21.3e-6,
-            low=0,
-            high=42.7e-6,
-            source="256 kB at 12 GB/s, of every step of a tree: comment of hwLat in NVIDIA/nccl src/graph/tuning.cc "
-            "(2.8, Simple); low: protocols for small messages, whose parts are of a few kB; high: once more for the "
-            "network, as that comment has it",
-        ),
-    },
-}
+ASSUMED_LINKS = {link: assumed_quantities("links", link) for link in LINKS}
 """Assumed values, with their sources, for keys of a `Link` that a system does not know, by class of links."""
-ASSUMED_ANY: dict[str, Quantity] = {
-    "start_s": Quantity(
-        value=8.4e-6,
-        source="what a ring costs before its first step, NVIDIA/nccl src/graph/tuning.cc (2.8), Simple",
-    ),
-    "half_bytes": Quantity(value=0.0, source="latency_s holds what small steps lose"),
-    "chunk_s": Quantity(value=0.0, source="trees are of nodes"),
-    "rings": Quantity(value=16.0, source="no bound but the adapters near a group's devices"),
-    "adapters": Quantity(value=1.0, source="a node's devices share all of its bandwidth"),
-    "pair": Quantity(value=1.0, source="a switch: all of a device's bandwidth leads to any other"),
-    "switch": Quantity(value=1.0, source="every device takes an adapter of its own where there are enough"),
-    "overlap_cost": Quantity(value=0.0, source="compute loses no time during a collective"),
-    "pod": Quantity(value=1.0, source="it matters under oversubscription alone"),
-    "oversubscription": Quantity(value=1.0, source="every node reaches every other at its full bandwidth"),
-}
+ASSUMED_ANY = assumed_quantities("any_link")
 """Assumed values, with their sources, for every class."""
 KEYS = (
     *("latency_s", "start_s", "efficiency", "half_bytes", "chunk_s"),

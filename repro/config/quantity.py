@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from repro.config.errors import ConfigError, require
+from repro.config.files import read_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,15 @@ class Quantity:
 
 UNSAID = Quantity(value=None, source="the file does not say")
 """Optional key that a file omits."""
+_ASSUMED = read_toml(Path(__file__).with_name("assumed.toml"))
+
+
+def assumed_quantities(*path: str) -> dict[str, Quantity]:
+    """Return the quantities of the table at `path` of `assumed.toml` by key; empty without this table."""
+    table = _ASSUMED
+    for name in path:
+        table = table.get(name, {})
+    return {key: Quantity(**numbers) for key, numbers in table.items()}
 
 
 def check_positive(key: str, quantity: Quantity) -> None:

@@ -9,60 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from repro.config.errors import require
-from repro.config.quantity import UNSAID, Quantity, check_fraction, check_positive, check_whole
+from repro.config.quantity import (
+    UNSAID,
+    Quantity,
+    assumed_quantities,
+    check_fraction,
+    check_positive,
+    check_whole,
+)
 
-ASSUMED: dict[str, Quantity] = {
-    "matmul_efficiency": Quantity(
-        value=0.8,
-        low=0.664,
-        high=0.898,
-        source="between the 0.78 of V100 and the 0.83 of A100; low: 83 of 125 TFLOP/s on a V100 with CUDA 9; "
-        "high: 112.3 of 125 on a V100 with CUDA 10.1, the best of many shapes",
-    ),
-    "memory_efficiency": Quantity(
-        value=0.88,
-        low=0.736,
-        high=0.904,
-        source="between the 0.86 of A100 80 GB and the 0.90 of V100; low: an H200; high: a V100",
-    ),
-    "multiprocessors": Quantity(value=1, source="products are not cut into waves"),
-    "kernel_s": Quantity(
-        value=2.5e-6,
-        low=2.3e-6,
-        high=2.7e-6,
-        source="small kernels one after another; low: 2.3 us on V100; high: 2.7 us on A100, and 2.4 us on H200",
-    ),
-    "fill_s": Quantity(
-        value=0.9e-6,
-        low=0,
-        high=2.3e-6,
-        source="0.9 us on V100, 1.1 on H200; low: what is still in the cache; high: 2.3 us on A100",
-    ),
-    "launch_s": Quantity(
-        value=7e-6,
-        low=2e-6,
-        high=31e-6,
-        source="the simplest operation with autograd in July 2020 (pytorch/pytorch#41383), and operators on an H100 "
-        "(meta-pytorch/autoparallel#146); low: 2 us without a Python scalar and without autograd, half of it Python's "
-        "(a maintainer in pytorch/pytorch#41383); high: a training step of 4228 kernels in 132.9 ms on a cloud machine "
-        "whose device is busy for a fifth of it (roboflow/rf-detr#1410, derived; 9.8 us on a laptop there)",
-    ),
-    "pace": Quantity(
-        value=1,
-        low=0.92,
-        high=1.08,
-        source="devices of one kind in one cluster differ by 8 % on average, 22 % at most (2208.11035v3); low: what "
-        "was measured was a slow one; high: it was a fast one",
-    ),
-    "spread": Quantity(value=0, source="all devices of a run take the same"),
-    "jitter_s": Quantity(value=0, source="a device takes the same at every moment"),
-}
-"""Assumed values, with their sources, for keys of `DeviceTime` that a system does not know.
-
-Three keys have none.  Without `unaligned_flops`, unaligned sizes are as fast as aligned ones.  Without
-`unthrottled_efficiency`, idle multiprocessors give no power to the others.  Without `backward_launch_s`, `launch_s`
-counts in the backward pass, too.
-"""
+ASSUMED = assumed_quantities("device")
+"""Assumed values, with their sources, for keys of `DeviceTime` that a system does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class NetworkFacts:
 
 
 class RunningNetwork:
-    """A created and verified network; use it as a context manager, or close it."""
+    """A created and verified network; close it in the end."""
 
     def __init__(self, network: EmulatedNetwork):
         """Create and verify the network.  Raises `NoNetwork`.  The calling thread must live as long as the network."""
@@ -112,12 +112,6 @@ class RunningNetwork:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-
-    def __enter__(self) -> RunningNetwork:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def start_keeper(*arguments: str) -> subprocess.Popen[str]:

@@ -20,17 +20,17 @@ LOST_NODE = "lost node "
 PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE = "preempted", "time limit", "cancelled", "node failure"
 """Words in the reasons of interruptions by SLURM."""
 
-_STATES = {
-    "NODE_FAIL": "node-failure",
-    "BOOT_FAIL": "node-failure",
-    "OUT_OF_MEMORY": "out-of-memory",
-    "TIMEOUT": "time-limit",
-    "DEADLINE": "time-limit",
-    "CANCELLED": "cancelled",
-    "REVOKED": "cancelled",
-    "PREEMPTED": "preempted",
-    "FAILED": "error",
+JOB_ENDS = {
+    "CANCELLED": ("cancelled", "cancelled (scancel)"),
+    "TIMEOUT": ("time-limit", "the job reached its time limit (slurm.time_limit of the profile)"),
+    "DEADLINE": ("time-limit", "the job reached its deadline, a time limit"),
+    "NODE_FAIL": ("node-failure", "node failure"),
+    "BOOT_FAIL": ("node-failure", "node failure: it did not boot"),
+    "OUT_OF_MEMORY": ("out-of-memory", "the job ran out of host memory"),
+    "PREEMPTED": ("preempted", "preempted and not requeued"),
+    "REVOKED": ("cancelled", "cancelled by the scheduler"),
 }
+"""Failure class, and reason for a case without a record, by SLURM's state of a job that ended for an outside cause."""
 _INTERRUPTIONS = {
     PREEMPTED: "preempted",
     TIME_LIMIT: "time-limit",
@@ -68,7 +68,8 @@ def failure_class(outcome: str, reason: str, state: str = "") -> str:
         return "lost-node"
     if outcome in _OUTCOMES:
         return _OUTCOMES[outcome]
-    scheduler = _STATES.get(state.split()[0].rstrip("+") if state else "", "")
+    word = state.split()[0].rstrip("+") if state else ""
+    scheduler = "error" if word == "FAILED" else JOB_ENDS.get(word, ("", ""))[0]
     if outcome in ("", "interrupted"):
         interruption = next((kind for word, kind in _INTERRUPTIONS.items() if word in reason), "")
         # The scheduler's final state is more exact than a signal.

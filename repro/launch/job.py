@@ -66,30 +66,14 @@ class Job:
 
     def save(self, path: Path) -> None:
         """Write the job as JSON for `load`."""
-        document = {
-            "rounds": self.rounds,
-            "compare": self.compare,
-            "apart": self.apart,
-            "as_rank": self.as_rank,
-            "checkpoints": self.checkpoints,
-            "task": self.task,
-            "experiments": [experiment.as_dict() for experiment in self.experiments],
-        }
-        write_json(path, document)
+        experiments = [experiment.as_dict() for experiment in self.experiments]
+        write_json(path, {**vars(self), "experiments": experiments})
 
     @staticmethod
     def load(path: Path) -> Job:
         """Read a job that `save` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
-        return Job(
-            experiments=[from_dict(data) for data in document["experiments"]],
-            rounds=document["rounds"],
-            compare=document["compare"],
-            apart=document["apart"],
-            as_rank=document["as_rank"],
-            checkpoints=document["checkpoints"],
-            task=document["task"],
-        )
+        return Job(**{**document, "experiments": [from_dict(data) for data in document["experiments"]]})
 
 
 class Stopped(Exception):

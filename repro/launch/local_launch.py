@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -24,10 +23,11 @@ from repro.launch import rank_process, supervise
 from repro.launch.job import NETWORK_FILE, STOP_FILE, Interrupt, Job
 from repro.launch.rank import program as rank_program
 from repro.launch.rank_process import HeartbeatReader, Position
+from repro.measure.provenance import nvml
 from repro.model.counts import total_parameters
 from repro.simulate.plan.closed_form import state_bytes
 from repro.util import units
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 from repro.util.processes import memory_and_swap, usable_cores
 
 REAP_TIMEOUT_S = 10.0
@@ -102,13 +102,12 @@ class LocalLaunch:
 
     def report(self, rank: int) -> dict[str, Any] | None:
         """Return the report of the end of `rank`: `{"rank", "outcome", "reason"}`; None without a report."""
-        return read_json(rank_program.rank_report_path(self.folder, rank))
+        return read_json(rank_program.rank_report_path(self.folder, rank)) or None
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
         """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
         found = [read_json(rank_program.result_path(self.folder, index, rank)) for rank in range(self.world)]
-        complete = [result for result in found if result is not None]
-        return complete if len(complete) == self.world else None
+        return found if all(found) else None
 
     def error_text(self, rank: int) -> str:
         """Return the end of the standard error of `rank`."""
@@ -189,16 +188,6 @@ def _on_node(ranks: int, rank: int) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if the file is missing."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    document: dict[str, Any] = json.loads(text)
-    return document
-
-
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:
     """Run `job` and return its end and the results of its first experiment per rank; no results if a rank lacks one.
 
@@ -244,13 +233,8 @@ def count_cuda_devices() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
+    with nvml() as n:
+        return int(n.nvmlDeviceGetCount()) if n else 0
 
 
 def memory_shortage(experiment: Experiment) -> str:

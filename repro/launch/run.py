@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from repro.launch.job import Interrupt
 from repro.launch.local_launch import DEVICES
 from repro.launch.progress import Progress
 from repro.launch.recorder import DiskFull, Recorder, RunEnd, run_end, summarise_run
-from repro.launch.runner import LocalLauncher, Runner
+from repro.launch.runner import Runner, local_launcher
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
@@ -91,7 +91,7 @@ def _run_measured(
             recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
-                Runner(recorder, progress, interrupt, LocalLauncher(results), rerun=rerun).run(tasks)
+                Runner(recorder, progress, interrupt, local_launcher(results), rerun=rerun).run(tasks)
             except DiskFull as error:
                 failure = str(error)
         summary = summarise_run(suite, entries, store, ran=todo, needs=needs)
@@ -172,58 +172,60 @@ def preview_run(
     traced = by_key(store.records(), SIMULATED)
     for suite in load_suites(suites, evidence, system):
         entries = plan.select_entries(suite, only)
-        if evidence == SIMULATED:
-            if system:
-                entries = simulated.move_to_system(entries, system)
-            found += _preview_simulated(suite, entries, store, rerun, took, traced)
-        else:
-            found += _preview_measured(suite, entries, store, rerun, took, traced)
+        if system:
+            entries = simulated.move_to_system(entries, system)
+        found += _preview_suite(suite, entries, store, rerun, evidence, took, traced)
     return found
 
 
-def _preview_measured(
-    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
-) -> Iterable[ExperimentPreview]:
-    without = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
-    here = [entry for entry in entries if not without[entry.experiment.name]]
-    todo = {e.name for task in plan.plan_tasks(suite, here, store, rerun=rerun) for e in task.experiments}
+def _preview_suite(
+    suite: Suite,
+    entries: list[Entry],
+    store: Store,
+    rerun: bool,
+    evidence: str,
+    took: Durations,
+    traced: Traced,
+) -> Iterator[ExperimentPreview]:
+    simulates = evidence == SIMULATED
+    if simulates:
+        needs = {e.experiment.name: simulated.missing_for_simulation(e.experiment) for e in entries}
+    else:
+        needs = {e.experiment.name: missing_for_measurement(e) for e in entries}
+    here = [entry for entry in entries if not needs[entry.experiment.name]]
+    if simulates:
+        on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in here}
+        todo = {entry.experiment.name for entry in simulated.missing_entries(here, store, on, rerun)}
+    else:
+        todo = {e.name for task in plan.plan_tasks(suite, here, store, rerun=rerun) for e in task.experiments}
     for entry in entries:
-        name, limit_s = entry.experiment.name, entry.experiment.limits.timeout_s
-        steps = entry.experiment.training.steps
-        if without[name]:
-            memory = _describe_memory(entry.experiment, traced)
-            yield ExperimentPreview(
-                suite.name, name, ELSEWHERE, f"needs {without[name]}", steps, None, limit_s, memory
-            )
+        experiment, name = entry.experiment, entry.experiment.name
+        lacking = needs[name]
+        if lacking:
+            state, where = ELSEWHERE, f"needs {lacking}"
         else:
-            state, last_s = TO_RUN if name in todo else KNOWN, took.get((suite.name, name))
-            yield ExperimentPreview(
-                suite.name, name, state, _describe_processes(entry.experiment), steps, last_s, limit_s
-            )
+            state = TO_RUN if name in todo else KNOWN
+            where = _describe_simulation(experiment) if simulates else _describe_processes(experiment)
+        yield ExperimentPreview(
+            suite.name,
+            name,
+            state,
+            where,
+            steps=1 if simulates else experiment.training.steps,
+            last_s=None if lacking else took.get((suite.name, name)),
+            limit_s=0.0 if simulates else experiment.limits.timeout_s,
+            memory="" if simulates and lacking else _describe_memory(experiment, traced),
+        )
+
+
+def _describe_simulation(experiment: Experiment) -> str:
+    return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, traced here"
 
 
 def _describe_processes(experiment: Experiment) -> str:
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
     said = words.count_noun(experiment.layout.world, what)
     return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
-
-
-def _preview_simulated(
-    suite: Suite, entries: list[Entry], store: Store, rerun: bool, took: Durations, traced: Traced
-) -> Iterable[ExperimentPreview]:
-    without = {entry.experiment.name: simulated.missing_for_simulation(entry.experiment) for entry in entries}
-    can = [entry for entry in entries if not without[entry.experiment.name]]
-    on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in can}
-    todo = {entry.experiment.name for entry in simulated.missing_entries(can, store, on, rerun)}
-    for entry in entries:
-        name, ranks = entry.experiment.name, entry.experiment.layout.world
-        if without[name]:
-            yield ExperimentPreview(suite.name, name, ELSEWHERE, f"needs {without[name]}", 1, None, 0.0)
-        else:
-            state = TO_RUN if name in todo else KNOWN
-            where = f"{words.count_noun(ranks, 'rank')} of {entry.experiment.system}, traced here"
-            memory, last_s = _describe_memory(entry.experiment, traced), took.get((suite.name, name))
-            yield ExperimentPreview(suite.name, name, state, where, 1, last_s, 0.0, memory)
 
 
 def _describe_memory(experiment: Experiment, traced: Traced) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -40,43 +41,28 @@ class RecordedLaunch(supervise.WatchedLaunch, Protocol):
     def close(self, *, keep_logs: Path | None) -> None: ...
 
 
-class Launcher(Protocol):
-    """Interface of a launcher of jobs."""
+@dataclass(frozen=True)
+class Launcher:
+    """Start of jobs, and the locks that other runs on the same store respect."""
 
     logs: Path
     """Folder of the logs of failed experiments, by key."""
-
-    def take(self, keys: list[str]) -> bool:
-        """Lock these experiments. Return False if another process runs one of them."""
-
-    def release(self) -> None:
-        """Unlock the experiments."""
-
-    def launch(self, job: Job, logs: Path) -> RecordedLaunch:
-        """Return a launch of `job`, which is not started yet."""
+    launch: Callable[[Job, Path], RecordedLaunch]
+    """Function that returns a launch of a job with these logs, which is not started yet."""
+    locks: ExperimentLocks | None = None
+    """Locks on the experiments' keys; None where no other process can run these experiments."""
 
 
-class LocalLauncher:
-    """Launcher of jobs as processes of this machine, with locks that other runs on the same store respect."""
+def local_launcher(root: Path) -> Launcher:
+    """Return the launcher of jobs as processes of this machine for the store at `root`."""
+    locks = ExperimentLocks(root)
 
-    def __init__(self, root: Path):
-        self.logs = root / "logs"
-        self.target = rank_target()
-        self._locks = ExperimentLocks(root)
+    def launch(job: Job, logs: Path) -> LocalLaunch:
+        started = LocalLaunch(job, logs, target=rank_target())
+        locks.remember(started.folder)  # after a kill, the next holder of the lock removes its files
+        return started
 
-    def take(self, keys: list[str]) -> bool:
-        """Lock the keys."""
-        return self._locks.take(keys)
-
-    def release(self) -> None:
-        """Unlock the keys."""
-        self._locks.release()
-
-    def launch(self, job: Job, logs: Path) -> LocalLaunch:
-        """Return a launch with one process per rank. After a kill, the next holder of the lock removes its files."""
-        launch = LocalLaunch(job, logs, target=self.target)
-        self._locks.remember(launch.folder)
-        return launch
+    return Launcher(root / "logs", launch, locks)
 
 
 def rank_target() -> str:
@@ -116,9 +102,10 @@ class Runner:
 
     def _claim(self, task: Task) -> bool:
         """Run `task` under the locks of its keys. Return False if another process holds one of them."""
+        locks = self.launcher.locks
         with disk_full_errors(self.store.root):
             self.store.prepare()
-            if not self.launcher.take(task.keys):
+            if locks is not None and not locks.take(task.keys):
                 return False
         try:
             # Another process may have finished the task between our plan and our lock.
@@ -128,7 +115,8 @@ class Runner:
             for part in rest:
                 self._run(part)
         finally:
-            self.launcher.release()
+            if locks is not None:
+                locks.release()
         return True
 
     def _run(self, task: Task) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from repro.config import systems
 from repro.config.system import Device, Link, Quantity, System
 from repro.config.systems import LOCAL
-from repro.measure.provenance import cpu, gpus, host_memory, nvml
+from repro.measure.provenance import count_nvlinks, cpu, gpus, host_memory, nvml
 
 NOT_MEASURED = "the machine does not report it; measure it or take it from a data sheet"
 
@@ -66,11 +66,4 @@ def discover() -> System:
 def has_nvlink() -> bool:
     """Return whether the first GPU has an active NVLink; False if the driver does not report it."""
     with nvml() as n:
-        if n is None:
-            return False
-        try:
-            handle = n.nvmlDeviceGetHandleByIndex(0)
-            states = (n.nvmlDeviceGetNvLinkState(handle, i) for i in range(n.NVML_NVLINK_MAX_LINKS))
-            return any(state == n.NVML_FEATURE_ENABLED for state in states)
-        except n.NVMLError:  # a GPU without NVLink answers "not supported"
-            return False
+        return n is not None and count_nvlinks(n, n.nvmlDeviceGetHandleByIndex(0)) > 0

@@ -125,15 +125,6 @@ class MemoryTracker(UncompiledMode):
                     found[category] += live.nbytes()
         return _with_total(found)
 
-    def largest(self, category: Category) -> int:
-        """Return the bytes of the largest live storage of a category."""
-        sizes = [
-            live.nbytes()
-            for seen in list(self._live.values())
-            if (live := seen.reference()) and storage.category_of(live) == category
-        ]
-        return max(sizes, default=0)
-
     @staticmethod
     def _nothing() -> dict[str, int]:
         return dict.fromkeys(("total", *ACCOUNTED), 0)

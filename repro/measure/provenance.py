@@ -246,6 +246,17 @@ def gpus() -> list[dict[str, Any]]:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 
 
+def count_nvlinks(n: Any, handle: Any) -> int:
+    """Return the number of a GPU's active NVLinks. The driver refuses the query of a link that the card lacks."""
+    count = 0
+    for link in range(n.NVML_NVLINK_MAX_LINKS):
+        try:
+            count += n.nvmlDeviceGetNvLinkState(handle, link) == n.NVML_FEATURE_ENABLED
+        except n.NVMLError:
+            break
+    return count
+
+
 def _gpu(n: Any, handle: Any) -> dict[str, Any]:
     def ask(query: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -68,39 +68,19 @@ def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInte
 
     `pairs`: one `(baseline, subject)` a round, e.g. samples/s.  The result is deterministic for a given `seed`.
     Fewer than three rounds: `low` and `high` are `None`.  All rounds equal: the interval is that point.
-    If BCa is undefined (its jackknife or its bias term degenerates), the percentile bootstrap replaces it;
-    `interval_method` names the method.
+    If BCa is undefined (its jackknife or its bias term degenerates), the percentile bootstrap replaces it.
+    An interval within a sample of n rounds misses the median with a probability of at least 2^(1-n).
     """
     ratios = round_ratios(pairs)
-    low, high, _ = _interval(ratios, seed)
-    return RatioInterval(statistics.median(ratios), low, high)
-
-
-def interval_method(pairs: Sequence[Sequence[float]], seed: int = 0) -> str:
-    """Return one phrase on the method of `ratio_interval` for these rounds, and its limits."""
-    return _interval(round_ratios(pairs), seed)[2]
-
-
-def _interval(ratios: list[float], seed: int) -> tuple[float | None, float | None, str]:
-    n = len(ratios)
-    if n < MINIMUM_ROUNDS:
-        return (
-            None,
-            None,
-            f"no interval: {n} round{'s' if n > 1 else ''}, at least {MINIMUM_ROUNDS} are needed",
-        )
+    median = statistics.median(ratios)
+    if len(ratios) < MINIMUM_ROUNDS:
+        return RatioInterval(median, None, None)
     if min(ratios) == max(ratios):
-        return ratios[0], ratios[0], f"all {n} rounds equal: the interval is a point"
-    for method in ("BCa", "percentile"):
-        low, high = _bootstrap(ratios, method, seed)
-        if math.isfinite(low) and math.isfinite(high):
-            break
-    text = f"95 % {method} bootstrap of the median, {n} rounds, {RESAMPLES} resamples"
-    # Any interval for a median that stays within the sample misses it with probability 2^(1-n).
-    widest = 1 - 2.0 ** (1 - n)
-    if widest < CONFIDENCE:
-        text += f"; {n} rounds cannot give more than {100 * widest:.0f} % coverage"
-    return low, high, text
+        return RatioInterval(median, ratios[0], ratios[0])
+    low, high = _bootstrap(ratios, "BCa", seed)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low, high = _bootstrap(ratios, "percentile", seed)
+    return RatioInterval(median, low, high)
 
 
 def _bootstrap(ratios: list[float], method: str, seed: int) -> tuple[float, float]:

@@ -56,6 +56,15 @@ def write_json(path: Path, document: Any, *, durable: bool = False) -> None:
     replace_file(path, json.dumps(document), durable=durable)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing or has no complete object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def sha256_digest(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -74,7 +75,7 @@ def messages(network: RunningNetwork, source: int, target: int, most: dict[int, 
 def test_a_single_message_takes_its_size_over_the_rate_of_the_slowest_link(target: int, rate: float) -> None:
     """Less what a full bucket lets pass at once, which is at most a frame and what comes while the kernel wakes up."""
     sizes = [30_000, 100_000, 1_000_000]
-    with RunningNetwork(SLOW) as network:
+    with closing(RunningNetwork(SLOW)) as network:
         ideal = {size: size / network.facts.payload_share / rate for size in sizes}
         most = {size: 1.05 * seconds + 1e-3 for size, seconds in ideal.items()}
         found = messages(network, 0, target, most)
@@ -84,7 +85,7 @@ def test_a_single_message_takes_its_size_over_the_rate_of_the_slowest_link(targe
 
 
 def test_every_link_is_measured_in_both_directions() -> None:
-    with RunningNetwork(SLOW) as network:
+    with closing(RunningNetwork(SLOW)) as network:
         rates = network.facts.rates
     for kind, count, rate in (("rank", 4, SLOW.within), ("node", 2, SLOW.between)):
         for side in ("sends", "receives"):
@@ -92,7 +93,7 @@ def test_every_link_is_measured_in_both_directions() -> None:
 
 
 def test_ranks_of_a_node_are_not_held_where_no_rate_is_asked() -> None:
-    with RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6)) as network:
+    with closing(RunningNetwork(EmulatedNetwork(nodes=2, ranks_per_node=2, between=4e6))) as network:
         asked = {1: 0.04, 2: 1.0}
         inside, outside = (messages(network, 0, to, {1_000_000: most})[0] for to, most in asked.items())
     assert outside > 0.2
@@ -113,7 +114,7 @@ def test_a_delay_is_kept_or_refused() -> None:
     trips: list[float] = []
     try:
         while len(trips) < 10 and (not trips or min(trips) > 8e-3):  # what else runs here only adds
-            with RunningNetwork(asked) as network:
+            with closing(RunningNetwork(asked)) as network:
                 trips.append(network.facts.round_trip_s["between"])
         assert 4e-3 < min(trips) < 8e-3
     except NoNetwork as refused:
@@ -145,11 +146,11 @@ def soon(processes: list[int]) -> bool:
 
 
 def test_nothing_is_left_when_it_is_closed_or_its_keeper_is_killed() -> None:
-    with RunningNetwork(SLOW) as network:
+    with closing(RunningNetwork(SLOW)) as network:
         first = holders(network)
         assert not gone(first[:1])
     assert soon(first)
-    with RunningNetwork(SLOW) as network:
+    with closing(RunningNetwork(SLOW)) as network:
         second = holders(network)
         os.kill(network.facts.keeper, signal.SIGKILL)
         assert soon(second)

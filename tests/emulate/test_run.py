@@ -12,7 +12,8 @@ import pytest
 from repro.config import EmulatedNetwork, Experiment, Layout, Model, Training
 from repro.emulate import compute_rate
 from repro.launch.job import NETWORK_FILE, Job
-from repro.launch.local_launch import LocalLaunch, read_json
+from repro.launch.local_launch import LocalLaunch
+from repro.util.files import read_json
 from tests.emulate.on_networks import TOO_FAST, experiments, most_over_ledger, run, suite
 from tests.launch import runs
 

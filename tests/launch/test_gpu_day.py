@@ -15,6 +15,7 @@ from repro import cli
 from repro.config import ConfigError, Layout
 from repro.launch.gpu_day import runner
 from repro.launch.gpu_day.result_files import (
+    FILES,
     LOG,
     LOG_SHARE_BYTES,
     MAX_FILE_BYTES,
@@ -178,6 +179,10 @@ def test_a_rehearsal_has_the_same_steps_in_the_same_order(tmp_path: Path) -> Non
     assert [s.name for s in real] == [s.name for s in rehearsed]
     assert all(s.basis and s.estimate_s > 0 and s.limit_s > s.estimate_s for s in real)
     assert len({s.name for s in real}) == len(real)
+    out = f"{places.out}/"
+    named = {word.removeprefix(out) for s in real for word in s.command if word.startswith(out)}
+    assert named
+    assert named <= set(FILES)
 
 
 @pytest.mark.parametrize("rehearse", [False, True])

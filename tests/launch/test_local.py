@@ -56,7 +56,9 @@ def test_devices_are_those_that_a_rank_would_see(monkeypatch: pytest.MonkeyPatch
     def absent() -> None:
         raise RuntimeError
 
-    driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError)
+    driver = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 4, NVMLError=RuntimeError
+    )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert local_launch.count_cuda_devices() == 4
     driver.nvmlInit = absent

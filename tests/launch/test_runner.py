@@ -177,7 +177,6 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     refusals, order = {A.key: 2, B.key: 0, C.key: 9}, list[str]()
 
     class Shared:
-        logs = tmp_path
         held: list[str] | None = None
 
         def take(self, keys: list[str]) -> bool:
@@ -204,7 +203,8 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     )
     shared: Any = Shared()
     anyone: Any = told
-    Runner(anyone, anyone, interrupt, shared, rerun=False).run([Task(experiments=(e,)) for e in (A, B, C)])
+    launcher: Any = SimpleNamespace(locks=shared)
+    Runner(anyone, anyone, interrupt, launcher, rerun=False).run([Task(experiments=(e,)) for e in (A, B, C)])
     assert order == ["b"], "the first was done by the other one meanwhile, the last never was let go of"
     assert told.said == [
         *("0 elsewhere", "waiting for another `repro run` on this store: a, c", "1 elsewhere"),
@@ -212,10 +212,10 @@ def test_what_another_run_is_at_comes_last_and_that_is_said_once(
     assert clock.slept == [plan.LOCK_RETRY_INTERVAL_S] * 4
     assert (shared.held, len(prepared)) == (None, 3 + 2 + 2 + 1)
     interrupt.signal = 0
-    Runner(anyone, anyone, interrupt, shared, rerun=True).run([Task(experiments=(A,))])
+    Runner(anyone, anyone, interrupt, launcher, rerun=True).run([Task(experiments=(A,))])
     assert order == ["b", "a"], "what is to run again does"
     interrupt.signal = 2
-    Runner(anyone, anyone, interrupt, shared, rerun=True).run([Task(experiments=(A,))])
+    Runner(anyone, anyone, interrupt, launcher, rerun=True).run([Task(experiments=(A,))])
     assert order == ["b", "a"]
 
 
@@ -229,8 +229,9 @@ def test_a_full_disk_ends_a_run_and_is_told_from_other_faults(tmp_path: Path, nu
     told = Told(tmp_path)
     told.store = SimpleNamespace(root=tmp_path, prepare=fails)
     anyone: Any = told
+    launcher: Any = SimpleNamespace(locks=None)
     with pytest.raises(DiskFull if full else OSError, match="^disk full: /store/lock$" if full else "x"):
-        Runner(anyone, anyone, Interrupt(), anyone, rerun=False).run([Task(experiments=(A,))])
+        Runner(anyone, anyone, Interrupt(), launcher, rerun=False).run([Task(experiments=(A,))])
     launch: Any = SimpleNamespace(start=fails, job=Job(experiments=[A, B]), logs=tmp_path)
     if full:
         ending = runner._watch_launch(launch, anyone, lambda position, spent_s: None)

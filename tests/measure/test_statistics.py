@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from repro.measure.statistics import interval_method, quantile, ratio_interval, summarize
+from repro.measure.statistics import quantile, ratio_interval, summarize
 
 POSITIVE = st.floats(min_value=1e-3, max_value=1e3)
 
@@ -38,7 +38,6 @@ def test_interval_contains_the_ratio_and_repeats_exactly() -> None:
     assert ratio == pytest.approx(1.5, rel=0.03)
     assert high - low < 0.15
     assert ratio_interval(pairs, seed=7) == (ratio, low, high)
-    assert "BCa" in interval_method(pairs)
 
 
 def test_drift_common_to_a_round_cancels() -> None:
@@ -69,13 +68,10 @@ def test_coverage_of_the_true_median_ratio() -> None:
 def test_few_rounds_give_no_interval_and_say_so() -> None:
     assert ratio_interval([(2.0, 3.0)]) == (1.5, None, None)
     assert ratio_interval([(2.0, 3.0), (2.0, 5.0)]) == (2.0, None, None)
-    assert "at least 3" in interval_method([(2.0, 3.0)])
-    assert "94 % coverage" in interval_method([(1.0, 1.0 + i / 10) for i in range(5)])
 
 
 def test_equal_rounds_give_a_point() -> None:
     assert ratio_interval([(2.0, 3.0)] * 6) == (1.5, 1.5, 1.5)
-    assert "equal" in interval_method([(2.0, 3.0)] * 6)
 
 
 def test_undefined_bca_falls_back_to_percentile() -> None:
@@ -84,7 +80,7 @@ def test_undefined_bca_falls_back_to_percentile() -> None:
     ratio, low, high = ratio_interval(pairs)
     assert (ratio, low) == (1.0, 1.0)
     assert high is not None
-    assert "percentile" in interval_method(pairs)
+    assert np.isfinite(high)
 
 
 @settings(max_examples=25)

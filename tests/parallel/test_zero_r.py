@@ -15,6 +15,7 @@ from repro.engines.native.model_part import MicroBatch
 from repro.measure.memory import MemoryTracker
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
+from repro.parallel import storage
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.wrap.parallelize import parallelize
 from tests.parallel.test_parity import alone, assert_same
@@ -107,7 +108,10 @@ def look(experiment: Experiment, device: str = "cpu", steps: int = 2) -> dict[st
 
         def measure(*_: object) -> None:
             nonlocal fused
-            fused = max(fused, tracker.largest(Category.COMMUNICATION))
+            for seen in tracker._live.values():
+                live = seen.reference()
+                if live is not None and storage.category_of(live) == Category.COMMUNICATION:
+                    fused = max(fused, live.nbytes())
 
         def observe(phase: str) -> None:
             nonlocal forward

@@ -7,7 +7,7 @@ Every mistake in a file is found before any process starts, and becomes one `Con
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,13 @@ class Comparison:
     apart: bool = False
     """Whether each turn builds and frees its experiment, for experiments that do not fit on a device together."""
 
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "rounds", self.rounds, "1 or more")
+        twice = "names an experiment twice"
+        require(self.baseline not in self.subjects, "baseline", self.baseline, says=twice)
+        for name in self.subjects:
+            require(self.subjects.count(name) == 1, "subjects", name, says=twice)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -90,7 +97,7 @@ class Suite:
     description: str = ""
     claims: tuple[str, ...] = ()
     entries: tuple[Entry, ...] = ()
-    comparisons: tuple[Comparison, ...] = field(default=())
+    comparisons: tuple[Comparison, ...] = ()
 
     def entry(self, name: str) -> Entry:
         """Return the entry of the experiment called `name`."""
@@ -101,15 +108,10 @@ class Suite:
 class _Head:
     name: str
     description: str = ""
-    claims: list[str] = field(default_factory=list)
+    claims: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Compare:
-    baseline: str
-    subjects: list[str]
-    rounds: int = 5
-    apart: bool = False
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
 
 
 def load_suite(given: Path) -> Suite:
@@ -127,10 +129,6 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
     if "suite" not in data:
         raise ConfigError("suite", says="is missing: a table [suite] with a name", file=file)
     head = build_dataclass(_Head, data["suite"], file=file, where="suite")
-    try:
-        check_name("name", head.name)
-    except ConfigError as error:
-        raise error.within(file=file, where="suite") from None
     from_file = shared(data, file)
     rows = _tables(data, "experiment", file)
     if not rows:
@@ -144,7 +142,7 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
         name=head.name,
         file=file,
         description=head.description,
-        claims=tuple(head.claims),
+        claims=head.claims,
         entries=tuple(entries),
         comparisons=comparisons,
     )
@@ -204,7 +202,7 @@ def _differing(part: str, there: Any, here: Any) -> str:
 
 
 def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
-    row = build_dataclass(_Compare, data, file=file, where="compare")
+    row = build_dataclass(Comparison, data, file=file, where="compare")
     known = {entry.experiment.name: entry.experiment for entry in entries}
     names = [row.baseline, *row.subjects]
     for key, name in [("baseline", row.baseline), *(("subjects", subject) for subject in row.subjects)]:
@@ -216,12 +214,8 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
                 file=file,
                 where="compare",
             )
-        if names.count(name) > 1:
-            raise ConfigError(key, name, says="names an experiment twice", file=file, where="compare")
     if not row.subjects:
-        raise ConfigError("subjects", row.subjects, "at least one experiment", file=file, where="compare")
-    if row.rounds < 1:
-        raise ConfigError("rounds", row.rounds, "1 or more", file=file, where="compare")
+        raise ConfigError("subjects", [], "at least one experiment", file=file, where="compare")
     for name in names:
         every = known[name].training.checkpoint_every
         if every:
@@ -234,7 +228,7 @@ def _comparison(data: Any, entries: list[Entry], file: str) -> Comparison:
         if training.steps - training.untimed_steps < row.rounds:
             right = f"at most the timed steps of {name}: {training.steps - training.untimed_steps}"
             raise ConfigError("rounds", row.rounds, right, file=file, where="compare")
-    return Comparison(baseline=row.baseline, subjects=tuple(row.subjects), rounds=row.rounds, apart=row.apart)
+    return row
 
 
 def _launches(entries: list[Entry], comparisons: tuple[Comparison, ...], file: str) -> None:

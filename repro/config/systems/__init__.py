@@ -6,7 +6,6 @@ describes the local machine, and `unknowns` describes the unknown numbers of a s
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from functools import cache
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
-from repro.config.links import Collective, check_classes
-from repro.config.system import Device, Link, Quantity, System
-from repro.config.timing import DeviceTime, OperatorRate, Provenance
+from repro.config.system import System
 
 FILES = Path(__file__).parent
 LOCAL = "local"
@@ -94,73 +91,6 @@ def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
     """Return the system of a file's tables.  `name` is the file's name, which the file does not repeat."""
     if "name" in data:
         raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
-    tables = _quantities(System, dict(_complete(data, file), name=name), file, "")
+    tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
-    if "device" in tables:
-        tables["device"] = _device(tables["device"], file)
-    if "links" in tables:
-        links = _table(tables["links"], file, "links")
-        check_classes(links, file=file)
-        tables["links"] = {key: _link(value, file, f"links.{key}") for key, value in links.items()}
-    if "provenance" in tables:
-        tables["provenance"] = build_dataclass(
-            Provenance, tables["provenance"], file=file, where="provenance"
-        )
     return build_dataclass(System, tables, file=file)
-
-
-def _device(data: Any, file: str) -> Device:
-    table = _quantities(Device, data, file, "device")
-    if "peak_flops" in table:
-        peaks = _table(table["peak_flops"], file, "device.peak_flops")
-        table["peak_flops"] = {
-            key: read_quantity(value, file=file, where=f"device.peak_flops.{key}")
-            for key, value in peaks.items()
-        }
-    if "time" in table:
-        times = _quantities(DeviceTime, table["time"], file, "device.time")
-        table["time"] = build_dataclass(DeviceTime, times, file=file, where="device.time")
-    if "operators" in table:
-        rates = _table(table["operators"], file, "device.operators")
-        table["operators"] = {
-            key: build_dataclass(OperatorRate, value, file=file, where=f"device.operators.{key}")
-            for key, value in rates.items()
-        }
-    return build_dataclass(Device, table, file=file, where="device")
-
-
-def _link(data: Any, file: str, where: str) -> Link:
-    table = _quantities(Link, data, file, where)
-    if "collectives" in table:
-        found = _table(table["collectives"], file, f"{where}.collectives")
-        table["collectives"] = {
-            key: build_dataclass(Collective, value, file=file, where=f"{where}.collectives.{key}")
-            for key, value in found.items()
-        }
-    return build_dataclass(Link, table, file=file, where=where)
-
-
-def _quantities(cls: type[Any], data: Any, file: str, where: str) -> dict[str, Any]:
-    """Return a copy of the table `data` in which the quantities of `cls` are `Quantity`."""
-    table = dict(_table(data, file, where))
-    keys = [field.name for field in dataclasses.fields(cls) if field.type == Quantity.__name__]
-    for key in keys:
-        if key in table:
-            table[key] = read_quantity(table[key], file=file, where=f"{where}.{key}".lstrip("."))
-    return table
-
-
-def read_quantity(data: Any, *, file: str, where: str) -> Quantity:
-    """Return the quantity of `{ value = 125e12, source = "..." }`; `value = "unknown"` becomes None."""
-    if not isinstance(data, dict):
-        head, _, key = where.rpartition(".")
-        raise ConfigError(key, data, "a table { value = ..., source = ... }", file=file, where=head)
-    return build_dataclass(
-        Quantity, {k: None if v == "unknown" else v for k, v in data.items()}, file=file, where=where
-    )
-
-
-def _table(data: Any, file: str, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ConfigError(where, data, "a table", file=file)
-    return data

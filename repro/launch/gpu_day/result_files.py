@@ -16,6 +16,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.results.store import Store
+from repro.util.files import read_json
 
 MAX_FILES = 8
 MAX_FILE_BYTES = 16 * 2**20
@@ -150,14 +151,11 @@ def import_results(folder: Path, results: Path) -> ImportedVisit:
     outcomes = list(read_json_lines(folder / STEPS))
     if not outcomes:
         raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name the folder of --out")
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        facts = json.loads((folder / FACTS).read_bytes())
     visit = Store(folder)
     with Store(results) as store:
         new = store.take_over(visit)
     return ImportedVisit(
-        facts=facts,
+        facts=read_json(folder / FACTS),
         outcomes=outcomes,
         measurements=list(read_json_lines(folder / MEASUREMENTS)),
         new_records=new,

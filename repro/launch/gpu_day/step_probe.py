@@ -29,7 +29,7 @@ from repro.launch.rank.experiment import ExperimentRun
 from repro.measure.memory import MemoryTracker
 from repro.measure.provenance import KIT_FILE, provenance
 from repro.parallel import mesh as meshes
-from repro.util.files import replace_file, write_json
+from repro.util.files import read_json, replace_file, write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
@@ -46,11 +46,10 @@ MAX_FRAMES = 4
 
 def write_facts(path: Path) -> None:
     """Write machine, driver, packages, their places, and the kit."""
-    kit = CHECKOUT / KIT_FILE
     state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),
-        "kit": json.loads(kit.read_text(encoding="utf-8")) if kit.is_file() else None,
+        "kit": read_json(CHECKOUT / KIT_FILE) or None,
         "modules": {name: _place(name) for name in MODULES},
         "cores": usable_cores(),
         "available_bytes": available_bytes(),

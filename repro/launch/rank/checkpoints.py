@@ -7,7 +7,6 @@ In the store, `checkpoints/<key>/` holds `training.json`, which describes the tr
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -25,7 +24,7 @@ from repro.engines.native.engine import NativeEngine
 from repro.launch.job import STOP_FILE, Job
 from repro.parallel.comm import MAX
 from repro.parallel.mesh import Mesh
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 
 TRAINING_FILE = "training.json"
 
@@ -209,7 +208,7 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
     for path in root.glob(f"*/{TRAINING_FILE}"):
         if not re.fullmatch("[0-9a-f]{16}", path.parent.name):
             continue
-        about = _read_training_file(path)
+        about = read_json(path)
         if about.get("name") not in names or about.get("course") != experiment.course:
             continue
         own = path.parent.name == experiment.key
@@ -223,15 +222,6 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
         right = f"an experiment of the same training with a checkpoint in {root}; run it first"
         raise ConfigError("continues", experiment.training.continues, right)
     return None
-
-
-def _read_training_file(path: Path) -> dict[str, Any]:
-    """Return the description of the training in a folder; empty if its writer was killed before."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -79,146 +79,124 @@ def run_rank(
         joined_process_group(rank, world, place, rendezvous),
         EmulatedNetworkRank.throttled(job, rank) as network,
     ):
+        session = RankSession(job, place, heartbeat, network)
         if job.compare:
-            return (_run_compared_apart if job.apart else _run_compared)(job, place, heartbeat, network)
+            return session.run_compared_apart() if job.apart else session.run_compared()
+        return {experiment.key: session.run_one(index) for index, experiment in enumerate(job.experiments)}
+
+
+@dataclass(frozen=True)
+class RankSession:
+    """Runs of a job's experiments on one rank, each named by its index in the job."""
+
+    job: Job
+    device: torch.device
+    heartbeat: HeartbeatWriter
+    network: EmulatedNetworkRank | None
+
+    def _mesh(self, index: int) -> Mesh:
+        """Return this rank's groups for one experiment. Each collective is throttled and reported to the heartbeat."""
+        mesh = make_mesh(self.job.experiments[index], self.device)
+        if self.network is not None:
+            throttle = self.network.throttle
+            mesh.ledger.observers.append(lambda *_: throttle.settle())
+        mesh.ledger.observers.append(
+            lambda sequence, op, group, purpose: self.heartbeat.collective(sequence, op, group)
+        )
+        return mesh
+
+    def _start(self, index: int, mesh: Mesh | None = None, *, watched: bool = True) -> ExperimentRun:
+        def report(step: int, phase: Phase) -> None:
+            if self.network is not None:
+                self.network.throttle.settle()
+            self.heartbeat.phase(index, step, phase)
+
+        experiment, mesh = self.job.experiments[index], mesh or self._mesh(index)
+        if self.device.type == "cuda":
+            # The caching allocator still holds memory of the experiment before.
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        place = None if self.job.apart else CheckpointPlace.for_experiment(self.job, experiment)
+        return ExperimentRun(experiment, mesh, self.device, report, place, self.network, watched=watched)
+
+    def _finish(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
+        """Report the end of an experiment with its result, and return the result."""
+        self.heartbeat.phase(index, self.job.experiments[index].training.steps, Phase.DONE)
+        self.heartbeat.finished(index, result)
+        return result
+
+    def run_one(self, index: int) -> dict[str, Any]:
+        """Run one experiment to its end and return its result."""
+        run = self._start(index)
+        try:
+            run.prelude()
+            run.steps(run.left)
+        except Diverged as error:
+            return self._finish(index, run.result("diverged", str(error)).as_dict())
+        return self._finish(index, run.result().as_dict())
+
+    def run_compared(self) -> dict[str, dict[str, Any]]:
+        """Run compared experiments, which are all on the device, in turns; return the results by key."""
+        runs = [self._start(i) for i in range(len(self.job.experiments))]
+        diverged: dict[int, str] = {}
+
+        def attempt(i: int, steps: int | None) -> None:
+            if i in diverged:
+                return
+            try:
+                runs[i].prelude() if steps is None else runs[i].steps(steps)
+            except Diverged as error:
+                diverged[i] = str(error)
+
+        for i in range(len(runs)):
+            attempt(i, None)
+        for turn in range(self.job.rounds):
+            for i in range(len(runs)):
+                attempt(i, self._timed_steps(i, turn))
         results = {}
-        for index, experiment in enumerate(job.experiments):
-            results[experiment.key] = _run_one(job, index, place, heartbeat, network)
+        for i, run in enumerate(runs):
+            result = run.result("diverged", diverged[i]) if i in diverged else run.result()
+            results[run.experiment.key] = self._finish(i, result.as_dict())
         return results
 
+    def _timed_steps(self, index: int, turn: int) -> int:
+        """Return the number of timed steps of a turn; the last round takes the remainder."""
+        training, rounds = self.job.experiments[index].training, self.job.rounds
+        timed = training.steps - training.untimed_steps
+        return timed // rounds + (timed % rounds if turn == rounds - 1 else 0)
 
-def _reporting_mesh(
-    experiment: Experiment,
-    device: torch.device,
-    heartbeat: HeartbeatWriter,
-    network: EmulatedNetworkRank | None,
-) -> Mesh:
-    """Return this rank's groups for one experiment. Each collective is throttled and reported to the heartbeat."""
-    mesh = make_mesh(experiment, device)
-    if network is not None:
-        mesh.ledger.observers.append(lambda *_: network.throttle.settle())
-    mesh.ledger.observers.append(
-        lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
-    )
-    return mesh
+    def run_compared_apart(self) -> dict[str, dict[str, Any]]:
+        """Run compared experiments that do not fit the device together: each turn initialises and frees its experiment.
 
-
-def _start_run(
-    job: Job,
-    index: int,
-    device: torch.device,
-    heartbeat: HeartbeatWriter,
-    network: EmulatedNetworkRank | None,
-    mesh: Mesh | None = None,
-    *,
-    watched: bool = True,
-) -> ExperimentRun:
-    experiment = job.experiments[index]
-    mesh = mesh or _reporting_mesh(experiment, device, heartbeat, network)
-
-    def report(step: int, phase: Phase) -> None:
-        if network is not None:
-            network.throttle.settle()
-        heartbeat.phase(index, step, phase)
-
-    if device.type == "cuda":
-        # The caching allocator still holds memory of the experiment before.
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    place = None if job.apart else CheckpointPlace.for_experiment(job, experiment)
-    return ExperimentRun(experiment, mesh, device, report, place, network, watched=watched)
-
-
-def _run_one(
-    job: Job,
-    index: int,
-    device: torch.device,
-    heartbeat: HeartbeatWriter,
-    network: EmulatedNetworkRank | None,
-) -> dict[str, Any]:
-    run = _start_run(job, index, device, heartbeat, network)
-    try:
-        run.prelude()
-        run.steps(run.left)
-    except Diverged as error:
-        result = run.result("diverged", str(error)).as_dict()
-    else:
-        result = run.result().as_dict()
-    heartbeat.phase(index, run.experiment.training.steps, Phase.DONE)
-    heartbeat.finished(index, result)
-    return result
-
-
-def _run_compared(
-    job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
-) -> dict[str, dict[str, Any]]:
-    runs = [_start_run(job, i, device, heartbeat, network) for i in range(len(job.experiments))]
-    diverged: dict[int, str] = {}
-
-    def attempt(i: int, steps: int | None) -> None:
-        if i in diverged:
-            return
-        try:
-            runs[i].prelude() if steps is None else runs[i].steps(steps)
-        except Diverged as error:
-            diverged[i] = str(error)
-
-    for i in range(len(runs)):
-        attempt(i, None)
-    for turn in range(job.rounds):
-        for i, experiment in enumerate(job.experiments):
-            attempt(i, _timed_steps(job, experiment, turn))
-    results = {}
-    for i, (run, experiment) in enumerate(zip(runs, job.experiments, strict=True)):
-        result = (run.result("diverged", diverged[i]) if i in diverged else run.result()).as_dict()
-        heartbeat.phase(i, experiment.training.steps, Phase.DONE)
-        heartbeat.finished(i, result)
-        results[experiment.key] = result
-    return results
-
-
-def _timed_steps(job: Job, experiment: Experiment, turn: int) -> int:
-    """Return the number of timed steps of a turn; the last round takes the remainder."""
-    timed = experiment.training.steps - experiment.training.untimed_steps
-    return timed // job.rounds + (timed % job.rounds if turn == job.rounds - 1 else 0)
-
-
-def _run_compared_apart(
-    job: Job, device: torch.device, heartbeat: HeartbeatWriter, network: EmulatedNetworkRank | None
-) -> dict[str, dict[str, Any]]:
-    """Run compared experiments that do not fit the device together: each turn initialises and frees its experiment.
-
-    Losses and memory are those of the last turn; times are those of all turns. The groups remain over all turns.
-    """
-    meshes = [_reporting_mesh(experiment, device, heartbeat, network) for experiment in job.experiments]
-    rounds: list[list[list[float]]] = [[] for _ in meshes]
-    rows: list[list[dict[str, float]]] = [[] for _ in meshes]
-    results: dict[str, dict[str, Any]] = {}
-    for experiment in job.experiments:
-        import_libraries(experiment.engine, device.type)
-    gc.freeze()  # collections below skip the imported modules, an eighth of their time
-    for turn in range(job.rounds):
-        for i, experiment in enumerate(job.experiments):
-            if experiment.key in results:
-                continue  # diverged
-            run = _start_run(job, i, device, heartbeat, network, meshes[i], watched=turn == job.rounds - 1)
-            diverged = ""
-            try:
-                run.prelude()
-                run.steps(_timed_steps(job, experiment, turn))
-            except Diverged as error:
-                diverged = str(error)
-            run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
-            rounds[i], rows[i] = run.rounds, run.phase_rows
-            if diverged or turn == job.rounds - 1:
-                results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
-            del run
-            gc.collect()
-    for i, experiment in enumerate(job.experiments):
-        heartbeat.phase(i, experiment.training.steps, Phase.DONE)
-        heartbeat.finished(i, results[experiment.key])
-    return results
+        Losses and memory are those of the last turn; times are those of all turns. The groups remain over all turns.
+        """
+        job = self.job
+        meshes = [self._mesh(i) for i in range(len(job.experiments))]
+        rounds: list[list[list[float]]] = [[] for _ in meshes]
+        rows: list[list[dict[str, float]]] = [[] for _ in meshes]
+        results: dict[str, dict[str, Any]] = {}
+        for experiment in job.experiments:
+            import_libraries(experiment.engine, self.device.type)
+        gc.freeze()  # collections below skip the imported modules, an eighth of their time
+        for turn in range(job.rounds):
+            for i, experiment in enumerate(job.experiments):
+                if experiment.key in results:
+                    continue  # diverged
+                run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
+                diverged = ""
+                try:
+                    run.prelude()
+                    run.steps(self._timed_steps(i, turn))
+                except Diverged as error:
+                    diverged = str(error)
+                run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
+                rounds[i], rows[i] = run.rounds, run.phase_rows
+                if diverged or turn == job.rounds - 1:
+                    results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
+                del run
+                gc.collect()
+        return {e.key: self._finish(i, results[e.key]) for i, e in enumerate(job.experiments)}
 
 
 def run_memory_trial(

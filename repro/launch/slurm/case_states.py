@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from repro.config import Experiment
-from repro.launch.failures import failure_class
+from repro.launch.failures import JOB_ENDS, failure_class
 from repro.launch.slurm.allocation.bundle import Bundle
 from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import JobState, Scheduler
@@ -19,17 +19,6 @@ PENDING, RUNNING, DONE, FAILED = "pending", "running", "done", "failed"
 REQUEUED, CANCELLED, LOST, UNSUBMITTED = "requeued", "cancelled", "lost", "not submitted"
 OPEN_STATES = (PENDING, RUNNING, REQUEUED)
 STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED)
-_MEANING = {
-    "CANCELLED": ("interrupted", "cancelled (scancel)"),
-    "TIMEOUT": ("interrupted", "the job reached its time limit (slurm.time_limit of the profile)"),
-    "DEADLINE": ("interrupted", "the job reached its deadline, a time limit"),
-    "NODE_FAIL": ("interrupted", "node failure"),
-    "BOOT_FAIL": ("interrupted", "node failure: it did not boot"),
-    "OUT_OF_MEMORY": ("interrupted", "the job ran out of host memory"),
-    "PREEMPTED": ("interrupted", "preempted and not requeued"),
-    "REVOKED": ("interrupted", "cancelled by the scheduler"),
-}
-"""Outcome and reason of a case without a record, by its job's last state.  Outside causes are no results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +59,9 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
     """Return outcome and reason of a case without a record, from the end of its job."""
     if job is None:
         return "error", "lost: SLURM does not know the job any more and it left no record"
-    outcome, reason = _MEANING.get(job.state, ("error", f"the job ended as {job.state} without a record"))
+    outcome, reason = "error", f"the job ended as {job.state} without a record"
+    if job.state in JOB_ENDS:  # outside causes are no results
+        outcome, reason = "interrupted", JOB_ENDS[job.state][1]
     parts = [reason]
     if job.nodes:
         parts.append(f"on {job.nodes}")

@@ -199,20 +199,9 @@ def load_profile(path: Path) -> Profile:
 
 def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
     """Return the profile in the tables of a file.  Raises `ConfigError`."""
-    tables = dict(data)
-    for key, cls in (("slurm", Slurm), ("environment", Environment), ("storage", Storage)):
-        if key in tables:
-            tables[key] = build_dataclass(cls, tables[key], file=file, where=key)
-    rows = tables.get("case", [])
-    if not isinstance(rows, list):
-        raise ConfigError("case", rows, "tables [[case]]", file=file)
-    tables["case"] = tuple(
-        build_dataclass(CaseClass, row, file=file, where=f"case number {number}")
-        for number, row in enumerate(rows, 1)
-    )
-    if "file" in tables:
-        raise ConfigError("file", tables["file"], says="unknown key", file=file)
-    profile = build_dataclass(Profile, tables | {"file": file}, file=file)
+    if "file" in data:
+        raise ConfigError("file", data["file"], says="unknown key", file=file)
+    profile = build_dataclass(Profile, {**data, "file": file}, file=file)
     _check_system(profile)
     return profile
 

@@ -21,7 +21,7 @@ from typing import Any
 from repro.config.errors import ConfigError
 from repro.launch import rank_process
 from repro.launch.slurm.allocation.bundle import SubmissionWork
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 
 SUBMISSION_FILE = "submission.json"
 _LOCK_TIMEOUT_S = 600.0
@@ -110,12 +110,7 @@ class Registry:
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
         """Return the last state file of the allocation of `bundle`; empty before the first."""
-        try:
-            text = (self.path(submission) / f"bundle-{bundle}.json").read_text(encoding="utf-8")
-        except OSError:
-            return {}
-        state: dict[str, Any] = json.loads(text)
-        return state
+        return read_json(self.path(submission) / f"bundle-{bundle}.json")
 
     @contextmanager
     def submitting(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ def node(
     """All tasks of a node; `bound`: each sees its own GPU only."""
     cards = [card(*kind, number) for number in range(tasks)]
     return [
-        NodeReport(node=name, node_index=index, local=i, task=index * tasks + i, tasks=tasks,
+        NodeReport(node=name, local=i, task=index * tasks + i,
                gpus=[cards[i]] if bound else cards)
         for i in range(tasks)
     ]  # fmt: skip

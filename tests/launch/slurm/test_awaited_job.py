@@ -161,7 +161,7 @@ def test_the_far_side_says_where_it_ran_and_what_came_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, wrong: str, outcome: str
 ) -> None:
     JOB.save(tmp_path / far.JOB_FILE)
-    reports = [NodeReport(node="n1", node_index=0, local=i, task=i, tasks=2) for i in range(2)]
+    reports = [NodeReport(node="n1", local=i, task=i) for i in range(2)]
     site = type("Allocation", (), {"site": None})
     monkeypatch.setattr(far, "read_allocation", lambda folder, environment: site)
     monkeypatch.setattr(far, "survey_nodes", lambda allocation, folder, stop: (reports, missing))

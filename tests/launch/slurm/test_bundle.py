@@ -15,7 +15,7 @@ from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.rank_process import Position
 from repro.launch.slurm.allocation import bundle
-from repro.launch.slurm.allocation.bundle import Bundle, BundleProgress, count_outcomes
+from repro.launch.slurm.allocation.bundle import Bundle, BundleProgress
 from tests.training import TINY
 
 
@@ -71,7 +71,7 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
     first.end(signal="SIGUSR2", reason="preempted")
     assert said("phase", "current") == ("stopped", None)
     assert said("stopped") == {"signal": "SIGUSR2", "reason": "preempted"}
-    assert count_outcomes(path) == {"hang": 1, "interrupted": 1}
+    assert first.count_outcomes() == {"hang": 1, "interrupted": 1}
 
     second = BundleProgress(tmp_path, WHOLE, "12_3", 1)
     assert said("restarts", "stopped", "ended") == (
@@ -85,8 +85,7 @@ def test_what_a_start_of_the_job_leaves_for_the_next_one(
         second.ended(name, "ok", "", 1.0, expected=True)
     second.end()
     assert (second.open, said("phase", "stopped")) == (0, ("ended", None))
-    assert count_outcomes(path) == {"hang": 1, "ok": 2}
-    assert count_outcomes(tmp_path / "none.json") == {}
+    assert second.count_outcomes() == {"hang": 1, "ok": 2}
 
 
 def test_what_ended_is_not_begun_again() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from repro.config import ConfigError, Experiment, Layout
 from repro.config.suites import Entry, Suite
+from repro.launch.job import Job
 from repro.launch.plan import Task
 from repro.launch.slurm.allocation import controller
 from repro.launch.slurm.allocation.bundle import Bundle, SubmissionWork
@@ -25,7 +26,7 @@ from tests.records import lines
 from tests.training import TINY
 
 EXPERIMENTS = [Experiment(name=name, model=TINY, layout=Layout(dp=2)) for name in "ab"]
-REPORTS = [NodeReport(node=f"n{task}", node_index=task, local=0, task=task, tasks=2) for task in range(2)]
+REPORTS = [NodeReport(node=f"n{task}", local=0, task=task) for task in range(2)]
 SITE = parse_profile({}, file="site.toml")
 
 
@@ -166,7 +167,8 @@ def test_a_bundle_runs_where_its_nodes_are_there_and_right(
         def __init__(
             self, recorder: Any, progress: Any, interrupt: AllocationStop, launcher: Any, *, rerun: bool
         ):
-            ran.append((launcher.logs, launcher._nodes, launcher._allocation, rerun, interrupt))
+            launch = launcher.launch(Job(experiments=EXPERIMENTS), launcher.logs)
+            ran.append((launcher.logs, launch._nodes, launch._allocation, rerun, interrupt))
             self.state = progress
 
         def run(self, tasks: list[Task]) -> None:

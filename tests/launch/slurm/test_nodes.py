@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import socket
 import sys
@@ -103,9 +102,9 @@ def test_a_memory_that_nobody_published_tells_no_cards_apart() -> None:
 def test_gpus_are_looked_at_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "visible_gpus", lambda visible: [{"uuid": visible}])
     monkeypatch.setattr(nodes, "gpu_links", lambda: {"nvlinks": [2]})
-    said = {"SLURMD_NODENAME": "n2", "SLURM_NODEID": "1", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
-    seen = nodes.report_node(said | {"SLURM_NTASKS": "8", "CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
-    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == ("n2", 1, 3, 7, 8)
+    said = {"SLURMD_NODENAME": "n2", "SLURM_LOCALID": "3", "SLURM_PROCID": "7"}
+    seen = nodes.report_node(said | {"CUDA_VISIBLE_DEVICES": "GPU-5"}, gpus=True)
+    assert (seen.node, seen.local, seen.task) == ("n2", 3, 7)
     assert (seen.gpus, seen.links) == ([{"uuid": "GPU-5"}], {"nvlinks": [2]})
     bare = nodes.report_node(said, gpus=False)
     assert (bare.gpus, bare.links) == ([], {})
@@ -164,14 +163,8 @@ def test_a_task_sees_the_gpus_that_cuda_would_show_it(monkeypatch: pytest.Monkey
 
 def test_a_task_of_no_slurm_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = nodes.report_node({}, gpus=False)
-    assert (seen.node, seen.node_index, seen.local, seen.task, seen.tasks) == (
-        socket.gethostname(),
-        0,
-        0,
-        0,
-        1,
-    )
-    assert (seen.pid, seen.memory_bytes) == (os.getpid(), psutil.virtual_memory().total)
+    assert (seen.node, seen.local, seen.task) == (socket.gethostname(), 0, 0)
+    assert seen.memory_bytes == psutil.virtual_memory().total
     assert seen.cores == usable_cores()
     assert seen.processor
 

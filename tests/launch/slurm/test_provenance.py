@@ -34,7 +34,7 @@ def test_all_that_a_record_says_of_its_nodes() -> None:
     gpu = {**card(*V100, 1), "driver": "550", "max_sm_mhz": 1597, "memory_mhz": 958, "power_limit_w": 350}
     told = {"processor": "Xeon", "cores": 6, "memory_bytes": 10**9, "links": {"nvlinks": [6]}}
     reports = [
-        NodeReport(node=name, node_index=index, local=local, task=index + local, tasks=3, gpus=[gpu], **told)
+        NodeReport(node=name, local=local, task=index + local, gpus=[gpu], **told)
         for name, index, local in (("n1", 0, 0), ("n1", 0, 1), ("n2", 1, 0))
     ]
     known = {
@@ -74,10 +74,7 @@ def test_switches_are_what_slurm_says() -> None:
     assert nodes.switch_path(said) == "core.rack1"
     assert nodes.switch_path({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
     assert nodes.switch_path({}) == ""
-    reports = [
-        NodeReport(node=f"n{i}", node_index=i, local=0, task=i, tasks=3, switches=f"core.rack{1 + i // 2}")
-        for i in range(3)
-    ]
+    reports = [NodeReport(node=f"n{i}", local=0, task=i, switches=f"core.rack{1 + i // 2}") for i in range(3)]
     assert slurm_provenance(reports, {})["switches"] == {"core.rack1": ["n0", "n1"], "core.rack2": ["n2"]}
 
 

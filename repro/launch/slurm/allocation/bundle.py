@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +22,7 @@ from repro.launch.plan import Task
 from repro.launch.progress import Progress
 from repro.launch.rank_process import Position
 from repro.results.store import DISK_FULL
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 
 WORK_FILE = "work.json"
 WRITE_INTERVAL_S = 2.0
@@ -99,7 +100,7 @@ class BundleProgress(Progress):
 
     def __init__(self, folder: Path, bundle: Bundle, job: str, restarts: int):
         self.path = folder / f"bundle-{bundle.index}.json"
-        before = _read(self.path)
+        before = read_json(self.path)
         # A restarted job does not repeat the experiments that an earlier start has ended.
         kept = [row for row in before.get("ended", []) if row["outcome"] != "interrupted"]
         self.ended_before = {row["name"]: row["outcome"] for row in kept}
@@ -125,6 +126,10 @@ class BundleProgress(Progress):
     def open(self) -> int:
         """Return the number of experiments without an outcome."""
         return self.total - self.done
+
+    def count_outcomes(self) -> dict[str, int]:
+        """Return the number of ended experiments by outcome."""
+        return dict(Counter(row["outcome"] for row in self._state["ended"]))
 
     def set_nodes(self, nodes: list[str]) -> None:
         """Record the nodes of the complete allocation."""
@@ -200,19 +205,3 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
         return [Task(experiments=left)]
     members = left if baseline in left else (baseline, *left)
     return [Task(experiments=members, comparison=comparison)]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def count_outcomes(path: Path) -> dict[str, int]:
-    """Return the number of experiments of a bundle by outcome."""
-    found: dict[str, int] = {}
-    for row in _read(path).get("ended", []):
-        found[row["outcome"]] = found.get(row["outcome"], 0) + 1
-    return found

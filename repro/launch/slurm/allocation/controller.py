@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +23,19 @@ from repro.config import ConfigError, systems
 from repro.launch import supervise
 from repro.launch.failures import LOST_NODE
 from repro.launch.job import Job
-from repro.launch.local_launch import read_json
 from repro.launch.plan import Task
 from repro.launch.recorder import Recorder
-from repro.launch.runner import Runner, rank_target
+from repro.launch.runner import Launcher, Runner, rank_target
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import nodes
-from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork, count_outcomes
-from repro.launch.slurm.allocation.launch import ClusterLaunch, ClusterLauncher
+from repro.launch.slurm.allocation.bundle import BundleProgress, SubmissionWork
+from repro.launch.slurm.allocation.launch import ClusterLaunch
 from repro.launch.slurm.allocation.nodes import NodeReport
 from repro.launch.slurm.allocation.srun_step import Allocation
 from repro.launch.slurm.allocation.stop import REQUEUE, AllocationStop
 from repro.launch.slurm.profile import Profile
 from repro.results.store import Store
-from repro.util.files import write_json
+from repro.util.files import read_json, write_json
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
@@ -80,8 +80,10 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
             elif not missing:
                 state.set_nodes(place["slurm"]["nodes"])
                 names = [report.node for report in reports]
-                logs = folder / "logs" / str(index)
-                launcher = ClusterLauncher(logs, allocation, names, rank_target(), stop)
+                launch = partial(
+                    ClusterLaunch, allocation=allocation, nodes=names, target=rank_target(), stop=stop
+                )
+                launcher = Launcher(folder / "logs" / str(index), launch)
                 Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
     except Exception as error:
         state.end(reason=f"{type(error).__name__}: {error}")
@@ -120,7 +122,7 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
         time.sleep(POLL_INTERVAL_S)
     step.end(0.0)
     found = [read_json(nodes.report_path(folder, task)) for task in range(allocation.tasks)]
-    reports = [NodeReport(**report) for report in found if report is not None]
+    reports = [NodeReport(**report) for report in found if report]
     missing = _missing(reports, allocation.tasks, step.last_error_line())
     shutil.rmtree(folder, ignore_errors=True)
     return reports, missing
@@ -214,7 +216,7 @@ class RunBundle:
             _requeue(previous[REQUEUE], REQUEUE)
         if state.open and stop:
             sys.exit(128 + signal.SIGTERM)
-        return count_outcomes(state.path)
+        return state.count_outcomes()
 
     def checkpoint(self) -> DelayedSubmission:
         """Return the callable that submitit requeues; a bundle skips its recorded experiments."""

@@ -261,25 +261,3 @@ def free_port(address: str) -> int:
     """Return a free port of `address`; the launch is repeated if another process takes the port before rank 0."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])
-
-
-class ClusterLauncher:
-    """Launcher of jobs in one allocation, without locks: no other process runs there, and a case is submitted once."""
-
-    def __init__(
-        self, logs: Path, allocation: Allocation, nodes: list[str], target: str, stop: AllocationStop
-    ):
-        """`nodes`: node of every rank."""
-        self.logs, self._allocation, self._nodes = logs, allocation, nodes
-        self._target, self._stop = target, stop
-
-    def take(self, keys: list[str]) -> bool:
-        """Return True, because no other process can run these experiments."""
-        return True
-
-    def release(self) -> None:
-        """Do nothing, because `take` locks nothing."""
-
-    def launch(self, job: Job, logs: Path) -> ClusterLaunch:
-        """Return a launch on the first nodes."""
-        return ClusterLaunch(job, logs, self._allocation, self._nodes, target=self._target, stop=self._stop)

@@ -31,15 +31,10 @@ class NodeReport:
 
     node: str
     """Name of the node in SLURM."""
-    node_index: int
-    """Index of the node in the allocation (`SLURM_NODEID`)."""
     local: int
     """Index of the task on its node (`SLURM_LOCALID`)."""
     task: int
     """`SLURM_PROCID`."""
-    tasks: int
-    """`SLURM_NTASKS`."""
-    pid: int = 0
     cores: int = 0
     """Number of cores that the task may use."""
     memory_bytes: int = 0
@@ -62,11 +57,8 @@ def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
 
     return NodeReport(
         node=environment.get("SLURMD_NODENAME") or socket.gethostname(),
-        node_index=int(environment.get("SLURM_NODEID", "0")),
         local=int(environment.get("SLURM_LOCALID", "0")),
         task=int(environment.get("SLURM_PROCID", "0")),
-        tasks=int(environment.get("SLURM_NTASKS", "1")),
-        pid=os.getpid(),
         cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=visible_gpus(environment.get("CUDA_VISIBLE_DEVICES")) if gpus else [],
@@ -214,7 +206,7 @@ def gpu_links() -> dict[str, Any]:
 
     The result is empty without a driver or without its answer.
     """
-    from repro.measure.provenance import nvml
+    from repro.measure.provenance import count_nvlinks, nvml
 
     with nvml() as n:
         if n is None:
@@ -233,19 +225,8 @@ def gpu_links() -> dict[str, Any]:
             crossed = [levels.get(n.nvmlDeviceGetTopologyCommonAncestor(a, b), "unknown") for a, b in pairs]
         except n.NVMLError:
             crossed = []
-        found: dict[str, Any] = {"nvlinks": [_nvlinks(n, handle) for handle in handles]}
+        found: dict[str, Any] = {"nvlinks": [count_nvlinks(n, handle) for handle in handles]}
         return found | {"pcie": {word: crossed.count(word) for word in sorted(set(crossed))}}
-
-
-def _nvlinks(n: Any, handle: Any) -> int:
-    """Return the number of active links. The driver refuses the query of a link that the card lacks."""
-    count = 0
-    for link in range(n.NVML_NVLINK_MAX_LINKS):
-        try:
-            count += n.nvmlDeviceGetNvLinkState(handle, link) == n.NVML_FEATURE_ENABLED
-        except n.NVMLError:
-            break
-    return count
 
 
 if __name__ == "__main__":

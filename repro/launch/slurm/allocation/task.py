@@ -20,16 +20,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from repro.launch import rank_process
 from repro.launch.job import STOP_FILE, Job
-from repro.launch.local_launch import read_json, scratch_parent
+from repro.launch.local_launch import scratch_parent
 from repro.launch.rank import program as rank_program
 from repro.launch.rank_process import HeartbeatReader
 from repro.launch.slurm.allocation.connection import Connection, Message
 from repro.launch.slurm.allocation.stop import SIGNALS, signals_blocked
 from repro.launch.supervise import count_kernel_oom_kills
+from repro.util.files import read_json
 
 RANK_FOLDER_PREFIX, LOCK_FILE, JOB_FILE = "repro-rank-", "lock", "job.json"
 POSITION_INTERVAL_S = 1.0
@@ -145,7 +145,7 @@ class RankProcess:
             return
         while self._next < self._experiments:
             result = read_json(rank_program.result_path(self._folder, self._next, self.number))
-            if result is not None:
+            if result:
                 yield {"say": "result", "index": self._next, "result": result}
             elif not last:
                 return
@@ -153,7 +153,7 @@ class RankProcess:
 
     def _ended(self, code: int) -> Message:
         assert self._folder is not None
-        report: dict[str, Any] | None = read_json(rank_program.rank_report_path(self._folder, self.number))
+        report = read_json(rank_program.rank_report_path(self._folder, self.number)) or None
         if report is None and code == -signal.SIGKILL and count_kernel_oom_kills() > self._oom_kills:
             reason = "killed by the kernel, which ran out of memory"
             report = {"rank": self.number, "outcome": "oom", "reason": reason}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import json as jsonlib
 import os
 import shutil
@@ -29,6 +28,7 @@ from repro.launch.slurm.submission.job_array import JobArray
 from repro.launch.slurm.submission.submission_plan import SubmissionPlan, plan_submission
 from repro.results.store import Store
 from repro.util import extras
+from repro.util.files import read_json
 
 POLL_INTERVAL_S = 1.0
 SCHEDULER_TIMEOUT_S = 120.0
@@ -235,16 +235,11 @@ def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: b
     return {"outcome": "interrupted", "reason": f"cancelled job {job_id}", "results": []}
 
 
-def _read_answer(folder: Path, seconds: float) -> dict[str, Any] | None:
+def _read_answer(folder: Path, seconds: float) -> dict[str, Any]:
     end = time.monotonic() + seconds
-    while True:
-        try:
-            answer: dict[str, Any] = json.loads((folder / ANSWER_FILE).read_text(encoding="utf-8"))
-            return answer
-        except FileNotFoundError:
-            if time.monotonic() > end:
-                return None
-            time.sleep(POLL_INTERVAL_S)
+    while not (answer := read_json(folder / ANSWER_FILE)) and time.monotonic() <= end:
+        time.sleep(POLL_INTERVAL_S)
+    return answer
 
 
 def _failed_answer(reason: str) -> dict[str, Any]:
