@@ -176,7 +176,7 @@ def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
 
 
 def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of the rates of each family, of all rates, ratios and peak memory; empty ones are left out."""
+    """Return the statistics of the rates of each family, all rates, ratios and peak memory, without empty families."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
