@@ -143,8 +143,9 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result, row in ((claim, row) for claim in judged for row in claim.rows):
+        names = PEAKS if row.row.unit in BYTES else TIMED
         for finding in row.findings:
-            if finding.kind == SIMULATED and any(name in finding.expression for name in TIMED + PEAKS):
+            if finding.kind == SIMULATED and any(name in finding.expression for name in names):
                 found.append(_point(result, row, finding, seen))
     return _with_margins(_once([point for point in found if point is not None]))
 
