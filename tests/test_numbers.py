@@ -21,11 +21,15 @@ from repro.accuracy.validate.machine import predict_measured_runs
 from repro.accuracy.validate.published import (
     CALIBRATION,
     CLOSE_ERROR,
+    MEMORY,
+    PEAK_MEMORY,
     RATE,
+    RATIO,
     RATIOS,
     Point,
     family_statistics,
     points,
+    source_statistics,
 )
 from repro.claims.headlines import headline_lines
 from repro.claims.judge import judge
@@ -126,10 +130,38 @@ def test_families_in_the_store(published: list[Point]) -> None:
     expected = [
         [one.name, *map(str, (one.points, f"{100 * one.median:.1f}", one.close, one.held, one.held_wider))]
         for one in families
+        if one.name != PEAK_MEMORY
     ]
     assert table("docs/accuracy.md", "family") == expected
     (ratios,) = [one for one in families if one.name == RATIOS]
-    assert sum(one.right_side for one in published if one.kind != RATE and not one.left_out) == ratios.points
+    assert sum(one.right_side for one in published if one.kind == RATIO and not one.left_out) == ratios.points
+
+
+@reads_the_store
+def test_peak_memory_in_the_store(published: list[Point]) -> None:
+    peaks = [one for one in published if one.kind == MEMORY and not one.left_out]
+
+    def ends(errors: list[float]) -> str:
+        return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f}"
+
+    expected = [
+        [
+            name,
+            *map(str, (one.points, f"{100 * one.median:.1f}", one.close)),
+            ends([p.error for p in peaks if name in ("all", f"`{p.family}`")]),
+        ]
+        for name, one in (
+            *((f"`{one.name}`", one) for one in source_statistics(published)),
+            *(("all", one) for one in family_statistics(published) if one.name == PEAK_MEMORY),
+        )
+    ]
+    assert [row[:5] for row in table("docs/accuracy.md", "source of peak memory")] == expected
+    named = set()
+    for patterns, error, _ in table("docs/accuracy.md", "error of the peak (%)"):
+        found = [one for one in peaks if fnmatch(one.name, codes(patterns)[0])]
+        assert error == ends([one.error for one in found]), patterns
+        named |= {one.name for one in found}
+    assert {one.name for one in peaks if abs(one.error) > CLOSE_ERROR} <= named
 
 
 @reads_the_store

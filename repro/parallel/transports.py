@@ -48,6 +48,10 @@ class Work:
 class Transport(Protocol):
     """Messages between the ranks of one group.  Tensors are contiguous; sizes were checked."""
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Return whether a reduce-scatter needs no memory in addition to its tensors."""
+
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         """Reduce `tensor` in place over all ranks."""
 
@@ -77,6 +81,8 @@ Channels = dict[tuple[int, int, int], dist.ProcessGroup]
 class NoTransport:
     """Transport without messages, for a group of one rank or tensors without data."""
 
+    reduces_in_place = True
+
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         return Work()
 
@@ -104,6 +110,7 @@ class NoTransport:
 class NcclTransport:
     """CUDA tensors through NCCL."""
 
+    reduces_in_place = True
     OPS: ClassVar = {SUM: dist.ReduceOp.SUM, MAX: dist.ReduceOp.MAX}
 
     def __init__(self, group: dist.ProcessGroup, channels: Channels | None = None):
@@ -156,6 +163,8 @@ class GlooTransport:
     messages between the ranks' own buffers move the same `(n-1)/n` of the payload in one half to three quarters of
     the time.  Sums are in fp32 for every dtype.
     """
+
+    reduces_in_place = False
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
         """`channel`: collectives of different channels never match each other, in any order."""

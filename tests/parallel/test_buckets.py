@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -228,10 +229,25 @@ def reducer(stage: int, buckets: int = 4, size: int = 2, **settings: bool) -> tu
     return GradientReducer([bucket(of, stage, (8 * (b + 1),)) for b in range(buckets)], **settings), transport
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_buckets_are_reduced_in_their_order_whatever_comes_first(stage: int) -> None:
-    made, transport = reducer(stage, 3)
-    sizes = [bucket.plan.padded // (1 if stage == 0 else 2) for bucket in made.buckets]
+@pytest.mark.parametrize(
+    ("stage", "in_place", "settings", "waited"),
+    [
+        (0, False, {}, []),
+        (1, True, {}, []),
+        (1, False, {"all_reduce_first": True}, []),
+        (1, False, {}, [0]),
+        (1, True, {"fused": True, "dtype": torch.bfloat16, "master_weights": True}, [0]),
+        (2, True, {}, [0]),
+    ],
+)
+def test_buckets_are_reduced_in_order_and_two_at_once_if_a_reduction_needs_memory(
+    stage: int, in_place: bool, settings: dict[str, Any], waited: list[int]
+) -> None:
+    of, transport = group(size=2)
+    transport.reduces_in_place = in_place
+    made = GradientReducer([bucket(of, stage, (8 * (b + 1),), **settings) for b in range(3)])
+    parts = 1 if stage == 0 or "all_reduce_first" in settings else 2
+    sizes = [bucket.plan.padded // parts for bucket in made.buckets]
     made.begin(0, 1)
     backward(made, (1, 0))
     assert transport.begun == []
@@ -239,7 +255,7 @@ def test_buckets_are_reduced_in_their_order_whatever_comes_first(stage: int) -> 
     assert transport.begun == sizes[:2]
     backward(made, (2, 0))
     assert transport.begun == sizes
-    assert transport.waited == ([0] if stage else []), "two at once, where a transport needs room to receive"
+    assert transport.waited == waited
     made.finish()
     made.wait()
     assert transport.waited == [0, 1, 2]

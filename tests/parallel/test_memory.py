@@ -16,7 +16,8 @@ from repro.measure.memory import MemoryTracker
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.partition import ALIGNMENT
-from repro.simulate.memory.live_bytes import LiveBytes
+from repro.simulate.memory.live_bytes import LiveBytes, measure_live_bytes
+from repro.simulate.trace.events import Message, Wait
 from repro.simulate.trace.roles import roles, trace
 from tests.launch.runs import wait_for
 from tests.pool import RankPool
@@ -104,6 +105,29 @@ def test_fp32_gradients_are_4_bytes_a_parameter(two: RankPool, zero: int) -> Non
         # Full gradients of stages 2 and 3 are those of a few buckets.
         few = (2 + GradientReducer.IN_FLIGHT) * 4 * max(seen["buckets"])
         assert seen["most"][Category.GRADIENTS] <= gradients + (few if zero >= 2 else 0)
+
+
+@pytest.mark.parametrize(("gloo", "zero", "limited"), [(False, 1, False), (True, 1, True), (False, 2, True)])
+def test_reductions_wait_for_each_other_only_if_they_need_memory(
+    gloo: bool, zero: int, limited: bool
+) -> None:
+    """Stage 1 reduces permanent fp32 gradients in place, so all its reductions may be under way."""
+    layout = Layout(dp=2, zero=zero, precision="bf16", grad_dtype="fp32", bucket_bytes=20_000)
+    experiment = tiny(layout, replace(MODEL, layers=2))
+    traced = trace(experiment, roles(experiment)[0], gloo=gloo)
+    works: set[int] = set()
+    most = buckets = 0
+    for event in traced.events:
+        if isinstance(event, Message) and event.purpose == "gradients":
+            works.add(event.work)
+            buckets += 1
+        elif isinstance(event, Wait):
+            works.discard(event.work)
+        most = max(most, len(works))
+    assert buckets > 3
+    assert most == (GradientReducer.IN_FLIGHT if limited else buckets)
+    memory = measure_live_bytes(traced.events)
+    assert memory.most[Category.COMMUNICATION] <= (GradientReducer.IN_FLIGHT + 1) * 20_000 // 2 * gloo
 
 
 @pytest.mark.parametrize("cb", [True, False], ids=["", "fused"])

@@ -19,6 +19,7 @@ from repro.accuracy.validate.published import (
     CALIBRATION,
     FAMILIES,
     GAIN,
+    MEMORY,
     RATE,
     RATIO,
     V100_MEGATRON,
@@ -29,6 +30,7 @@ from repro.accuracy.validate.published import (
     conformity_score,
     family_statistics,
     points,
+    source_statistics,
 )
 from repro.claims.judge import experiments_read, judge
 from repro.cli import main
@@ -47,8 +49,8 @@ LEDGER = committed.ledger()
 FOLDER = Path(__file__).parents[2] / "suites"
 
 
-def record(suite: str, name: str, flops: float, samples: float = 100.0) -> ExperimentRecord:
-    """A run of a suite with invented rates, in the shape of a simulated record."""
+def record(suite: str, name: str, flops: float, samples: float = 100.0, **memory: float) -> ExperimentRecord:
+    """A run of a suite with invented rates and bytes of `memory`, in the shape of a simulated record."""
     (entry,) = (e for e in committed.suite(FOLDER / f"{suite}.toml").entries if e.experiment.name == name)
     metrics = {
         "hardware_flops_per_s.device": flops,
@@ -56,6 +58,7 @@ def record(suite: str, name: str, flops: float, samples: float = 100.0) -> Exper
         "samples_per_s": samples,
         "step_seconds.median": entry.experiment.layout.global_batch / samples,
         "model.parameters": 1e9,
+        **{f"memory.{name}_bytes": value for name, value in memory.items()},
     }
     made = failed_record(entry.experiment, "", suite=suite, wall_s=0.1)
     return replace(made, outcome="ok", metrics=metrics)
@@ -128,6 +131,23 @@ def test_a_gain_is_no_ratio() -> None:
     (gain,) = (point for point in found(*both) if point.claim == "meg2-fused-kernels")
     assert gain.left_out == GAIN
     assert gain.predicted == pytest.approx(7)
+
+
+def test_peak_memory_is_a_family_with_its_own_limit_and_errors_by_source() -> None:
+    """15,215.4 and 16,713.4 MiB allocated, 29 GiB used; 24.2 GB are cached of a paper's step."""
+    seen = found(
+        record("memory", "vocabulary-32k-s2048", 1e12, peak=15215.4 * 1.04 * 2**20),
+        record("memory", "vocabulary-64k-s2048", 1e12, peak=16713.4 * 0.94 * 2**20),
+        record("memory", "bloom-181b-dp4-tp8-pp12-mb1", 1e12, used=29 * 2**30),
+        record("zero_r", "fig7-c2-40b", 1e12, reserved=24.2e9 / 2),
+    )
+    peaks = [point for point in seen if point.kind == MEMORY]
+    assert [point.error for point in peaks] == pytest.approx([-0.5, 0.04, -0.06, 0.0], abs=1e-6)
+    by_name = {family.name: family for family in family_statistics(seen)}
+    assert (by_name["peak memory"].points, by_name["peak memory"].close) == (4, 2)
+    by_source = {source.name: (source.points, source.close) for source in source_statistics(seen)}
+    assert by_source == {"ZERO3": (1, 0), "VOCAB": (2, 1), "BIGSCIENCE": (1, 1)}
+    assert not any(point.kind == MEMORY for point in found(record("megatron_2021", "table1-7.5b", 150e12)))
 
 
 def test_statistics_by_family() -> None:

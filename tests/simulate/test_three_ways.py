@@ -30,6 +30,10 @@ LAYOUTS = {
     "dp2-z0-copies-no-cb": replace(BASE, dp=2, gradient_as_bucket_view=False, cb=False),
     "dp2-z3-mar2021": replace(BASE, dp=2, zero=3, zero3_gather="parameter", recompute=True),
     "dp2-z1-feb2020": replace(BASE, dp=2, zero=1, zero1_reduce="all-reduce"),
+    "dp2-z1-many-all-reduces": replace(
+        BASE, dp=2, zero=1, zero1_reduce="all-reduce", grad_dtype="fp32", bucket_bytes=60_000
+    ),
+    "dp2-z1-many-buckets": replace(BASE, dp=2, zero=1, grad_dtype="fp32", bucket_bytes=60_000),
     "dp2-z2-fp16": replace(BASE, dp=2, zero=2, precision="fp16", recompute=True),
     "dp2-z1-fp32": replace(BASE, dp=2, zero=1, precision="fp32"),
     "dp2-z2-no-cb": replace(BASE, dp=2, zero=2, cb=False),

@@ -1,7 +1,8 @@
-"""Published against predicted throughput, point by point and by family, and the model's own error.
+"""Published against predicted throughput and peak memory, point by point and by family, and the model's own error.
 
 A point is one published experiment, or a pair of them for a ratio. A source often prints one run in several units; the
-most direct one counts. Calibration values, bounds and means of several runs do not count. Errors are errors of rates.
+most direct one counts. Calibration values, bounds and means of several runs do not count. Errors are errors of rates
+or of peak memory.
 
 The model's own error comes from other reports by split conformal prediction, with the score of conformalized quantile
 regression (Romano, Patterson and Candes, arXiv:1905.03222). The margin of a row is the ceil((n + 1) 0.9)-th smallest
@@ -24,14 +25,17 @@ from repro.results.schema import SIMULATED, ExperimentRecord, Record
 from repro.results.select import select
 from repro.simulate.time.calibration import basis_of_record, weakest_basis
 
-RATE, RATIO = "rate", "ratio"
+RATE, RATIO, MEMORY = "rate", "ratio", "memory"
 TIMED = ("step_seconds", "samples_per_s", "tokens_per_s", "flops_per_s")
 """Metrics of time; an expression that reads one of them becomes a point."""
 TIMES = ("s", "ms", "min", "h", "days")
 DIRECT = ("TFLOP/s", "samples/s", "tokens/s", *TIMES, "PFLOP/s")
 """Units of rates and times, the most direct one first."""
-CLOSE_ERROR = 0.25
-"""Absolute relative error up to which a prediction counts as close."""
+PEAKS = ("memory.peak_bytes", "memory.reserved_bytes", "memory.used_bytes")
+"""Metrics of peak memory: allocated, reserved by torch's allocator, and used with the context."""
+BYTES = ("MB", "GB", "TB", "MiB", "GiB")
+CLOSE_ERROR, CLOSE_MEMORY_ERROR = 0.25, 0.05
+"""Absolute relative errors up to which a prediction of a rate or ratio, and of peak memory, counts as close."""
 COVERAGE = 0.9
 """Nominal coverage of the conformal intervals."""
 CALIBRATION, BOUND, SEVERAL, SHARE, GAIN = (
@@ -45,7 +49,7 @@ V100_MEGATRON, V100_ZERO = "V100 Megatron-LM", "V100 ZeRO and DeepSpeed"
 A100_MEGATRON, YUAN, OTHER = "A100 Megatron-LM", "Yuan 1.0", "other"
 NODE, CLUSTER = "nodes of 2023 and later", "clusters of 2023 and later"
 FAMILIES = (V100_MEGATRON, V100_ZERO, A100_MEGATRON, YUAN, NODE, CLUSTER, OTHER)
-ALL_RATES, RATIOS = "all rates", "ratios"
+ALL_RATES, RATIOS, PEAK_MEMORY = "all rates", "ratios", "peak memory"
 """Families of all points of one kind."""
 
 
@@ -56,8 +60,9 @@ class Point:
     claim: str
     label: str
     kind: str
-    """`rate` or `ratio`."""
+    """`rate`, `ratio` or `memory`."""
     family: str
+    """Family of a rate or ratio; source of peak memory."""
     unit: str
     published: float
     predicted: float
@@ -67,7 +72,7 @@ class Point:
     holds: bool
     """Whether the published value, with its own error, lies in the 90 % interval."""
     factor: float
-    """Predicted rate over published rate."""
+    """Predicted rate or peak memory over the published one."""
     runs: tuple[str, ...]
     """`suite/name` of the experiments behind the prediction."""
     certainty: str
@@ -99,7 +104,7 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the rate; positive if the prediction is too fast."""
+        """Return the relative error; positive if the prediction is too fast, or needs too much memory."""
         return self.factor - 1
 
     @property
@@ -124,7 +129,7 @@ class FamilyStatistics:
     """Median of the absolute errors."""
     worst: Point
     close: int
-    """Points within 25 %."""
+    """Points within `CLOSE_ERROR`, of peak memory within `CLOSE_MEMORY_ERROR`."""
     held: int
     """Points whose published value lies in the 90 % interval from unknown inputs."""
     wider: int
@@ -134,12 +139,13 @@ class FamilyStatistics:
 
 
 def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Point]:
-    """Return every row about time with a simulated value, in the ledger's order."""
+    """Return every row about time or peak memory with a simulated value, in the ledger's order."""
     seen = {record.label: record for record in select(records).simulated if record.conclusive}
     found = []
     for result, row in ((claim, row) for claim in judged for row in claim.rows):
+        names = PEAKS if row.row.unit in BYTES else TIMED
         for finding in row.findings:
-            if finding.kind == SIMULATED and any(name in finding.expression for name in TIMED):
+            if finding.kind == SIMULATED and any(name in finding.expression for name in names):
                 found.append(_point(result, row, finding, seen))
     return _with_margins(_once([point for point in found if point is not None]))
 
@@ -163,12 +169,20 @@ def claim_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
     return [_family(name, [point for point in counted if point.claim == name]) for name in names]
 
 
+def source_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
+    """Return the statistics of peak memory by source; a claim of several sources counts for its first."""
+    memory = [point for point in found if point.kind == MEMORY and not point.left_out]
+    names = dict.fromkeys(point.family for point in memory)
+    return [_family(name, [point for point in memory if point.family == name]) for name in names]
+
+
 def family_statistics(found: Sequence[Point]) -> list[FamilyStatistics]:
-    """Return the statistics of the rates of each family, of all rates, and of all ratios, without empty families."""
+    """Return the statistics of the rates of each family, all rates, ratios and peak memory, without empty families."""
     counted = [point for point in found if not point.left_out]
     rates = [point for point in counted if point.kind == RATE]
     groups = [(name, [point for point in rates if point.family == name]) for name in FAMILIES]
     groups += [(ALL_RATES, rates), (RATIOS, [point for point in counted if point.kind == RATIO])]
+    groups += [(PEAK_MEMORY, [point for point in counted if point.kind == MEMORY])]
     return [_family(name, group) for name, group in groups if group]
 
 
@@ -178,11 +192,16 @@ def _family(name: str, group: Sequence[Point]) -> FamilyStatistics:
         points=len(group),
         median=median(abs(point.error) for point in group),
         worst=max(group, key=lambda point: abs(point.error)),
-        close=sum(abs(point.error) <= CLOSE_ERROR for point in group),
+        close=sum(abs(point.error) <= close_error(point.kind) for point in group),
         held=sum(point.holds for point in group),
         wider=sum(point.margin is not None for point in group),
         held_wider=sum(point.holds_wider for point in group),
     )
+
+
+def close_error(kind: str) -> float:
+    """Return the absolute error up to which a point of this kind counts as close."""
+    return CLOSE_MEMORY_ERROR if kind == MEMORY else CLOSE_ERROR
 
 
 def _point(
@@ -194,8 +213,8 @@ def _point(
     runs = finding.experiments
     predicted, published = float(value), row.row.printed.value
     left_out = CALIBRATION if row.row.calibrates else BOUND if row.row.bound else ""
-    if unit in DIRECT:
-        kind = RATE
+    if unit in (*DIRECT, *BYTES):
+        kind = MEMORY if unit in BYTES else RATE
         left_out = left_out or (SEVERAL if len(runs) != 1 else "")
     else:
         kind = RATIO
@@ -204,11 +223,12 @@ def _point(
     record = seen.get(runs[0]) if runs else None
     low, high = (predicted if end is None else float(end) for end in (finding.low, finding.high))
     published_as = published_range(row.row, result.claim)
+    reports = [text.partition(" ")[0] for text in result.claim.source]
     return Point(
         claim=result.claim.id,
         label=row.row.label,
         kind=kind,
-        family=_family_of_all([seen[run] for run in runs if run in seen]),
+        family=reports[0] if kind == MEMORY else _family_of_all([seen[run] for run in runs if run in seen]),
         unit=unit,
         published=published,
         predicted=predicted,
@@ -216,7 +236,7 @@ def _point(
         high=high,
         holds=published_as is not None and published_as.meets(low, high),
         stated=published_as,
-        reports=frozenset(text.partition(" ")[0] for text in result.claim.source),
+        reports=frozenset(reports),
         factor=published / predicted if unit in TIMES else predicted / published,
         runs=runs,
         certainty=row.row.certainty,
@@ -274,7 +294,7 @@ class Residual:
     """Conformity score of one row, and the keys that decide on its independence from other rows."""
 
     kind: str
-    """`rate` or `ratio`; only scores of one kind are compared."""
+    """`rate`, `ratio` or `memory`; only scores of one kind are compared."""
     reports: frozenset[str]
     """Keys of the cited sources."""
     runs: frozenset[str]

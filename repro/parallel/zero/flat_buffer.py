@@ -135,6 +135,12 @@ class Bucket(FlatParameters):
 
     # -- gradients -------------------------------------------------------------------------------
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Return whether a reduction of stage 1 needs no memory in addition to the permanent gradients."""
+        in_place = self.all_reduce_first or self.group.transport.reduces_in_place
+        return self.stage == 1 and in_place and not self.fused and not self.has_part_lists
+
     def gradient_view(self, slot: int) -> Tensor:
         """Return the memory for the gradient of the slot's parameter, in its shape; allocates under stages 2 and 3."""
         if self.gradients is None:

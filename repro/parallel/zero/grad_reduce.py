@@ -37,7 +37,7 @@ class GradientReducer:
     """
 
     IN_FLIGHT = 2
-    """Maximum number of buckets of stages 1 to 3 under reduction, each with the transport's receive buffers."""
+    """Maximum number of buckets of stages 1 to 3 under reduction, if a reduction needs memory of its own."""
 
     def __init__(
         self,
@@ -295,7 +295,8 @@ class GradientReducer:
     def _launch(self, bucket: Bucket) -> None:
         if bucket.stage < 2 and not self._last:
             return
-        while bucket.stage >= 1 and len(self._works) >= self.IN_FLIGHT:
+        limited = bucket.stage >= 1 and not bucket.reduces_in_place
+        while limited and len(self._works) >= self.IN_FLIGHT:
             self._works.popleft().wait()
         self._reduced = bucket.stage < 2
         self._works.append(bucket.reduce(add=not self._first))

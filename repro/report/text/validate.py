@@ -107,6 +107,7 @@ def validation_document(found: Sequence[Point], machine: MachineErrors | None = 
         ],
         "families": [_statistics_of(family) for family in published.family_statistics(found)],
         "claims": [_statistics_of(claim) for claim in published.claim_statistics(found)],
+        "memory_by_source": [_statistics_of(source) for source in published.source_statistics(found)],
         "ratios_on_the_right_side_of_1": sum(point.right_side for point in ratios),
         "ratios": len(ratios),
         "calibration": [point.name for point in found if point.left_out == published.CALIBRATION],
@@ -128,7 +129,8 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
         "median_error": family.median,
         "worst": family.worst.name,
         "worst_error": family.worst.error,
-        "within_25_percent": family.close / family.points,
+        "close": family.close / family.points,
+        "close_error": published.close_error(family.worst.kind),
         "within_the_90_percent_interval": family.held / family.points,
         "with_the_models_error_elsewhere": {"points": family.wider, "held": family.held_wider},
     }
@@ -146,15 +148,24 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
         text = f"Predicted rates: median error {units.percent(rates.median)}. {rates.held} of {rates.points} are "
         text += "in the 90 % interval of uncertain inputs. "
     if ratios:
-        text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1."
-    headings = ["family", "rows", "median\nerror (%)", "error below\n25 %", "in 90 %\ninterval"]
+        text += f"{sum(p.right_side for p in ratios)} of {len(ratios)} ratios are on the right side of 1. "
+    for peaks in (family for family in families if family.name == published.PEAK_MEMORY):
+        text += f"Predicted peak memory: median error {units.percent(peaks.median)}."
+    headings = ["family", "rows", "median\nerror (%)", "error\nbelow 25 %*", "in 90 %\ninterval"]
     headings += ["in wider\ninterval", "largest\nerror (%)", "claim of the\nlargest error"]
+    statistics = _statistics_table(headings, families)
+    more = "--details lists all rows, the reasons of large errors, and peak memory by source."
+    sources = published.source_statistics(found)
+    by_source = [_statistics_table(["source of peak memory", *headings[1:]], sources)] if sources else []
+    parts = [*by_source, *_point_tables(found)] if details else [more]
+    note = f"*: of peak memory, below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
+    print_page(console, text.strip(), statistics, f"{note} {WIDER_INTERVAL_NOTE}", *parts)
+
+
+def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics]) -> Table:
     left = (headings[0], headings[-1])
     rows = (_statistics_cells(family) for family in families)
-    statistics = new_table(*headings, left=left, wrap=left, rows=rows)
-    more = "--details lists all rows, and the reasons of large errors."
-    parts = _point_tables(found) if details else [more]
-    print_page(console, text.strip(), statistics, WIDER_INTERVAL_NOTE, *parts)
+    return new_table(*headings, left=left, wrap=left, rows=rows)
 
 
 def _point_tables(found: Sequence[Point]) -> list[str | Table]:
@@ -166,6 +177,7 @@ def _point_tables(found: Sequence[Point]) -> list[str | Table]:
     }
     groups |= {
         "Ratios": [point for point in counted if point.kind == published.RATIO],
+        "Peak memory": [point for point in counted if point.kind == published.MEMORY],
         "Calibration: left out": [point for point in found if point.left_out == published.CALIBRATION],
         "Not counted: bounds, means, and other rows about a run above": [
             point for point in found if point.left_out not in ("", published.CALIBRATION)

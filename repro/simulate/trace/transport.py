@@ -22,7 +22,7 @@ class RecordedTransport:
     """
 
     def __init__(self, inner: Transport, recorder: TraceRecorder):
-        self.inner, self.recorder = inner, recorder
+        self.inner, self.recorder, self.reduces_in_place = inner, recorder, inner.reduces_in_place
 
     def _number(self) -> int:
         self.recorder.works += 1
@@ -91,6 +91,8 @@ class NoDataTransport(NoTransport):
 
 class GlooBufferTransport(NoDataTransport):
     """Transport with `repro.parallel.transports.GlooTransport`'s buffers: reduce-scatter receives all parts in one."""
+
+    reduces_in_place = False
 
     def __init__(self, size: int, rank: int):
         self.size, self.rank = size, rank
