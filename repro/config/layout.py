@@ -197,6 +197,12 @@ class Layout:
             f"0, 1 or 2 with pp = {self.pp}: stage 3 would gather every parameter twice per micro-batch",
         )
         require(
+            self.zero < 3 or self.schedule != "gpipe" or self.accumulation == 1,
+            "schedule",
+            self.schedule,
+            "1f1b with zero = 3, whose forward passes each precede their backward pass directly",
+        )
+        require(
             self.cb or self.zero < 3,
             "cb",
             self.cb,
