@@ -69,7 +69,7 @@ LAYOUTS = {
 
 
 def really(experiment: Experiment) -> dict[str, Any]:
-    """Initialisation and two steps on this rank, as `repro run` runs them: the first's memory, the second's messages."""
+    """Initialisation and two steps, as `repro run` runs them: the first's memory, the second's messages."""
     run = ExperimentRun(
         experiment,
         meshes.distributed_mesh(experiment.layout, "cpu"),
@@ -135,7 +135,8 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
     """
     for attempt in range(ATTEMPTS):
         try:
-            return agree_once(request, experiment)
+            agree_once(request, experiment)
+            break
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise

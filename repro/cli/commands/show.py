@@ -128,12 +128,23 @@ def artifact(
     return write_appendix(output, tuple(ledger or ()))
 
 
-@app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
+@app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml --launches 5")
 def compare(
     first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
     results: StoredResults = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    suite: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Run this suite in the commits A and B of this checkout, in turns, and compare the results.",
+            metavar="FILE",
+        ),
+    ] = None,
+    launches: Annotated[
+        int,
+        typer.Option(help="With --suite: runs of each commit; fewer than 3 decide no speed.", metavar="N"),
+    ] = 3,
     ledger: Ledger = None,
     details: Details = False,
     json: Json = False,
@@ -141,7 +152,9 @@ def compare(
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
     from repro.report.compare import print_comparison
 
-    return print_comparison(first, second, results, tolerance, json, details, tuple(ledger or ()))
+    return print_comparison(
+        first, second, results, tolerance, json, details, tuple(ledger or ()), suite, launches
+    )
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")

@@ -172,7 +172,10 @@ def _print_experiments(console: Console, group: ComparableResults, most: int | N
     print_page(console, "; ".join(dict.fromkeys(notes)))
 
 
-REPEATED_REDUCTION = "; ZeRO 2 and 3 reduce gradients in every micro-batch, so with m of them ZeRO 2 sends (m + 1)/2 times as much"
+REPEATED_REDUCTION = (
+    "; ZeRO 2 and 3 reduce gradients in every micro-batch, "
+    "so with m of them ZeRO 2 sends (m + 1)/2 times as much"
+)
 
 
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
