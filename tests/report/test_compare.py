@@ -145,7 +145,7 @@ def test_two_commits_run_in_turns_from_worktrees(
 
     monkeypatch.setattr(compare, "_run_suite", run_suite)
     suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
-    asked = ("HEAD~1", "HEAD", "--suite", str(suite), "--results", str(tmp_path), "--launches", "3")
+    asked = ("HEAD~1", "HEAD", "--suite", str(suite), "--results", str(tmp_path / "new"), "--launches", "3")
     code, found = compared(capsys, *asked)
     assert (code, found["speed"]["judged"]) == (1, "worse")
     assert ran == ["a", "b", "b", "a", "a", "b"]

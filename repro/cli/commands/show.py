@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Details, Json, Ledger, StoredResults, check_writable_file
+from repro.cli.commands.options import Details, Json, Ledger, Results, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -103,6 +103,18 @@ def export(
         ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
+    claims: Annotated[
+        str,
+        typer.Option(help="Only claims whose id matches: of headlines, claims or values.", metavar="GLOB"),
+    ] = "",
+    columns: Annotated[
+        str,
+        typer.Option(
+            help="Only these columns, separated by commas; by default markdown and latex have six at most,"
+            " other formats all.",
+            metavar="NAMES",
+        ),
+    ] = "",
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
@@ -111,7 +123,7 @@ def export(
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
 
-    return write_table(results, table, form, output, tuple(ledger or ()))
+    return write_table(results, table, form, output, tuple(ledger or ()), claims, columns)
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
@@ -132,7 +144,7 @@ def artifact(
 def compare(
     first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
-    results: StoredResults = Path("results"),
+    results: Results = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
     suite: Annotated[
         Optional[Path],  # noqa: UP045

@@ -118,8 +118,7 @@ class Pipeline:
 
         Gradients are those of the mean loss, multiplied by `scale` (0-dim) if given.
         """
-        total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
-        storage.mark(total, Category.OTHER)
+        total = storage.zeros(1, self._anchor, Category.OTHER, torch.float32)[0]
         self._passes = [0] * len(self.chunks)
         self.position = 0
         self._expect(self.batches[0])

@@ -248,6 +248,5 @@ def shortened(layout: Layout, stage: int) -> Layout:
     while count < m and (count < 3 or live(count) < live(m)):
         count += unit
     # At the peak a later stage also retains the gradients that it has sent in preceding backward passes.
-    further = max(unit, Boundary.UNDER_WAY) if layout.pp > 1 else unit
-    count = min(m, count + further)
+    count = min(m, count + (max(unit, Boundary.UNDER_WAY) if layout.pp > 1 else unit))
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)
