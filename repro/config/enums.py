@@ -28,7 +28,7 @@ class Category(StrEnum):
     HOST = "host"
     """Host memory while the device computes (P_a+cpu), outside the device's total."""
     SHAPE = "shape"
-    """A tensor on `meta`, a placeholder without memory that no total counts."""
+    """A placeholder on `meta` without memory, or a tensor of the measurement; no total counts these."""
 
 
 ACCOUNTED: tuple[str, ...] = tuple(category for category in Category if category is not Category.SHAPE)

@@ -198,17 +198,17 @@ class Layout:
             f"0, 1 or 2 with pp = {self.pp}: stage 3 would gather every parameter twice per micro-batch",
         )
         require(
-            self.cb or self.zero < 3,
-            "cb",
-            self.cb,
-            "true with zero = 3, which communicates one block at a time and has nothing to fuse",
+            self.zero < 3 or self.schedule != "gpipe" or self.accumulation == 1,
+            "schedule",
+            self.schedule,
+            "1f1b with zero = 3, whose forward passes each precede their backward pass directly",
         )
-        require(
-            self.overlap or self.zero < 3,
-            "overlap",
-            self.overlap,
-            "true with zero = 3, which gathers a block's parameters while the one before it computes",
-        )
+        for key, reason in (
+            ("cb", "which communicates one block at a time and has nothing to fuse"),
+            ("overlap", "which gathers a block's parameters while the one before it computes"),
+        ):
+            value = getattr(self, key)
+            require(value or self.zero < 3, key, value, f"true with zero = 3, {reason}")
         require(self.cb or self.copies > 1, "cb", self.cb, "true with dp = 1, where no gradients are sent")
 
     def _check_pipeline(self) -> None:

@@ -83,7 +83,8 @@ def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
     """Return this rank's [b, s/cp] of [b, s]."""
     if cp.size == 1:
         return tokens
-    return torch.cat([tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])], 1)
+    own = [tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])]
+    return storage.mark(torch.cat(own, 1), Category.OTHER)
 
 
 def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:

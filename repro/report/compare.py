@@ -1,25 +1,40 @@
 """`repro compare A B`: changes between two stores or two commits, judged as better or worse.
 
-The two sides are two sets of records of the same experiments. They did not run interleaved, so a disturbance of one
-side also changes the ratio. The interval covers only the variation between the steps. `--tolerance` sets the relative
-change that is ignored.
+The two sides are two sets of records of the same experiments. A launch differs from the next one by more than its steps
+differ from each other. The interval of a ratio therefore comes from the variation between launches, and a speed with
+few launches is not decided. With `--suite` the command runs two commits in turns, so that a disturbance affects both.
+`--tolerance` sets the relative change that is ignored.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, variance
 
+import repro
 from repro.config.errors import ConfigError, require
+from repro.config.suites import load_suite
+from repro.config.words import count_noun
+from repro.measure.statistics import CONFIDENCE
 from repro.results.schema import ExperimentRecord, Record
-from repro.results.select import by_key
+from repro.results.select import by_key, launches_by_key
 from repro.results.store import read_records
 from repro.util import units
 from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
-WORSE, SAME, BETTER = "worse", "same", "better"
+WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
+MIN_LAUNCHES = 3
+"""Minimum number of launches on each side for a decision about speed."""
 MAX_CHANGES = 16
 """Maximum number of printed changes without `--details`."""
 
@@ -34,7 +49,7 @@ class Change:
     before: str
     after: str
     judged: str
-    """`worse`, `same` or `better`."""
+    """`worse`, `same`, `better`, or `not decided` with fewer than `MIN_LAUNCHES` launches."""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -63,6 +78,8 @@ def read_side(text: str, results: Path) -> list[Record]:
             raise ConfigError("compare", text, "a folder with records")
         return records
     records = read_records(results)
+    with suppress(ConfigError):  # HEAD~1, a tag or a branch of this checkout
+        text = _git("rev-parse", "--verify", f"{text}^{{commit}}")
     found = [record for record in records if _commit(record).startswith(text)] if len(text) >= 4 else []
     if not found:
         known = ", ".join(sorted({_commit(record)[:9] for record in records if _commit(record)})) or "none"
@@ -77,24 +94,35 @@ def compare_results(
     """Return the changes of every experiment measured on both sides, then of the claims' verdicts."""
     # An interrupted run does not show a change of its side.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
+    launches = [launches_by_key(records) for records in (before, after)]
     changes = []
     for key in (key for key in new if key in old):
-        changes += _experiment(old[key], new[key], tolerance)
+        speeds = [side.get(key, []) for side in launches]
+        changes += _experiment(old[key], new[key], speeds, tolerance)
     return changes + _verdicts(before, after, own) if changes else []
 
 
-def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) -> list[Change]:
+def _experiment(
+    old: ExperimentRecord, new: ExperimentRecord, launches: list[list[ExperimentRecord]], tolerance: float
+) -> list[Change]:
     name = new.name
     if old.outcome != new.outcome:
         judged = WORSE if old.outcome == "ok" else BETTER if new.outcome == "ok" else SAME
         before, after = (f"{r.outcome} {r.reason}".strip() for r in (old, new))
         return [Change("outcome", name, before, after, judged)]
     changes = []
-    ratio = speed_ratio(old, new)
+    ratio = speed_ratio(*launches)
     if ratio is not None:
         value, low, high = ratio
-        judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
-        before, after = (f"{units.number(r.metrics['samples_per_s'])} samples/s" for r in (old, new))
+        if low is None or high is None:
+            judged = UNDECIDED
+        else:
+            judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
+        before, after = (
+            f"{units.number(median(r.metrics['samples_per_s'] for r in side))} samples/s, "
+            f"{count_noun(len(side), 'launch')}"
+            for side in launches
+        )
         changes.append(Change("speed", name, before, after, judged, value, low, high))
     sizes = [record.metrics.get("memory.peak_bytes", 0) for record in (old, new)]
     if all(sizes):
@@ -106,21 +134,80 @@ def _experiment(old: ExperimentRecord, new: ExperimentRecord, tolerance: float) 
 
 
 def speed_ratio(
-    old: ExperimentRecord, new: ExperimentRecord, seed: int = 0
-) -> tuple[float, float, float] | None:
-    """Return the ratio new/old of samples/s with an unpaired 95 % bootstrap interval over both sides' timed steps.
+    old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]
+) -> tuple[float, float | None, float | None] | None:
+    """Return the ratio new/old of samples/s with the 95 % interval of Welch's t-test, from the launches of each side.
 
-    The result is None with fewer than three steps on a side.
+    A launch counts by the logarithm of its median step time. The interval is None with fewer than `MIN_LAUNCHES`
+    launches on a side, and the result is None if a side has no step times.
     """
-    import numpy as np
-
-    steps = [[s for turn in record.series.step_seconds or () for s in turn] for record in (old, new)]
-    if min(map(len, steps)) < 3:
+    logs = [[log(median(steps)) for steps in map(_step_seconds, side) if steps] for side in (old, new)]
+    if not all(logs):
         return None
-    draw = np.random.default_rng(seed)
-    drawn = [np.median(draw.choice(np.asarray(side), size=(2000, len(side))), axis=1) for side in steps]
-    low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
-    return median(steps[0]) / median(steps[1]), float(low), float(high)
+    centre = mean(logs[0]) - mean(logs[1])
+    if min(map(len, logs)) < MIN_LAUNCHES:
+        return exp(centre), None, None
+    errors = [variance(side) / len(side) for side in logs]
+    if not (total := sum(errors)):
+        return exp(centre), exp(centre), exp(centre)
+    from scipy import stats
+
+    freedom = total**2 / sum(e**2 / (len(side) - 1) for e, side in zip(errors, logs, strict=True))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * sqrt(total)
+    return exp(centre), exp(centre - half), exp(centre + half)
+
+
+def _step_seconds(record: ExperimentRecord) -> list[float]:
+    return [seconds for turn in record.series.step_seconds or () for seconds in turn]
+
+
+def run_commits(commits: Sequence[str], suite: Path, launches: int, results: Path) -> list[str]:
+    """Run a suite in two commits of this checkout, in turns, and return the two new stores in `results`/compare.
+
+    Each commit gets a temporary git worktree, from which this interpreter imports it. The order changes from launch to
+    launch (A B, B A, ...). Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
+    """
+    load_suite(suite)
+    folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
+    ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
+    place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
+    try:
+        for commit, tree, _ in sides:
+            _git("worktree", "add", "--detach", str(tree), commit)
+        for launch in range(launches):
+            for commit, tree, store in sides[:: -1 if launch % 2 else 1]:
+                print(f"launch {launch + 1} of {launches}: {commit}", file=sys.stderr, flush=True)
+                _run_suite(commit, tree, suite.resolve(), store)
+    finally:
+        for _, tree, _ in sides:
+            if tree.is_dir():
+                _git("worktree", "remove", "--force", str(tree))
+        shutil.rmtree(folder, ignore_errors=True)
+    return [str(store) for _, _, store in sides]
+
+
+def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
+    """Run the suite once with the program of a worktree. Raises `ConfigError` if the program refuses the suite."""
+    program = (
+        "import sys; from repro.cli import main; sys.exit(main())"  # older commits have no `python -m repro`
+    )
+    command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):  # 1: an experiment failed, which its record says
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ConfigError("compare", commit, says=f"`repro run {suite}` of this commit failed: {lines[-1]}")
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of git in the checkout of this program. Raises `ConfigError` if git fails."""
+    root = Path(repro.__file__).parents[1]
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        says = f"is no commit of {root}, which --suite needs"
+        raise ConfigError("compare", arguments[-1].removesuffix("^{commit}"), says=says)
+    return done.stdout.strip()
 
 
 def _verdicts(before: list[Record], after: list[Record], own: Sequence[Path]) -> list[Change]:
@@ -155,9 +242,17 @@ def print_comparison(
     json: bool,
     details: bool,
     own: Sequence[Path] = (),
+    suite: Path | None = None,
+    launches: int = MIN_LAUNCHES,
 ) -> int:
-    """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side."""
+    """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side.
+
+    `suite`: run this suite `launches` times in the commits `first` and `second` before the comparison.
+    """
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
+    require(launches >= 1, "--launches", launches, "1 or more")
+    if suite is not None:
+        first, second = run_commits((first, second), suite, launches, results)
     changes = changes_of(first, second, results, tolerance, own)
     worse = sum(change.judged == WORSE for change in changes)
     if json:
@@ -169,13 +264,16 @@ def print_comparison(
 
 def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     """Print the totals, then up to `most` changes, worse ones first; None: all, with equal speeds."""
-    order = (WORSE, SAME, BETTER)
+    order = (WORSE, SAME, BETTER, UNDECIDED)
     counts = ", ".join(f"{sum(c.judged == judged for c in changes)} {judged}" for judged in order)
     wrap = ("before", "after")
     made = new_table("change", "of", "name", "ratio (interval)", *wrap, left=6, wrap=wrap)
     shown = [c for c in changes if c.judged != SAME or (most is None and c.kind == "speed")]
-    for c in sorted(shown, key=lambda c: (WORSE, BETTER, SAME).index(c.judged))[:most]:
+    for c in sorted(shown, key=lambda c: (WORSE, BETTER, UNDECIDED, SAME).index(c.judged))[:most]:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
-    more = "--details lists all changes, and equal speeds."
-    print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, more if most is not None else "")
+    more = "--details lists all changes, and equal speeds." if most is not None else ""
+    few = f"Not decided: speeds need {MIN_LAUNCHES} launches on each side. `repro compare COMMIT COMMIT --suite FILE "
+    few += f"--launches {MIN_LAUNCHES}` runs them in turns."
+    is_undecided = any(c.judged == UNDECIDED for c in changes)
+    print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, few * is_undecided, more)

@@ -72,9 +72,10 @@ class JudgedStore:
     def _judged(self, pattern: str) -> list[ClaimResult]:
         return [result for result in self.judged if fnmatchcase(result.claim.id, pattern)]
 
-    def headlines(self) -> pd.DataFrame:
+    def headlines(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per headline claim: published value, value by kind of evidence, verdict."""
-        lines = headline_lines(self.ledger, self.judged)
+        every = headline_lines(self.ledger, self.judged)
+        lines = [line for line in every if fnmatchcase(line.claim, pattern)]
         cells = (({"claim": one.name, "published": one.published}, one.values, one.verdict) for one in lines)
         return _frame([{**named, **values, "verdict": verdict} for named, values, verdict in cells])
 

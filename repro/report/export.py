@@ -17,6 +17,7 @@ from repro.claims import run_commands
 from repro.claims.independence import count_independent
 from repro.claims.judge import judge
 from repro.claims.ledger import ITSELF, KINDS
+from repro.claims.published import append_unit
 from repro.claims.reader import load_ledger
 from repro.claims.run_commands import EvidenceCommand, SuiteCatalogue
 from repro.claims.verdicts import NOT_COMPARABLE, ClaimResult, RowResult
@@ -25,11 +26,12 @@ from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.model import counts
 from repro.report.views import row_view
+from repro.results.metrics import STEP_SECONDS
 from repro.results.reference_records import write_reference
 from repro.results.store import print_remarks, read_records
 from repro.util import files
 from repro.util.extras import missing_package_hint
-from repro.util.units import number
+from repro.util.units import NO_VALUE, number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,10 +42,41 @@ REFERENCE = "reference"
 """Name of the table whose file is JSON lines: the measurements of a machine, as reference records of the package."""
 
 
-def write_table(results: Path, table: str, form: str, output: Path | None, own: Sequence[Path] = ()) -> int:
+CLAIM_TABLES = ("headlines", "claims", "values")
+"""Tables whose rows belong to claims."""
+PAGE_COLUMNS = {
+    "summary": ("about", "claims", "reproduced", "possible", "not reproduced", "not run"),
+    "claims": ("claim", "published", "analytic", "simulated", "measured", "verdict"),
+    "values": ("claim", "value", "published", "simulated", "measured", "verdict"),
+    "experiments": ("name", "evidence", STEP_SECONDS, "mfu", "memory.peak_bytes", "outcome"),
+    "comparisons": ("subject", "baseline", "metric", "ratio", "low", "high"),
+    "records": ("id", "suite", "name", "evidence", "outcome", "written"),
+    "unknowns": ("unknown", "low", "high", "rows", "settles", "possible"),
+}
+"""Columns of Markdown and LaTeX tables by default: at most six, for a page of a paper."""
+COLUMN_UNITS = {
+    "_bytes": ("GB", 1e9),
+    "_seconds.median": ("s", 1.0),
+    "mfu": ("%", 0.01),
+    "mfu_causal": ("%", 0.01),
+}
+"""Unit and its size by the end of a column's name, in Markdown and LaTeX tables."""
+
+
+def write_table(
+    results: Path,
+    table: str,
+    form: str,
+    output: Path | None,
+    own: Sequence[Path] = (),
+    claims: str = "",
+    columns: str = "",
+) -> int:
     """Write one table to `output`, or to standard output; parquet and `reference` need `output`.
 
-    `own`: additional ledger files. Raises `ConfigError` for an unknown table or format, or a missing `output`.
+    `own`: additional ledger files. `claims`: a glob of claim ids, for the tables of claims. `columns`: names, separated
+    by commas; by default Markdown and LaTeX have `PAGE_COLUMNS`, and other formats have all columns. Raises
+    `ConfigError` for an unknown table, format, claim or column, or a missing `output`.
     """
     if table not in (*TABLES, REFERENCE):
         raise ConfigError("--table", table, f"one of {', '.join((*TABLES, REFERENCE))}")
@@ -57,7 +90,21 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
         raise ConfigError("--format", form, f"one of {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
         raise ConfigError("--output", "", "a file: parquet is no text")
-    frame = build_table(results, table, own)
+    if claims and table not in CLAIM_TABLES:
+        raise ConfigError("--claims", claims, f"left out with --table {table}, or --table {CLAIM_TABLES[0]}")
+    frame = build_table(results, table, own, claims)
+    if claims and frame.empty:
+        raise ConfigError(
+            "--claims", claims, f"a glob of ids of the table {table}, as `repro claims --all` lists"
+        )
+    chosen = [name.strip() for name in columns.split(",") if name.strip()]
+    if unknown := [name for name in chosen if name not in frame]:
+        raise ConfigError("--columns", unknown[0], f"one of {', '.join(map(str, frame))}")
+    if form in ("markdown", "latex"):
+        chosen = chosen or [name for name in PAGE_COLUMNS.get(table, frame) if name in frame]
+        frame = _with_units(frame, chosen)
+    elif chosen:
+        frame = frame[chosen]
     if frame.empty:
         print(f"note: no {table} in {results}: the table is empty", file=sys.stderr)
     if form == "parquet":
@@ -72,17 +119,20 @@ def write_table(results: Path, table: str, form: str, output: Path | None, own: 
     return 0
 
 
-def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataFrame:
-    """Return one of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only."""
+def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str = "") -> pd.DataFrame:
+    """Return one of `TABLES` from the store at `results`; an empty store has claims with analytic evidence only.
+
+    `claims`: a glob of claim ids, for `CLAIM_TABLES`.
+    """
     from repro.report import evidence
 
     found = evidence.read_store(results, own)
     print_remarks(found.torn)
     frames: dict[str, Callable[[], pd.DataFrame]] = {
-        "headlines": found.headlines,
+        "headlines": lambda: found.headlines(claims or "*"),
         "summary": found.summary,
-        "claims": found.claims,
-        "values": found.values,
+        "claims": lambda: found.claims(claims or "*"),
+        "values": lambda: found.values(claims or "*"),
         "experiments": found.experiments,
         "comparisons": found.comparisons,
         "records": found.provenance,
@@ -91,23 +141,38 @@ def build_table(results: Path, table: str, own: Sequence[Path] = ()) -> pd.DataF
     return frames[table]()
 
 
-LONG_COLUMNS = (
-    *("source", "how", "title", "reason", "why", "given", "key", "written"),
-    *(f"{kind}_{part}" for kind in KINDS for part in ("tolerance", "origin")),
-)
-"""Columns that Markdown tables leave out."""
+def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Return the columns with numbers of three digits, and with units in the headers or, for values, in the cells."""
+    found = {}
+    units = frame["unit"] if "unit" in frame and "unit" not in columns else [""] * len(frame)
+    for name in columns:
+        end = next((end for end in COLUMN_UNITS if name.endswith(end)), "")
+        unit, size = COLUMN_UNITS.get(end, ("", 0.0))
+        heading = name.removesuffix(end if end.startswith("_") else "").replace(".", " ")
+        cells = [_cell(value, size, each) for value, each in zip(frame[name], units, strict=True)]
+        found[f"{heading} ({unit})" if unit else name] = cells
+    return type(frame)(found)
+
+
+def _cell(value: Any, size: float, unit: str) -> Any:
+    """Return a number in units of `size`, or a fraction, as text of three digits; other values are unchanged."""
+    if isinstance(value, float | int) and value == value and (size or isinstance(value, float)):
+        return append_unit(number(value / (size or 1.0)), unit)
+    return value
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    """Return the frame as a Markdown table without long and empty columns."""
-    shown = _filled(frame.drop(columns=[name for name in LONG_COLUMNS if name in frame]))
+    """Return the frame as a Markdown table without empty columns."""
+    shown = _filled(frame)
     cells = shown.map(lambda value: str(value).replace("|", "\\|") if isinstance(value, str) else value)
     return str(cells.to_markdown(index=False)) + "\n"
 
 
 def _latex(frame: pd.DataFrame) -> str:
+    """Return the frame as a LaTeX table with the rules of the package booktabs."""
     shown = _filled(frame).style.hide(axis="index").format(escape="latex")
-    return str(shown.format_index(escape="latex", axis=1).to_latex(hrules=True))
+    table = shown.format_index(escape="latex", axis=1).to_latex(hrules=True)
+    return f"% \\usepackage{{booktabs}}\n{table.replace(NO_VALUE, '--')}"
 
 
 def _filled(frame: pd.DataFrame) -> pd.DataFrame:

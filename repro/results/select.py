@@ -101,6 +101,15 @@ def by_key(
     }
 
 
+def launches_by_key(records: Iterable[Record]) -> dict[str, list[ExperimentRecord]]:
+    """Return all successful measured records by key: one for each launch of the experiment, oldest first."""
+    found: dict[str, list[ExperimentRecord]] = {}
+    for record in _of_today(records):
+        if isinstance(record, ExperimentRecord) and (record.evidence, record.outcome) == (MEASURED, "ok"):
+            found.setdefault(record.key, []).append(record)
+    return found
+
+
 def by_keys(records: Iterable[Record]) -> dict[tuple[str, str], ComparisonRecord]:
     """Return the newest comparison by (baseline's key, subject's key)."""
     return {

@@ -21,7 +21,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
-SIMULATOR_REVISION = 3
+SIMULATOR_REVISION = 4
 """Revision of the formulas for memory and time; raise it if results change while a system's numbers do not."""
 
 

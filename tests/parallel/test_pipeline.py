@@ -288,6 +288,10 @@ def test_shape_only_counts_what_gloo_sends(request: pytest.FixtureRequest, layou
         ({"pp": 2, "chunks": 2}, "1 unless schedule = interleaved"),
         ({"schedule": "interleaved", "chunks": 2}, "pp > 1"),
         ({"pp": 2, "zero": 3}, "stage 3 would gather every parameter twice per micro-batch"),
+        (
+            {"zero": 3, "schedule": "gpipe", "global_batch": 2},
+            "schedule = 'gpipe': must be 1f1b with zero = 3",
+        ),
         ({"pp": 2, "scatter_gather": True}, "tp > 1 and pp > 1"),
         ({"sp": True}, "tp > 1"),
         ({"order": "pp-pp-tp"}, "one of tp-dp-pp"),

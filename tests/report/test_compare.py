@@ -10,10 +10,12 @@ import pytest
 
 from repro import cli
 from repro.config import Experiment
+from repro.report import compare
 from repro.report.compare import speed_ratio
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord
 from repro.results.store import Store
+from tests.launch.runs import write_suite
 from tests.records import made_up
 from tests.report import synthetic
 
@@ -26,6 +28,7 @@ def written(
     outcome: str = "ok",
     commit: str = "",
     grown: float = 1.0,
+    launches: int = 3,
 ) -> ExperimentRecord:
     found = synthetic.results(e, seconds) if outcome == "ok" else []
     source = {"git": {"commit": commit}}
@@ -33,7 +36,8 @@ def written(
     if "memory.peak_bytes" in record.metrics:
         record.metrics["memory.peak_bytes"] *= grown
     with Store(root) as store:
-        store.append(record)
+        for _ in range(launches):
+            store.append(record)
     return record
 
 
@@ -85,18 +89,78 @@ def test_two_commits_of_one_store(tmp_path: Path, e: Experiment, capsys: pytest.
     assert "aaaa1111, bbbb2222" in capsys.readouterr().err
 
 
-def test_the_interval_covers_the_ratio_of_two_noisy_sides(tmp_path: Path, e: Experiment) -> None:
+@pytest.mark.parametrize("launches", [1, 2])
+def test_few_launches_decide_no_speed(
+    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], launches: int
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    written(a, e)
+    written(b, e, seconds=2.0, launches=launches)
+    code, found = compared(capsys, str(a), str(b))
+    assert (code, found["speed"]["judged"], found["speed"]["low"]) == (0, "not decided", None)
+    assert cli.main(["compare", str(a), str(b)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 not decided" in out
+    assert "--launches 3` runs them in turns" in out
+
+
+def launched(draw: Any, count: int, seconds: float, between: float) -> list[ExperimentRecord]:
+    """Launches that differ from each other by more than their steps do."""
+    return [
+        made_up("a", series={"step_seconds": [list(factor * draw.lognormal(0, 0.03, 20))]})
+        for factor in seconds * draw.lognormal(0, between, count)
+    ]
+
+
+@pytest.mark.parametrize("launches", [3, 5])
+def test_launches_of_the_same_program_are_rarely_apart(launches: int) -> None:
+    """Of 200 comparisons 95 % are expected inside; with fewer than 180 the chance is below 1 in 500."""
     import numpy as np
 
     draw = np.random.default_rng(1)
-    inside = 0
-    for turn in range(40):
-        series = [{"step_seconds": [list(draw.lognormal(0, 0.1, 20))]} for _ in range(2)]
-        sides = [made_up("a", series=seen) for seen in series]
-        found = speed_ratio(*sides, seed=turn)
-        assert found is not None
-        inside += found[1] <= 1.0 <= found[2]
-    assert inside >= 34  # 95 % nominal: fewer than 34 of 40 has a chance of 1 in 500
+    sides = [[launched(draw, launches, 1.0, 0.15) for _ in range(2)] for _ in range(200)]
+    found = [speed_ratio(*pair) for pair in sides]
+    assert sum(one is not None and one[1] <= 1 <= one[2] for one in found) >= 180  # type: ignore[operator]
+
+
+def test_a_step_that_is_15_percent_slower_is_found() -> None:
+    import numpy as np
+
+    draw = np.random.default_rng(2)
+    found = [speed_ratio(launched(draw, 5, 1.0, 0.04), launched(draw, 5, 1.15, 0.04)) for _ in range(20)]
+    assert sum(one is not None and one[2] < 1 for one in found) >= 18  # type: ignore[operator]
+
+
+def test_two_commits_run_in_turns_from_worktrees(
+    tmp_path: Path, e: Experiment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    trees: set[Path] = set()
+
+    def run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
+        assert (tree / "repro" / "__init__.py").is_file()
+        ran.append(store.name)
+        trees.add(tree)
+        written(store, e, seconds=1.0 if store.name == "a" else 2.0, launches=1)
+
+    monkeypatch.setattr(compare, "_run_suite", run_suite)
+    suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
+    asked = ("HEAD~1", "HEAD", "--suite", str(suite), "--results", str(tmp_path / "new"), "--launches", "3")
+    code, found = compared(capsys, *asked)
+    assert (code, found["speed"]["judged"]) == (1, "worse")
+    assert ran == ["a", "b", "b", "a", "a", "b"]
+    assert len(trees) == 2
+    assert not any(tree.exists() for tree in trees)
+    assert cli.main(["compare", "no-such-commit", "HEAD", "--suite", str(suite)]) == 2
+    assert "compare = 'no-such-commit': is no commit of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_commit_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, '[[experiment]]\nname = "one"')
+    asked = ("HEAD", "HEAD", "--suite", str(suite), "--results", str(tmp_path), "--launches", "1")
+    code, found = compared(capsys, *asked)
+    assert (code, found["speed"]["judged"]) == (0, "not decided")
 
 
 def test_nothing_in_common_and_too_few_steps(
@@ -108,5 +172,5 @@ def test_nothing_in_common_and_too_few_steps(
     assert cli.main(["compare", str(a), str(b)]) == 2
     assert "records of experiments that" in capsys.readouterr().err
     short = made_up("a", series={"step_seconds": [[1.0, 1.0]]})
-    assert speed_ratio(short, short) is None
+    assert speed_ratio([short] * 3, [made_up("a")] * 3) is None
     assert cli.main(["compare", str(a), str(a), "--tolerance", "2"]) == 2

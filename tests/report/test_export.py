@@ -32,6 +32,32 @@ def test_every_table_in_every_format(
     assert len(text.splitlines()) > 3
 
 
+@pytest.mark.parametrize("form", ["markdown", "latex"])
+@pytest.mark.parametrize("table", [table for table in TABLES if table != "unknowns"])
+def test_tables_of_papers_have_six_columns(
+    synthetic_results: Path, capsys: pytest.CaptureFixture[str], table: str, form: str
+) -> None:
+    text = exported(capsys, "--results", str(synthetic_results), "--table", table, "--format", form)
+    first = text.splitlines()[0] if form == "markdown" else text.split("\\toprule")[1].splitlines()[1]
+    assert 3 <= len(first.strip("|").split("|" if form == "markdown" else " & ")) <= 6
+
+
+def test_rows_columns_and_units(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = ["--results", str(synthetic_results), "--format", "latex"]
+    chosen = [*results, "--table", "values", "--claims", "zero-fig2-*", "--columns", "claim,value,published"]
+    lines = exported(capsys, *chosen).splitlines()
+    assert (lines[0], lines[3]) == ("% \\usepackage{booktabs}", r"claim & value & published \\")
+    rows = lines[lines.index(r"\midrule") + 1 : lines.index(r"\bottomrule")]
+    assert rows
+    assert all(row.startswith("zero-fig2-") for row in rows)
+    assert any(row.endswith(r"& 38 TFLOP/s \\") for row in rows)
+    heading = exported(capsys, *results, "--table", "experiments").split("\\toprule")[1].splitlines()[1]
+    assert "step (s) & " in heading
+    assert r"memory peak (GB)" in heading
+    headline = exported(capsys, *results, "--table", "headlines", "--claims", "zero-fig2-throughput")
+    assert headline.count("15 PFLOP/s") == 1
+
+
 def test_values_are_those_of_the_claims(synthetic_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = ["--results", str(synthetic_results)]
     frame = pd.read_csv(
@@ -86,6 +112,12 @@ def test_an_empty_store_has_the_claims(tmp_path: Path, capsys: pytest.CaptureFix
             "--table = 'all': must be one of headlines, summary, claims, values, experiments, comparisons, records,",
         ),
         (["--format", "parquet"], "--output"),
+        (
+            ["--table", "records", "--claims", "zero-*"],
+            "--claims = 'zero-*': must be left out with --table rec",
+        ),
+        (["--claims", "no-such-*"], "--claims = 'no-such-*': must be a glob of ids"),
+        (["--columns", "claim,size"], "--columns = 'size': must be one of claim, about, title"),
         (["--output", "/nowhere/x.csv"], "a file in a folder that exists"),
     ],
 )

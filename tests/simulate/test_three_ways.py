@@ -12,14 +12,15 @@ import torch
 from repro.config import Experiment, Layout, Model
 from repro.config.enums import Category
 from repro.engines.native.engine import NativeEngine
-from repro.measure.memory import MemoryTracker
+from repro.launch.rank.experiment import ExperimentRun
 from repro.model.counts import states_bytes
 from repro.parallel import mesh as meshes
+from repro.results.record_parts import RankMemory
 from repro.simulate.memory.live_bytes import measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
 from tests.parallel.test_architectures import FAMILIES
 from tests.pool import RankPool
-from tests.training import micro_batches, tiny
+from tests.training import tiny
 
 MODEL = Model(name="small", layers=4, hidden=64, heads=4, vocab=128, seq=32)
 BATCH = 8
@@ -74,26 +75,20 @@ LAYOUTS = {
 
 
 def really(experiment: Experiment) -> dict[str, Any]:
-    """Initialisation and two steps on this rank: states, peak of the first, messages of the second."""
-    mesh = meshes.distributed_mesh(experiment.layout, "cpu")
-    replica = experiment.layout.index_of("dp", mesh.rank)
-    tracker = MemoryTracker()
-    with tracker:
-        engine = NativeEngine(experiment, mesh, torch.device("cpu"))
-        engine.step(micro_batches(experiment, replica, 0), lambda phase: setattr(tracker, "phase", phase))
-        engine.synchronize()
-    live = tracker.live()
-    mesh.ledger.reset()
-    engine.step(micro_batches(experiment, replica, 1), lambda phase: None)
-    engine.synchronize()
+    """Initialisation and two steps, as `repro run` runs them: the first's memory, the second's messages."""
+    run = ExperimentRun(
+        experiment,
+        meshes.distributed_mesh(experiment.layout, "cpu"),
+        torch.device("cpu"),
+        lambda step, phase: None,
+    )
+    run.prelude()
+    run.steps(1)
     return {
-        "stage": mesh.pp.rank,
-        "states": {c: live[c] for c in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)},
-        "peak": tracker.peak["total"],
-        "host": tracker.most[Category.HOST],
-        "gathered": tracker.most[Category.PARAMETERS],
-        "messages": {(r["op"], r["group"], r["purpose"]): r for r in mesh.ledger.rows()},
-        "parameters": engine.local_parameters() + engine.padding(),
+        "stage": run.mesh.pp.rank,
+        "memory": run.memory,
+        "messages": {(row.op, row.group, row.purpose): row for row in run.comm},
+        "parameters": run.engine.local_parameters() + run.engine.padding(),
     }
 
 
@@ -135,8 +130,25 @@ def test_three_ways_equal_of_other_layers(request: pytest.FixtureRequest, name: 
     agree(request, tiny(layout, model, steps=2, untimed_steps=1))
 
 
+ATTEMPTS = 6
+
+
 def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
-    """A real run's states, peak and messages are those of its trace, its states those of the paper."""
+    """A real run's states, peak and messages are those of its trace, its states those of the paper.
+
+    gloo's threads may free the tensor of a message a moment after the message was awaited.  A rank that goes on before
+    has a higher peak by that tensor, so one of a few runs must agree.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            agree_once(request, experiment)
+            break
+        except AssertionError:
+            if attempt == ATTEMPTS - 1:
+                raise
+
+
+def agree_once(request: pytest.FixtureRequest, experiment: Experiment) -> None:
     layout = experiment.layout
     pool: RankPool = request.getfixturevalue({2: "two", 4: "four"}[layout.world])
     found = pool.run(really, experiment)
@@ -151,22 +163,22 @@ def agree(request: pytest.FixtureRequest, experiment: Experiment) -> None:
         same = [seen for seen in found if seen["stage"] == role.stage]
         assert same
         for seen in same:
-            assert memory.states == seen["states"]
-            assert memory.host_bytes == seen["host"]
-            assert memory.most[Category.PARAMETERS] == seen["gathered"]
-            # A chunk's attention on a CPU has its mask as a tensor, and copies queries that share keys.
-            assert memory.peak_bytes == pytest.approx(seen["peak"], rel=0.01 if layout.cp == 1 else 0.02)
-            real = {
-                key: [row["calls"], row["payload_bytes"], row["sent_bytes"]]
-                for key, row in seen["messages"].items()
-            }
-            assert messages == real
+            real: RankMemory = seen["memory"]
+            assert memory.states == real.states
+            assert memory.host_bytes == real.most[Category.HOST]
+            assert memory.most[Category.PARAMETERS] == real.most[Category.PARAMETERS]
+            if layout.cp == 1:
+                assert {"total": memory.peak_bytes, **memory.by_category} == real.peak
+            else:  # a chunk's attention on a CPU has its mask as a tensor, and copies queries that share keys
+                assert memory.peak_bytes == pytest.approx(real.peak["total"], rel=0.02)
+            rows = seen["messages"].items()
+            assert messages == {key: [row.calls, row.payload_bytes, row.sent_bytes] for key, row in rows}
             # M_D sets gradient buffers aside, which then stay; the paper's formulas have no such term.
             if layout.precision != "fp32" and not layout.md:
                 closed = states_bytes(seen["parameters"], layout.copies, layout.zero)
                 if layout.grad_dtype == "fp32":
                     closed += 2 * seen["parameters"] / (layout.copies if layout.zero >= 2 else 1)
-                assert sum(seen["states"].values()) == closed
+                assert sum(memory.states.values()) == closed
 
 
 def test_copies_of_the_ordinary_micro_batch() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Details, Json, Ledger, StoredResults, check_writable_file
+from repro.cli.commands.options import Details, Json, Ledger, Results, StoredResults, check_writable_file
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -103,6 +103,18 @@ def export(
         ),
     ] = "claims",
     form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
+    claims: Annotated[
+        str,
+        typer.Option(help="Only claims whose id matches: of headlines, claims or values.", metavar="GLOB"),
+    ] = "",
+    columns: Annotated[
+        str,
+        typer.Option(
+            help="Only these columns, separated by commas; by default markdown and latex have six at most,"
+            " other formats all.",
+            metavar="NAMES",
+        ),
+    ] = "",
     output: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
@@ -111,7 +123,7 @@ def export(
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
 
-    return write_table(results, table, form, output, tuple(ledger or ()))
+    return write_table(results, table, form, output, tuple(ledger or ()), claims, columns)
 
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
@@ -128,12 +140,23 @@ def artifact(
     return write_appendix(output, tuple(ledger or ()))
 
 
-@app.command(epilog="Example:  repro compare results-before results-after --tolerance 0.03")
+@app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml --launches 5")
 def compare(
     first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
-    results: StoredResults = Path("results"),
+    results: Results = Path("results"),
     tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    suite: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Run this suite in the commits A and B of this checkout, in turns, and compare the results.",
+            metavar="FILE",
+        ),
+    ] = None,
+    launches: Annotated[
+        int,
+        typer.Option(help="With --suite: runs of each commit; fewer than 3 decide no speed.", metavar="N"),
+    ] = 3,
     ledger: Ledger = None,
     details: Details = False,
     json: Json = False,
@@ -141,7 +164,9 @@ def compare(
     """Compare two sets of results: speed, memory, outcomes, verdicts.  Exit code 1 if something is worse."""
     from repro.report.compare import print_comparison
 
-    return print_comparison(first, second, results, tolerance, json, details, tuple(ledger or ()))
+    return print_comparison(
+        first, second, results, tolerance, json, details, tuple(ledger or ()), suite, launches
+    )
 
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")

@@ -25,6 +25,7 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.operators import CollectiveCounter, KernelCounter
 from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
 from repro.model.data import open_stream
+from repro.parallel import storage
 from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
 from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
@@ -243,7 +244,7 @@ class ExperimentRun:
         phase(Phase.FORWARD)
         scale = self.engine.loss_scale()
         if scale is not None:
-            self.series.scales.append(scale.clone())
+            self.series.scales.append(storage.mark(scale.clone(), Category.SHAPE))
         with deterministic_algorithms(self.experiment.training.deterministic), self.kernels.counting():
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1

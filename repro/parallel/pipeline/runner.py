@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from repro.config import Layout
-from repro.config.enums import Phase
+from repro.config.enums import Category, Phase
+from repro.parallel import storage
 from repro.parallel.comm import Group
 from repro.parallel.pipeline.boundary import Boundary, exchanges
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches, build_schedule, dependency_of
@@ -117,7 +118,7 @@ class Pipeline:
 
         Gradients are those of the mean loss, multiplied by `scale` (0-dim) if given.
         """
-        total = torch.zeros((), dtype=torch.float32, device=self._anchor.device)
+        total = storage.zeros(1, self._anchor, Category.OTHER, torch.float32)[0]
         self._passes = [0] * len(self.chunks)
         self.position = 0
         self._expect(self.batches[0])

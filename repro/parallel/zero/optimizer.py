@@ -235,7 +235,7 @@ class LossScaler:
         self, initial: float, window: int, hysteresis: int, device: torch.device, floor: float = 1.0
     ):
         def scalar(value: float) -> Tensor:
-            return torch.tensor(value, dtype=torch.float32, device=device)
+            return torch.full((), value, dtype=torch.float32, device=device)
 
         self.scale, self.floor = scalar(initial), floor
         self.window, self.hysteresis = window, hysteresis

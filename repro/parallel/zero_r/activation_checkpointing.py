@@ -75,7 +75,7 @@ class ActivationCheckpoints:
         self._stream: torch.cuda.Stream | None = None
 
     @property
-    def _plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Return whether the checkpoint is x itself."""
         return self.parts == 1 and not self.offload and not self.contiguous
 
@@ -85,7 +85,7 @@ class ActivationCheckpoints:
         With `pa` all ranks of the tp group must save the same values.
         """
         saved = ActivationCheckpoint(x, before)
-        if self._plain:
+        if self.is_plain:
             saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
             return saved
         size = -(-x.numel() // self.parts)  # parts are equal; the last one may end in padding
@@ -123,7 +123,7 @@ class ActivationCheckpoints:
         else:
             part = saved.kept
         assert part is not None
-        if self._plain:
+        if self.is_plain:
             saved.kept = None
             return part
         if self.parts > 1:

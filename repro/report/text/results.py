@@ -172,6 +172,12 @@ def _print_experiments(console: Console, group: ComparableResults, most: int | N
     print_page(console, "; ".join(dict.fromkeys(notes)))
 
 
+REPEATED_REDUCTION = (
+    "; ZeRO 2 and 3 reduce gradients in every micro-batch, "
+    "so with m of them ZeRO 2 sends (m + 1)/2 times as much"
+)
+
+
 def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[list[Column]]]:
     """Return the column of names, and blocks of columns that share a table."""
     rows = [experiment_row(record) for record in group.records]
@@ -190,6 +196,9 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
     curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
     tokens = _numbers([row.get("tokens_per_s") for row in rows], 1.0)
+    layouts = [record.experiment.layout for record in group.records]
+    is_repeated = any(one.zero >= 2 and one.accumulation > 1 and one.copies > 1 for one in layouts)
+    traffic = f"sent: by rank 0 in a step{REPEATED_REDUCTION * is_repeated}"
     memory = "memory: of the fullest rank, between steps for model states"
     return Column("experiment", [row["name"] for row in rows], left=True), [
         [
@@ -218,7 +227,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
                 Column(f"{part}\n({gb})", _numbers(values, byte), is_main=part == "peak", note=memory)
                 for part, values in held.items()
             ),
-            Column(f"sent\n({sent_in})", _numbers(sent, sent_byte), note="sent: by rank 0 in a step"),
+            Column(f"sent\n({sent_in})", _numbers(sent, sent_byte), note=traffic),
         ],
     ]  # fmt: skip
 

@@ -112,6 +112,8 @@ class TraceRecorder(UncompiledMode):
         self._count = 0
         self.works = 0
         """Number of messages so far, which is the number of the last message."""
+        self.on_processors = False
+        """Whether attention allocates as on a processor, without the state of a random number generator."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
         """Events of calls by key, the number of storages before the call, and the number of storages of the call."""
@@ -173,7 +175,7 @@ class TraceRecorder(UncompiledMode):
         key = call_key(func, args, kwargs)
         out = _SHAPES.call(func, args, kwargs, key)
         results = _tensors(out)
-        for result in results:
+        for result in results[:2] if self.on_processors and name in FUSED_ATTENTION else results:
             self._see(result.untyped_storage(), name)
         if kind != _ALLOCATION and not self._quiet:
             event = _OPERATORS.get(key) if key is not None else None
@@ -283,6 +285,7 @@ class TraceRecorder(UncompiledMode):
 
 
 _SHAPES = ShapeCache()
+FUSED_ATTENTION = tuple(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient"))
 _OPERATORS: dict[CallKey, Operator] = {}
 """Cost of operators by operands. Layers and micro-batches repeat the same operands."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)

@@ -29,6 +29,7 @@ from repro.parallel.pipeline.runner import Pipeline
 from repro.parallel.pipeline.schedule import BACKWARD, FORWARD
 from repro.parallel.storage import unobserved
 from repro.parallel.zero.grad_reduce import GradientReducer
+from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.segments import (
     GradientCall,
@@ -60,11 +61,12 @@ class BlockRepeater:
         recorder: TraceRecorder,
         pipeline: Pipeline,
         recordings: dict[BlockKind, Recording],
-        *,
-        recomputed: bool,
+        checkpoints: ActivationCheckpoints | None,
     ):
         """Use the `recordings` of earlier traces whose blocks do the same, and add the recordings of this trace."""
-        self.recorder, self.recordings, self.recomputed = recorder, recordings, recomputed
+        self.recorder, self.recordings, self.recomputed = recorder, recordings, checkpoints is not None
+        self.retains_inputs = checkpoints is None or checkpoints.is_plain
+        """Whether a part of the model retains its input until its backward pass, and no copy of the input."""
         self._pipeline = pipeline
         self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
         """Micro-batch of each chunk whose backward pass comes first."""
@@ -197,7 +199,8 @@ class _RepeatablePart:
             return self.run(micro_batch, x)
         inputs = [] if x is None else [x]
         if micro_batch != self.typical[0]:
-            again = RepeatedBlock(self.repeats.recorder, self.recording, (), inputs, self.reducer)
+            retained = inputs if self.repeats.retains_inputs else ()
+            again = RepeatedBlock(self.repeats.recorder, self.recording, (), retained, self.reducer)
             found: Tensor = _RepeatedFunction.apply(self._anchor if x is None else x, again)
             return found
         record = _PartRecorder(self.repeats, self.recording, inputs)

@@ -25,6 +25,7 @@ from repro.measure.operators import without_compiler
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.ledger import SEND
+from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import Action, build_schedule, peak_in_flight
 from repro.parallel.transports import Transport
 from repro.simulate.trace.events import Alloc, Event, Free, Message, Operator, PhaseStart, Timed, Wait
@@ -174,6 +175,7 @@ def trace(
     short = replace(experiment, layout=layout)
     rank = layout.group_of("pp", 0)[role.stage]
     recorder = recorder or TraceRecorder()
+    recorder.on_processors = gloo
 
     def transport_of(ranks: tuple[int, ...]) -> Transport:
         real = gloo and rank in ranks
@@ -189,17 +191,18 @@ def trace(
         recorder.under_way = lambda: (
             (pipeline.current.micro_batch, pipeline.position) if pipeline.current else no_action()
         )
-        repeats = BlockRepeater(
-            recorder, pipeline, recordings_of(short, gloo), recomputed=layout.has_checkpoints
-        )
+        repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), engine.checkpoints)
         for chunk, part in enumerate(engine.parts if repeat else ()):
             repeats.attach(part, chunk)
-        tokens = torch.empty(layout.micro_batch, experiment.seq, dtype=torch.int64, device=device)
+        # Tokens and targets of a step, and on a GPU those of the next one (`repro.launch.rank.step_data`).
+        shape = 2, experiment.layout.replica_batch, experiment.seq
+        inputs = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(1 if gloo else 2)]
+        tokens, targets = inputs[0][:, : layout.micro_batch]
         # As after an earlier step, whose parameters are still being gathered when the next step begins.
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
-        engine.step([MicroBatch(tokens, tokens, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
+        engine.step([MicroBatch(tokens, targets, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
     # The collector cannot see cycles through a tensor: parameters hold their hooks, storages hold the recorder.
@@ -244,5 +247,6 @@ def shortened(layout: Layout, stage: int) -> Layout:
     count = unit
     while count < m and (count < 3 or live(count) < live(m)):
         count += unit
-    count = min(m, count + unit)
+    # At the peak a later stage also retains the gradients that it has sent in preceding backward passes.
+    count = min(m, count + (max(unit, Boundary.UNDER_WAY) if layout.pp > 1 else unit))
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)

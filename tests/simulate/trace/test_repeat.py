@@ -48,6 +48,7 @@ LAYOUTS = {
     "1f1b-recomputed": replace(DEEP, recompute=True, bucket_bytes=100_000),
     "gpipe": replace(DEEP, schedule="gpipe"),
     "gpipe-recomputed": replace(DEEP, schedule="gpipe", zero=2, recompute=True),
+    "gpipe-md": replace(DEEP, schedule="gpipe", recompute=True, md=True),
     "interleaved": replace(DEEP, schedule="interleaved", chunks=2, tp=2, scatter_gather=True),
     "interleaved-alone": replace(DEEP, schedule="interleaved", chunks=4, recompute=True),
     "unequal": replace(DEEP, stage_layers=(5, 3), recompute=True),
