@@ -98,6 +98,8 @@ class Row:
     """A key of `published.UNITS`."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    statement: str
+    """Kind of the statement, one of `tolerance.STATEMENTS`."""
     bound: str
     """Bound in the source: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
     error: float
@@ -232,6 +234,7 @@ class TestableEntry:
     """`""` is no unit; None is the unit of the claim."""
     metric: str = ""
     bound: str = ""
+    statement: str = ""
     error: float = 0.0
     certainty: str = ""
     analytic: str = ""

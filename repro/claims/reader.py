@@ -15,7 +15,7 @@ from repro.claims.independence import LARGE_RESULT_UNITS, analytic_origin, share
 from repro.claims.one_device import device_functions
 from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
-from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS
+from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS, statement_of
 from repro.config.errors import ConfigError
 from repro.results.schema import EMULATED
 from repro.results.select import select
@@ -257,12 +257,18 @@ def _row(
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
             if unit != "%":
                 raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
+        calls = frozenset(name for item in evidence for name in item.value.calls)
+        statement = statement_of(number, published, entry.bound, metric, calls)
+        if entry.statement not in ("", statement):
+            right = f"{statement}, by its text, bound, metric and functions; a threshold has metric limit"
+            raise ConfigError("statement", entry.statement, right)
         row = ledger.Row(
             label=entry.label,
             published=published,
             printed=number,
             unit=unit,
             metric=metric,
+            statement=statement,
             bound=_one_of("bound", entry.bound, BOUNDS),
             error=entry.error,
             certainty=certainty,

@@ -183,6 +183,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "published": row.published,
         "value": None if row.printed is None else row.printed.value,
         "unit": row.unit,
+        "statement": row.statement,
         "bound": row.bound,
         "error": row.error,
         "metric": row.metric,

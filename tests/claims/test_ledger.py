@@ -231,7 +231,6 @@ def counted(results: dict[str, ClaimResult], claim_id: str, kind: str) -> tuple[
         ("zero-table5-fig2-configs", 0, 18),  # batch x GPUs / MP
         ("meg1-table1-weak-scaling", 4, 8),
         ("meg2-table1-weak-scaling", 10, 20),
-        ("zero-max-size-nd64", 4, 0),
         ("yuan-bubble", 0, 1),
         ("meg2-bubble", 0, 8),
         ("meg2-comm-tp-pp", 2, 9),
