@@ -83,6 +83,8 @@ class Evidence:
     """Expected value: the formula at the twin's own scale; None: compare with the published value."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    reading: str = ""
+    """Condition that the source does not print and this evidence assumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,10 @@ class Row:
     not_comparable: str
     """Reason why no value can be compared with the row; empty if values can."""
     note: str
+    erratum: str = ""
+    """Arithmetic by which the source itself shows another number than the printed one."""
+    sentence: str = ""
+    """Name of the published sentence that rows of several claims quote; their simulations are the same."""
     main: bool = True
     """Whether the row decides the claim's verdict.  Other rows are shown and judged only."""
     given: str = ""
@@ -223,6 +229,7 @@ class EvidenceEntry:
     expect: str = ""
     scale: str = PUBLISHED_SCALE
     metric: str = ""
+    reading: str = ""
 
 
 @dataclass(kw_only=True)
@@ -246,6 +253,8 @@ class TestableEntry:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    erratum: str = ""
+    sentence: str = ""
     main: bool = False
     given: str = ""
 

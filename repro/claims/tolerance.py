@@ -36,7 +36,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from repro.claims.ledger import Claim, Evidence, Row
-from repro.claims.published import UNITS, PrintedNumber, magnitude
+from repro.claims.published import UNITS, PrintedNumber, format_value, magnitude
 
 RELATIVE_TOLERANCE: dict[str, float] = {
     "exact": 0.0,
@@ -231,16 +231,10 @@ def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
 
 
 def _range(rule: AcceptedRange, row: Row) -> str:
-    low, high = _number(rule.low, row.printed), _number(rule.high, row.printed)
+    low, high = format_value(rule.low, row.printed), format_value(rule.high, row.printed)
     unit = row.unit if row.unit in ("", "x", "%") else f" {row.unit}"
     if rule.low == float("-inf"):
         return f"{'below' if rule.open_high else 'at most'} {high}{unit}"
     if rule.high == float("inf"):
         return f"{'above' if rule.open_low else 'at least'} {low}{unit}"
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
-def _number(value: float, like: PrintedNumber | None) -> str:
-    """Format a number with six significant digits, in the magnitude of the printed number."""
-    letter, size = magnitude(like)
-    return f"{value / size:.6g}{letter}"

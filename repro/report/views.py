@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from repro.claims import verdicts
-from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
+from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
 from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
 from repro.claims.table import count_text, why
@@ -26,10 +26,13 @@ VERDICT_SIGNS = {
     verdicts.REPRODUCED: "✓",
     verdicts.POSSIBLE: "?",
     verdicts.NOT_REPRODUCED: "✗",
-    verdicts.CONSISTENT: "≈",
+    verdicts.FOLLOWS: "≈",
     verdicts.INCONSISTENT: "≉",
     verdicts.NOT_COMPARABLE: "≠",
     verdicts.NOT_RUN: "○",
+    verdicts.NO_TEST: "∅",
+    verdicts.DEPENDS: "±",
+    verdicts.ERRATUM: "!",
 }
 """Sign of each verdict, because colour alone must not distinguish verdicts."""
 
@@ -91,7 +94,7 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
         return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
     if name == ITSELF:
-        shown = verdicts.CONSISTENT if kind.reproduced == kind.decided else verdicts.INCONSISTENT
+        shown = verdicts.FOLLOWS if kind.reproduced == kind.decided else verdicts.INCONSISTENT
     else:
         if len(values) == 1:
             words = _value(*values[0])
@@ -106,7 +109,7 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
             if missed
             else verdicts.POSSIBLE
         )
-    return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
+    return {"text": words, "scale": kind.scale, "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:

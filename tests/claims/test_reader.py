@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.claims.ledger import CLOSED_FORM, ITSELF, Ledger
+from repro.claims.ledger import Ledger
 from repro.claims.reader import load_ledger
 from repro.config import ConfigError
 
@@ -125,15 +125,6 @@ def test_a_mistake_is_one_line(tmp_path: Path, mistake: str) -> None:
 def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> None:
     ledger = read(tmp_path, SOUND.replace("label", "error = 1, label"))
     assert [row.error for row in ledger.claims[0].rows] == [1.0]
-
-
-def test_a_literal_that_is_the_answer_is_found_in_the_unit_of_its_row(tmp_path: Path) -> None:
-    """2e9 is what 2 GB were published as; 3e9 is a size."""
-    formula = 'analytic = "model_state_bytes(1, 16) * 0 + {}"'
-    for literal, origin in (("2e9", ITSELF), ("3e9", CLOSED_FORM)):
-        text = SOUND.replace('analytic = "2 * GB"', formula.format(literal))
-        (evidence,) = read(tmp_path, text).claims[0].rows[0].evidence
-        assert evidence.origin == origin
 
 
 def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from repro.claims.expression import arguments
 from repro.claims.judge import experiments_read, judge, judge_claim
 from repro.claims.records import Missing, Records
 from repro.claims.tolerance import accepted_range
-from repro.claims.verdicts import NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
+from repro.claims.verdicts import NO_TEST, NOT_COMPARABLE, NOT_REPRODUCED, NOT_RUN, REPRODUCED
 from repro.config import Experiment, Layout, Model
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.results.schema import ExperimentRecord
@@ -317,7 +317,7 @@ def test_a_calibrated_value_is_shown_and_judged_by_nothing_simulated() -> None:
     (finding,) = row.findings
     assert (finding.verdict, finding.text) == (NOT_COMPARABLE, "39")
     assert row.row.calibrates in finding.reason
-    assert (row.verdict, row.basis, row.reason) == (NOT_RUN, "", row.row.needs)
+    assert (row.verdict, row.basis, row.reason) == (NO_TEST, "", row.row.needs)
     assert result.kind("simulated") is None
     empty = judge_claim(claim, Records([]))
     assert [f.verdict for row in empty.rows for f in row.findings if f.kind == "simulated"] == [
