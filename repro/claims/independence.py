@@ -36,7 +36,7 @@ from repro.claims.expression import (
     parse,
     replace_number,
 )
-from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
+from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS, bubble_fraction
 from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF, KINDS, Row
 from repro.claims.one_device import DEVICE_FUNCTIONS
 from repro.claims.published import UNITS
@@ -85,10 +85,14 @@ def _changed_inputs(
             yield replace_number(expression, number, other), columns
 
 
+_QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
+"""Formulas that read the same inputs, without counting a schedule action by action."""
+
+
 def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
     """Return the value of an analytic expression; None for inputs that its formulas refuse, for example a stage 4."""
     try:
-        return evaluate_expression(expression, FORMULAS, {**CONSTANTS, **columns}).value
+        return evaluate_expression(expression, _QUICK_FORMULAS, {**CONSTANTS, **columns}).value
     except ExpressionError:
         return None
 
