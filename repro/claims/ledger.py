@@ -118,6 +118,8 @@ class Row:
     not_comparable: str
     """Reason why no value can be compared with the row; empty if values can."""
     note: str
+    source: str = ""
+    """Document of the row, where the claim cites several; empty: all sources of the claim."""
     erratum: str = ""
     """Arithmetic by which the source itself shows another number than the printed one."""
     sentence: str = ""
@@ -253,6 +255,7 @@ class TestableEntry:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    source: str = ""
     erratum: str = ""
     sentence: str = ""
     main: bool = False

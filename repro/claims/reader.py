@@ -31,6 +31,9 @@ from repro.results.select import select
 LEDGER_DIRECTORY = Path(__file__).parent
 _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
+SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
+_DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
+"""Pictures and issue threads, by which a source names one document."""
 BEYOND_REPORTS = "9999"
 """Date that orders ledger files without a date."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
@@ -63,6 +66,9 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
     _check_sentences(claims.values())
+    check_shared_documents(
+        claims.values(), (path.read_text(encoding="utf-8") for path in SYSTEMS.glob("*.toml"))
+    )
     for path, content in files.items():
         for headline in content.headline:
             _check_headline(headline, claims, str(path))
@@ -74,6 +80,21 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
         about={path.name: content.about or content.title for path, content in files.items()},
         dates={path.name: content.date for path, content in files.items()},
     )
+
+
+def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
+    """Raise `ConfigError` for a row whose tests read a system that takes a number from the row's own document."""
+    documents = set(_DOCUMENT.findall(" ".join(system_texts)))
+    for claim in claims:
+        for row in claim.rows:
+            cited = set(_DOCUMENT.findall(row.source or " ".join(claim.source)))
+            tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
+            if tests and not row.calibrates and cited & documents:
+                shared = ", ".join(sorted(cited & documents))
+                says = f"a system file takes a number from {shared}; mark the row as `given`"
+                raise ConfigError(
+                    "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
+                )
 
 
 def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
@@ -292,6 +313,7 @@ def _row(
             needs=entry.needs or claim.needs,
             not_comparable=entry.not_comparable or claim.not_comparable,
             note=entry.note,
+            source=entry.source,
             erratum=entry.erratum,
             sentence=entry.sentence,
             main=entry.main,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from repro.claims.ledger import Ledger
-from repro.claims.reader import load_ledger
+from repro.claims.ledger import TRACE, Ledger
+from repro.claims.reader import check_shared_documents, load_ledger
 from repro.config import ConfigError
+from tests import committed
 
 HEAD = """
 title = "Test"
@@ -150,3 +152,20 @@ def test_a_row_without_a_unit_is_not_a_row_that_says_nothing_of_it(
 ) -> None:
     (tmp_path / "test.toml").write_text(SOUND.replace("label", f"{key}label"))
     assert load_ledger(tmp_path).claim("a-claim").rows[0].unit == unit
+
+
+def test_a_row_shares_no_document_with_a_number_of_a_system() -> None:
+    """Before, the context of the DGX-2 came from the picture whose numbers a claim tested."""
+    row = next(
+        row for row in committed.ledger().claim("ds-zero1-doc-1p5b-8gpu").rows if "reserved" in row.label
+    )
+    assert row.given
+    traces = tuple(dataclasses.replace(one, origin=TRACE) for one in row.evidence)
+    claim = dataclasses.replace(
+        committed.ledger().claim("ds-zero1-doc-1p5b-8gpu"), rows=(dataclasses.replace(row, evidence=traces),)
+    )
+    check_shared_documents([claim], ["another.png"])
+    with pytest.raises(ConfigError, match="takes a number from oom_dp8_1.5B_log.png"):
+        check_shared_documents(
+            [claim], ['source = "DeepSpeed 38327e07 docs/assets/images/oom_dp8_1.5B_log.png"']
+        )
