@@ -165,7 +165,7 @@ def test_a_row_shares_no_document_with_a_number_of_a_system() -> None:
         committed.ledger().claim("ds-zero1-doc-1p5b-8gpu"), rows=(dataclasses.replace(row, evidence=traces),)
     )
     check_shared_documents([claim], ["another.png"])
-    with pytest.raises(ConfigError, match="takes a number from oom_dp8_1.5B_log.png"):
+    with pytest.raises(ConfigError, match="takes a number from oom_dp8"):
         check_shared_documents(
             [claim], ['source = "DeepSpeed 38327e07 docs/assets/images/oom_dp8_1.5B_log.png"']
         )
