@@ -10,37 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from repro.claims import other_system
-from repro.claims.headlines import (
-    SHOWN_KINDS,
-    describe_accepted,
-    describe_miss,
-    headline_lines,
-    measuring_machines,
-    value_text,
-)
+from repro.claims import headlines, other_system, verdicts
+from repro.claims.headlines import SHOWN_KINDS, describe_miss, headline_lines, measuring_machines, value_text
 from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
-from repro.claims.verdicts import (
-    BAD,
-    DEPENDS,
-    ERRATUM,
-    FOLLOWS,
-    GOOD,
-    INCONSISTENT,
-    NO_TEST,
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    POSSIBLE,
-    REPRODUCED,
-    ClaimResult,
-    Finding,
-    RowResult,
-)
+from repro.claims.verdicts import BAD, FOLLOWS, GOOD, NOT_REPRODUCED, NOT_RUN, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
 from repro.results.reference_records import load_reference
@@ -67,16 +44,13 @@ MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
 VERDICT_STYLES = {
-    REPRODUCED: "green",
-    POSSIBLE: "blue",
-    NOT_REPRODUCED: "red",
-    FOLLOWS: "cyan",
-    INCONSISTENT: "magenta",
-    NOT_COMPARABLE: "dim",
-    NOT_RUN: "yellow",
-    NO_TEST: "yellow",
-    DEPENDS: "blue",
-    ERRATUM: "magenta",
+    verdicts.REPRODUCED: "green",
+    **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
+    verdicts.NOT_REPRODUCED: "red",
+    verdicts.FOLLOWS: "cyan",
+    **dict.fromkeys((verdicts.INCONSISTENT, verdicts.ERRATUM), "magenta"),
+    verdicts.NOT_COMPARABLE: "dim",
+    **dict.fromkeys((verdicts.NOT_RUN, verdicts.NO_TEST), "yellow"),
 }
 
 
@@ -134,13 +108,10 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
         formulas = [
-            finding for result in results for finding in result.findings if finding.itself and finding.decided
+            one.verdict for result in results for one in result.findings if one.itself and one.decided
         ]
-        follow = f"{sum(one.verdict == FOLLOWS for one in formulas)} of {len(formulas)} values follow from formulas"
-        notes = (
-            f"Nothing has been tested in this store yet. {follow} of their source.",
-            "Simulate the experiments: `make simulate`.",
-        )
+        follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
+        notes = (f"Nothing has been tested in this store yet. {follow}.", "Simulate them: `make simulate`.")
     console.print("\n".join(notes))
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
@@ -171,18 +142,13 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
         shown.sort(key=lambda row: (row.row.label not in first, DISAGREEING_FIRST.index(row.verdict)))
         shown = shown[:MAX_CLAIM_ROWS]
     kinds = [kind for kind in (ITSELF, *KINDS) if any(row.under(kind) for row in shown)]
-    headings = (
-        "value",
-        "published",
-        "accepted",
-        *("formula" if k == ITSELF else k for k in kinds),
-        "verdict",
-    )
+    names = ["formula" if kind == ITSELF else kind for kind in kinds]
+    headings = ("value", "published", "accepted", *names, "verdict")
     grid = render.new_table(*headings, left=set(headings), wrap={"value"}, gap=1)
     for row in shown:
         cells = (value_text([row], kind) for kind in kinds)
         style = VERDICT_STYLES[row.verdict]
-        accepted = describe_accepted(row)
+        accepted = headlines.describe_accepted(row)
         grid.add_row(row.row.label, _published(row), accepted, *cells, Text(row.verdict, style=style))
     console.print()
     console.print(grid)
