@@ -227,7 +227,6 @@ def counted(results: dict[str, ClaimResult], claim_id: str, kind: str) -> tuple[
         ("zero-table2-max-model-size", 20),  # four values, multiplied by MP
         ("zero-fig1-7p5b", 4),
         ("zero-1t-on-1024", 3),
-        ("ds-zero1-doc-1p5b-8gpu", 2),
         ("zero-table5-fig2-configs", 18),  # batch x GPUs / MP
         ("meg1-table1-weak-scaling", 12),
         ("meg2-table1-weak-scaling", 30),
