@@ -73,6 +73,9 @@ class OperatorSet(StrEnum):
     FUSED_2026 = "fused-2026"
     """Operators of `fused`, as this suite's kernels and the libraries of 2026 run them on Hopper.  They are identical
     here, but predictions use measured kernel times for them."""
+    MEGATRON_2025 = "megatron-2025"
+    """Megatron-core of October 2025 with Transformer Engine 2.11: operators of `fused` with a contiguous copy of shared
+    values and weight gradients in fp32 (`fuses_gradient_accumulation`)."""
     REFERENCE = "reference"
     """Operators of `fused`, each by torch's own, on every device; on a CPU `fused` runs these too."""
     SOFTMAX = "softmax"
@@ -91,6 +94,15 @@ class OperatorSet(StrEnum):
     def writes_scores(self) -> bool:
         """Return whether attention writes its scores, [b, a/t, s, s]."""
         return self in (OperatorSet.SOFTMAX, OperatorSet.UNFUSED)
+
+    @property
+    def fuses_gradient_accumulation(self) -> bool:
+        """Return whether matrix products add to fp32 gradients directly (`gradient_accumulation_fusion`).
+
+        A rank then retains one uninitialised 16-bit gradient for each shape of its matrices, which Transformer Engine
+        returns to autograd instead (`get_dummy_wgrad`).
+        """
+        return self is OperatorSet.MEGATRON_2025
 
     @property
     def in_passes(self) -> bool:

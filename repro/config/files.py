@@ -91,7 +91,7 @@ def _nested_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
-    """Return the tables at `where` as `kind`: a dataclass, a dictionary of dataclasses, or a tuple of them."""
+    """Return the tables at `where` as `kind`: a dataclass, a dictionary, list or tuple of them."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is dict:
         if not isinstance(value, dict):
@@ -100,10 +100,10 @@ def _build_nested(kind: Any, value: Any, *, file: str, where: str) -> Any:
             key: _build_nested(kinds[1], table, file=file, where=f"{where}.{key}")
             for key, table in value.items()
         }
-    if origin is tuple:
+    if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise ConfigError(where, value, f"tables [[{where}]]", file=file)
-        return tuple(
+        return origin(
             _build_nested(kinds[0], table, file=file, where=f"{where} number {number}")
             for number, table in enumerate(value, 1)
         )

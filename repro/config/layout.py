@@ -89,7 +89,8 @@ class Layout:
     grad_dtype: str = "precision"
     """Data type in which gradients are accumulated and reduced: that of `precision`, or `fp32` in 16-bit training.
     With `fp32` the 16-bit gradient of each backward pass is added to an fp32 buffer and freed, as to the `main_grad` of
-    Megatron-LM (`accumulate_allreduce_grads_in_fp32`): gradients and their messages have 4 bytes a parameter."""
+    Megatron-LM (`accumulate_allreduce_grads_in_fp32`): gradients and their messages have 4 bytes a parameter.  Products
+    of `kernels = "megatron-2025"` add to the buffer themselves."""
     bucket_bytes: int = 25_000_000
     """Bytes of one gradient bucket (stages 0-2).  Stage 3 reduces one block at a time."""
     gradient_as_bucket_view: bool = True

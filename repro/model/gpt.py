@@ -188,6 +188,17 @@ class GPT(nn.Module):
         y: Tensor = block(x, place, masks)
         return y
 
+    def matrix_shapes(self) -> set[tuple[int, int]]:
+        """Return rows and columns of the rank's matrices; weights that multiply the same input are one matrix."""
+        found = (
+            [[self.head.tokens if self.setting.model.tied else self.head.output]] if self.part.last else []
+        )
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            columns = [weight for weight, _ in block.attention.columns()]
+            found += [columns, [block.attention.out], [block.mlp.up], [block.mlp.down]]
+        return {(sum(w.numel() // w.shape[-1] for w in one), one[0].shape[-1]) for one in found}
+
     def zero_units(self) -> list[GatherUnit]:
         """Return one gather unit per block; a tied embedding and the final norm share one, because both ends use it."""
         # The embedding's backward reads a norm's weight only.

@@ -249,6 +249,8 @@ class Attention(nn.Module):
         k, v = _Split.apply(products[1].view(b, s, self.key_heads, 2, width), 3)
         if self.setting.model.positions == "rotary":
             k = self._turned(k.reshape(b, s, -1), self.key_heads).view(v.shape)
+        if self.setting.operators is OperatorSet.MEGATRON_2025:
+            v = v.contiguous()  # Transformer Engine copies values whose strides are not those of the keys
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def _turned(self, x: Tensor, heads: int) -> Tensor:

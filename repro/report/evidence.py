@@ -31,12 +31,12 @@ from repro.claims.table import as_dict, count_text, summary, why
 from repro.claims.verdicts import ClaimResult
 from repro.config import ConfigError, Experiment, Layout, Training, models
 from repro.measure.local_system import load_system
-from repro.results import tables
 from repro.results.metrics import shown
 from repro.results.reference_records import ReferenceFile, load_reference
-from repro.results.schema import MEASURED, ExperimentRecord, Record
+from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, Record
 from repro.results.select import of_today, select
 from repro.results.store import Store
+from repro.results.tables import comparison_row, experiment_row
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ class JudgedStore:
 
     def experiments(self, pattern: str = "*", evidence: str = "") -> pd.DataFrame:
         """Return one row per experiment record of any protocol: conditions, outcome, every metric."""
-        found = self._matching(pattern)
-        return tables.experiment_frame(r for r in found if evidence in ("", getattr(r, "evidence", "")))
+        found = (record for record in self._matching(pattern) if isinstance(record, ExperimentRecord))
+        return _frame([experiment_row(record) for record in found if evidence in ("", record.evidence)])
 
     def latest(self, pattern: str = "*", evidence: str = "") -> list[ExperimentRecord]:
         """Return the judged records: the newest conclusive one of each experiment, else its newest failure."""
@@ -169,7 +169,8 @@ class JudgedStore:
 
     def comparisons(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per comparison of two interleaved strategies: ratio with its 95 % interval."""
-        return tables.comparison_frame(self._matching(pattern))
+        found = (record for record in self._matching(pattern) if isinstance(record, ComparisonRecord))
+        return _frame([comparison_row(record) for record in found])
 
     def provenance(self) -> pd.DataFrame:
         """Return one row per record of any kind and protocol: id, origin and source commit."""

@@ -42,27 +42,13 @@ def anchor(kind: str, name: str) -> str:
     return f"{'sim' if kind == 'simulated' else 'run'}-{name.replace('/', '.').replace(' ', '-')}"
 
 
-CLAIM_FIELDS = (
-    "id",
-    "title",
-    "file",
-    "published",
-    "conditions",
-    "certainty",
-    "contradictions",
-    "note",
-    "needs",
-)
-"""Fields of a claim that the page shows unchanged."""
-
-
 def claim_view(result: ClaimResult, ledger: Ledger, catalogue: SuiteCatalogue) -> dict[str, Any]:
-    """Return all data that the page shows about one claim."""
+    """Return the fields of a claim and of its result, and further data that the page shows about the claim."""
     claim = result.claim
     read = list(dict.fromkeys([*experiments_of(claim.rows), *_measured_at_published_scale(result)]))
     return {
-        **{key: getattr(claim, key) for key in CLAIM_FIELDS},
-        **{key: getattr(result, key) for key in ("verdict", "basis", "reason", "disagreements")},
+        **vars(claim),
+        **vars(result),
         "sources": [_source(text, ledger) for text in claim.source],
         "certainty_meaning": CERTAINTIES[claim.certainty],
         "predicted": claim.prediction,
@@ -93,22 +79,13 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     if kind is None or kind.decided == 0:
         return {"text": words, "scale": "", "verdict": ""}
     values = [(f, row) for row in result.rows if row.row.main for f in row.under(name)]
-    if name == ITSELF:
-        shown = verdicts.FOLLOWS if kind.reproduced == kind.decided else verdicts.INCONSISTENT
-    else:
-        if len(values) == 1:
-            words = _value(*values[0])
-        elif kind.decided < kind.rows:
-            words += f" ({kind.rows - kind.decided} not run)"
-        # Missing runs alone are not a failure if all executed rows agree.
-        missed = any(f.verdict in verdicts.BAD for f, _ in values)
-        shown = (
-            verdicts.REPRODUCED
-            if kind.reproduced == kind.decided
-            else verdicts.NOT_REPRODUCED
-            if missed
-            else verdicts.POSSIBLE
-        )
+    if len(values) == 1 and name != ITSELF:
+        words = _value(*values[0])
+    elif kind.decided < kind.rows:
+        words += f" ({kind.rows - kind.decided} not run)"
+    shown = kind.verdict
+    if shown == verdicts.NOT_RUN:  # missing runs alone are not a failure if all executed rows agree
+        shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
     return {"text": words, "scale": kind.scale, "verdict": shown}
 
 
@@ -205,20 +182,17 @@ class Machines:
 
     def __init__(self, records: Iterable[Record]):
         groups: dict[tuple[str, ...], list[Record]] = {}
-        for record in records:
+        for record in sorted(records, key=lambda record: record.order, reverse=True):
             groups.setdefault(_origin(record), []).append(record)
-        entries = []
+        self._numbers = {origin: number for number, origin in enumerate(groups, 1)}
+        self.entries: list[dict[str, Any]] = []
+        """Newest first."""
         for origin, members in groups.items():
             written = sorted(record.written[:19].replace("T", " ") for record in members)
-            newest = max(members, key=lambda record: record.order)
-            provenance = newest.provenance
             found = {"records": len(members), "first": written[0], "last": written[-1]}
-            entry = {**describe_origin(provenance), **found, "provenance": provenance}
-            entries.append((newest.order, origin, entry))
-        entries.sort(key=lambda entry: entry[0], reverse=True)
-        self.entries = [{"number": number, **entry} for number, (_, _, entry) in enumerate(entries, 1)]
-        """Newest first."""
-        self._numbers = {origin: number for number, (_, origin, _) in enumerate(entries, 1)}
+            provenance = members[0].provenance
+            number = {"number": self._numbers[origin]}
+            self.entries.append(number | describe_origin(provenance) | found | {"provenance": provenance})
 
     def number(self, record: Record) -> int:
         """Return the number of the entry with the origin of `record`."""

@@ -1,6 +1,6 @@
-"""Tables of records: tidy rows, pandas data frames, and groups of comparable results.
+"""Tables of records: tidy rows, and groups of comparable results.
 
-Rows need no pandas, which is imported on call. Terminal tables and `--json` show the same rows.
+Terminal tables, `--json` and data frames show the same rows.
 """
 
 from __future__ import annotations
@@ -8,30 +8,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro.config import ConfigError, Experiment, systems
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.metrics import shown
-from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord, Record
+from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord, ExperimentRecord
 from repro.results.select import Selection
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _LAYOUT = ("dp", "tp", "cp", "pp", "zero", "sp", "micro_batch", "global_batch", "recompute", "precision")
 _COMPARED = ("suite", "name", "written", "metric", "ratio", "low", "high", "rounds")
-
-
-def experiment_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return a data frame with the `experiment_row` of every experiment record."""
-    return _frame(experiment_row(record) for record in records if isinstance(record, ExperimentRecord))
-
-
-def comparison_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return a data frame with the `comparison_row` of every comparison record."""
-    return _frame(comparison_row(record) for record in records if isinstance(record, ComparisonRecord))
 
 
 def experiment_row(record: ExperimentRecord) -> dict[str, Any]:
@@ -72,12 +59,6 @@ def _utilisation(experiment: Experiment, rate: float | None) -> float | None:
         return counts.utilisation(rate, layout.world, systems.load_system_file(system), layout.precision)
     except ConfigError:  # a system file that no longer exists
         return None
-
-
-def _frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame(list(rows))
 
 
 KINDS = (MEASURED, EMULATED, SIMULATED)

@@ -127,6 +127,9 @@ IDS = [
     "llama3-405b-h100",
     "foundry-h100-many",
     "foundry-h100-long",
+    "simumax-b200-steps",
+    "simumax-b200-memory",
+    "simumax-b200-long",
     "oneflow-megatron-v100",
     "bigscience-v100",
     "vtrain-a100-node",
@@ -188,6 +191,9 @@ ROWS = {
     "korthikanti-memory": 1 + 4 + 3 + 4 * 2 + 3,
     "korthikanti-steps": 2 + 4 + 4,
     "nemo-5b": 3 + 6,
+    "simumax-b200-steps": 2 * 3 * 4,
+    "simumax-b200-memory": 2 * 4 + 7,
+    "simumax-b200-long": 7,
 }
 
 

@@ -39,7 +39,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
 }
 
-SETS = ("fused", "fused-2024", "fused-2026", "reference", "softmax", "unfused")
+SETS = ("fused", "fused-2024", "fused-2026", "megatron-2025", "reference", "softmax", "unfused")
 
 ALONE: dict[str, Any] = {"micro_batch": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -67,6 +67,13 @@ GRAPH_LAYOUTS = {
     "four, recomputed": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="bf16", recompute=True),
     "scaled": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="fp16"),
     "fp32 gradients": Layout(micro_batch=BATCH // 4, global_batch=BATCH, precision="bf16", grad_dtype="fp32"),
+    "fused accumulation": Layout(
+        micro_batch=BATCH // 4,
+        global_batch=BATCH,
+        precision="bf16",
+        grad_dtype="fp32",
+        kernels="megatron-2025",
+    ),
     "reference": Layout(micro_batch=BATCH // 4, global_batch=BATCH, kernels="reference"),
     "unfused": Layout(micro_batch=BATCH // 2, global_batch=BATCH, kernels="unfused"),
     **{f"ZeRO {z}": Layout(micro_batch=BATCH // 4, global_batch=BATCH, zero=z) for z in (1, 2, 3)},

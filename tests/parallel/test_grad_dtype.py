@@ -27,12 +27,14 @@ DATA_PARALLEL = {
     "z2-fp16": replace(ONE, dp=2, zero=2, precision="fp16"),
     "z1-passes-fp16": replace(ONE, dp=2, zero=1, kernels="softmax", precision="fp16"),
     "z3-of-four": replace(ONE, dp=4, zero=3),
+    "z1-fused-accumulation": replace(ONE, dp=2, zero=1, kernels="megatron-2025"),
 }
 OTHERS = {
     "tp2": replace(ONE, tp=2),
     "tp2-sp": replace(ONE, tp=2, sp=True),
     "pp2": replace(ONE, pp=2),
     "pp2-interleaved": replace(ONE, pp=2, schedule="interleaved", chunks=2),
+    "tp2-sp-fused-accumulation": replace(ONE, tp=2, sp=True, kernels="megatron-2025"),
     "pp2-dp2-z2": replace(ONE, pp=2, dp=2, zero=2),
     "tp2-dp2-z1-sp": replace(ONE, tp=2, dp=2, zero=1, sp=True, precision="fp16"),
 }
@@ -115,6 +117,23 @@ def test_a_buffer_is_the_fp32_sum_of_the_micro_batches_16_bit_gradients(kernels:
             torch.testing.assert_close(
                 shard[slot.start : slot.stop], sums[slot.index].flatten(), rtol=0, atol=0
             )
+
+
+def test_products_add_to_fp32_gradients_without_rounding_to_16_bits() -> None:
+    """A gradient that is computed in 16 bits equals its rounding to 16 bits. An fp32 sum of products rarely does."""
+    found: dict[str, list[Tensor]] = {}
+    for kernels in ("fused", "megatron-2025"):
+        experiment = tiny(replace(ONE, global_batch=1, kernels=kernels), replace(TINY, tied=False))
+        engine = NativeEngine(experiment, meshes.single_rank_mesh(), torch.device("cpu"))
+        engine.optimizer.update = lambda *arguments: None  # type: ignore[method-assign]
+        engine.step(micro_batches(experiment, 0, 0), lambda phase: None)
+        (bucket,) = engine.buckets
+        assert bucket.gradients is not None
+        found[kernels] = [bucket.gradients[slot.start : slot.stop] for slot in bucket.plan.slots]
+    for parameter, narrow, wide in zip(bucket.parameters, *found.values(), strict=True):
+        assert torch.equal(narrow, narrow.bfloat16().float())
+        assert torch.equal(wide, wide.bfloat16().float()) is not vars(parameter)["used_once"]
+        torch.testing.assert_close(wide, narrow, rtol=2.0**-8, atol=0)
 
 
 def test_an_infinite_gradient_is_found_in_fp32_and_skips_the_step() -> None:

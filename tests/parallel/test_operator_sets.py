@@ -157,7 +157,8 @@ def test_stage_2_waits_for_each_bucket() -> None:
 def test_what_a_layout_cannot_ask() -> None:
     with pytest.raises(
         ConfigError,
-        match="kernels = 'apex': must be one of fused, fused-2024, fused-2026, reference, softmax, unfused",
+        match="kernels = 'apex': must be one of fused, fused-2024, fused-2026, megatron-2025, reference, softmax, "
+        "unfused",
     ):
         Layout(kernels="apex")
     with pytest.raises(ConfigError, match="overlap = false: must be true with zero = 3"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from repro.claims.other_system import Answer, load_questions
-from repro.report.page.context import _again, template
+from repro.report.page.context import template
 from tests import committed
 
 QUESTIONS = load_questions(committed.ledger()).asked
@@ -13,7 +13,7 @@ def rendered(*systems: str) -> str:
     made = Answer(question=QUESTIONS[0], value=1.5, low=1.25, high=4.0, word="a smaller gain (or as then)")
     lacking = Answer(question=QUESTIONS[1], lacks="1.5b-dp: it does not fit")
     return template("again.html").render(
-        again=_again({system: [made, lacking] for system in systems}, committed.ledger())
+        again={system: [made, lacking] for system in systems}, ledger=committed.ledger()
     )
 
 
@@ -34,5 +34,5 @@ def test_without_simulations_there_is_no_section() -> None:
 
 def test_what_an_answer_rests_on_is_said() -> None:
     answer = Answer(question=QUESTIONS[0], value=1.5, rests_on="published point")
-    text = template("again.html").render(again=_again({"dgx-h100": [answer]}, committed.ledger()))
+    text = template("again.html").render(again={"dgx-h100": [answer]}, ledger=committed.ledger())
     assert 'title="rests on: published point"' in text

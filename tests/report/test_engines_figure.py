@@ -59,7 +59,7 @@ def test_bars_stand_where_they_belong(drawing: Any) -> None:
 
 
 def test_what_is_missing_is_said(drawing: Any) -> None:
-    assert drawing.missing == comparisons.ENGINES_COMMAND
+    assert drawing.missing == comparisons.ENGINES.missing
     assert set(drawing.records) == {
         "engines/speed-native-z0",
         "engines/speed-torch-z0",

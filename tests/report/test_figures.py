@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import synthetic
 
-from repro.report.figures import comparisons, draw_all, loss_curves, peak_memory, zero_stages
+from repro.report.figures import draw_all, loss_curves, peak_memory, zero_stages
 from repro.report.figures.style import CATEGORY_COLOURS, Drawing, figure_style, make_axes, to_svg
 from repro.report.views import Machines, record_row
 from repro.results.select import select
@@ -33,7 +33,6 @@ def drawn(draw: Any, records: list[Any]) -> Any:
         zero_stages.draw_volume,
         loss_curves.draw_parity,
         loss_curves.draw_convergence,
-        comparisons.draw_ratios,
         peak_memory.draw_peaks,
     ],
 )
@@ -99,12 +98,6 @@ def test_a_missing_loss_does_not_break_the_figure(chosen: Any) -> None:
     assert drawing.figure is not None
     drawing.figure.canvas.draw()
     assert "1 loss values were NaN" in drawing.caption
-
-
-def test_comparison_without_interval(chosen: Any) -> None:
-    drawing = drawn(comparisons.draw_ratios, chosen.comparisons)
-    words = [annotation.get_text() for annotation in drawing.figure.axes[0].texts]
-    assert [word.split(" ", 1)[1].startswith("[") for word in words] == [True, True, False]
 
 
 def test_peak_uses_the_fullest_rank(chosen: Any) -> None:

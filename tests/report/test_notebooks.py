@@ -3,7 +3,6 @@ and opens in Jupyter."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from functools import lru_cache
@@ -91,7 +90,7 @@ def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "01_bad.py"
     path.write_text("# %% [markdown]\n# # Bad\n\n# %%\n1 + 1\n\n# %%\nraise KeyError('no such record')\n")
     with pytest.raises(notebooks.CellFailed) as caught:
-        asyncio.run(notebooks.execute(path, tmp_path))
+        notebooks.execute(path, tmp_path)
     assert (
         str(caught.value)
         == f"{path}: code cell 2 (raise KeyError('no such record')): KeyError: 'no such record'"

@@ -203,7 +203,7 @@ def test_a_measurement_takes_the_bar_and_the_simulation_stays_visible() -> None:
     with figure_style():
         figure, axes = make_axes(2.0)
         values.draw_bars(axes, values.bar_pair(0, 0, 1), value, "#0072b2", 1.0)
-        values.draw_legend(figure, {"a": "#0072b2"}, [value], dots=False)
+        values.draw_legend(figure, {"a": "#0072b2"}, [value])
     assert [(bar.get_height(), bar.get_hatch()) for bar in axes.patches] == [(31, None), (30, ".....")]
     assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(pytest.approx(0.1974), 31)]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -221,7 +221,7 @@ def test_what_unknown_inputs_decide_is_a_prediction_with_its_interval() -> None:
     with figure_style():
         figure, axes = make_axes(2.0)
         values.draw_error(axes, values.bar_pair(0, 0, 1), value, "#0072b2", 0.3)
-        values.draw_legend(figure, {"a": "#0072b2"}, [value], dots=False)
+        values.draw_legend(figure, {"a": "#0072b2"}, [value])
     assert [text.get_text() for text in axes.texts] == ["+20%?"]
     ends = [tuple(line.get_ydata()) for line in axes.lines]
     assert ends[0] == (0, pytest.approx(0.2))

@@ -16,7 +16,7 @@ from repro.report.views import record_row
 from repro.results.schema import ExperimentRecord
 from repro.results.select import select
 from repro.results.store import Store
-from repro.results.tables import experiment_frame
+from repro.results.tables import experiment_row
 from repro.simulate.record import failed_record
 from repro.simulate.time.calibration import BASES, PUBLISHED_POINT
 from tests.report.test_page import stored_rows
@@ -93,5 +93,5 @@ def test_page(traced: list[ExperimentRecord], tmp_path: Path) -> None:
 
 
 def test_tidy_views_tell_the_evidence(traced: list[ExperimentRecord]) -> None:
-    frame = experiment_frame([*synthetic.records()[:2], *traced])
-    assert list(frame["evidence"]) == ["measured"] * 2 + ["simulated"] * 3
+    records = [*synthetic.records()[:2], *traced]
+    assert [experiment_row(record)["evidence"] for record in records] == ["measured"] * 2 + ["simulated"] * 3

@@ -12,7 +12,7 @@ from repro import cli
 from repro.claims.run_commands import SuiteCatalogue
 from repro.config import PROTOCOL
 from repro.report import evidence
-from repro.report.figures import comparisons, peak_memory
+from repro.report.figures import peak_memory
 from repro.report.figures.style import figure_style
 from repro.report.page import context
 from repro.report.page.build import build_report
@@ -151,4 +151,3 @@ def test_a_large_store_has_pages_below_the_limits(tmp_path: Path) -> None:
     assert "repro export --table experiments --format csv" in text
     with figure_style():
         assert len(peak_memory.draw_peaks(chosen.measured).records) == peak_memory.MAX_BARS
-        assert len(comparisons.draw_ratios(chosen.comparisons).records) == comparisons.MAX_COMPARISONS

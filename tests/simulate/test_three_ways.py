@@ -39,6 +39,8 @@ LAYOUTS = {
     "dp2-z2-md-fp32-gradients": replace(BASE, dp=2, zero=2, recompute=True, md=True, grad_dtype="fp32"),
     "tp2-sp-fp32-gradients": replace(BASE, tp=2, sp=True, recompute=True, grad_dtype="fp32"),
     "pp2-unfused-fp32-gradients": replace(BASE, pp=2, kernels="unfused", grad_dtype="fp32"),
+    "dp2-z1-fused-accumulation": replace(BASE, dp=2, zero=1, grad_dtype="fp32", kernels="megatron-2025"),
+    "pp2-fused-accumulation": replace(BASE, pp=2, zero=1, grad_dtype="fp32", kernels="megatron-2025"),
     "tp2": replace(BASE, tp=2),
     "tp2-unfused": replace(BASE, tp=2, kernels="unfused", tp_overlap=False),
     "tp2-sp": replace(BASE, tp=2, sp=True, recompute=True),

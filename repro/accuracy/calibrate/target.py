@@ -12,10 +12,15 @@ from typing import Any
 import torch
 
 from repro.accuracy.calibrate import plan
+from repro.accuracy.calibrate.benchmarks import (
+    COLLECTIVES,
+    OVERLAPPED,
+    LaunchBench,
+    LinkBench,
+    time_silent_step,
+)
 from repro.accuracy.calibrate.calls import Call, bind, calls_of, choose
 from repro.accuracy.calibrate.clock import OperatorClock
-from repro.accuracy.calibrate.links import COLLECTIVES, OVERLAPPED, LinkBench
-from repro.accuracy.calibrate.timed_steps import LaunchBench, time_silent_step
 from repro.config import Experiment
 from repro.config.enums import Phase
 from repro.emulate import compute_rate

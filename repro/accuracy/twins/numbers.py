@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from repro.accuracy.twins.derive import Member, compute_s, useful_rate
@@ -53,41 +54,7 @@ class SimilarityNumber:
 def similarity_numbers(member: Member, baseline: Member) -> list[SimilarityNumber]:
     """Return the numbers of `member`; rates are relative to the `baseline` of the comparison."""
     before, after = member.before, member.after
-    found = [
-        SimilarityNumber(name, read(before), read(after), "W' = W (F'/F) (e'/e) / k")
-        for name, read in (
-            ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number),
-            ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number),
-        )
-    ]
-    shares = communication_shares(before), communication_shares(after)
-    for group, name in _NAMES.items():
-        name += " communication / compute, predicted"
-        found.append(SimilarityNumber(name, shares[0][group], shares[1][group], _SIMULATED))
-    found += [
-        SimilarityNumber(name, read(before), read(after), by)
-        for name, read, by in (
-            ("latency of messages / compute", latency_share, "not preserved: a message here costs more"),
-            ("optimizer / compute", optimizer_share, "not preserved: follows from the two machines"),
-            (
-                "element-wise part of compute",
-                elementwise_share,
-                "not preserved: follows from the two machines",
-            ),
-            ("attention / other products, s/6h", attention_share, "s' = k s"),
-            ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
-            ("all-reduces over tp a layer", tp_all_reduces_per_layer, _FEWER_LAYERS),
-            ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
-            ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
-            (
-                "pipeline bubble, (p-1)/m",
-                bubble_over_ideal,
-                "equal stages and micro-batches, unless options change them",
-            ),
-            ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
-            ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
-        )
-    ]
+    found = [SimilarityNumber(name, read(before), read(after), by) for name, read, by in _NUMBERS]
     relative = SimilarityNumber(
         "rate of compute over the baseline's, F/F0",
         useful_rate(before) / useful_rate(baseline.before),
@@ -120,11 +87,6 @@ def _bandwidth(system: System, name: str) -> float:
     return link.bandwidth.known(f"links.{name}.bandwidth", system=system.name) * share
 
 
-_NAMES = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline"}
-_FEWER_LAYERS = "not preserved: fewer layers share embedding and head"
-_SIMULATED = "the above with latency, embedding, head, and all that is sent"
-
-
 def tp_number(prediction: Prediction) -> float:
     """Return compute over tensor-parallel communication of a layer, from FLOP and bytes; 0 without."""
     e, layout = prediction.experiment, prediction.experiment.layout
@@ -147,14 +109,10 @@ def _over_ring(prediction: Prediction, group: str, work: float, hops: float) -> 
     return work * rate / (hops * element_bytes * useful_rate(prediction))
 
 
-def communication_shares(prediction: Prediction) -> dict[str, float]:
-    """Return communication over compute seconds of each group, including hidden communication."""
-    whole, found = compute_s(prediction), dict.fromkeys(_NAMES, 0.0)
-    for label, seconds in prediction.slowest.communication.items():
-        group = label.rpartition("(")[2].rstrip(")")
-        if group in found:
-            found[group] += seconds / whole
-    return found
+def communication_share(prediction: Prediction, *, group: str) -> float:
+    """Return communication over compute seconds of a group, including hidden communication."""
+    seconds = (s for label, s in prediction.slowest.communication.items() if label.endswith(f"({group})"))
+    return sum(seconds) / compute_s(prediction)
 
 
 def latency_share(prediction: Prediction) -> float:
@@ -230,6 +188,36 @@ def bubble_over_ideal(prediction: Prediction) -> float:
 
 def _hops(degree: int) -> float:
     return (degree - 1) / degree
+
+
+_LINK_RATE = "W' = W (F'/F) (e'/e) / k"
+_SIMULATED = "the above with latency, embedding, head, and all that is sent"
+_MACHINES = "not preserved: follows from the two machines"
+_STAGES = "equal stages and micro-batches, unless options change them"
+_NUMBERS: tuple[tuple[str, Callable[[Prediction], float], str], ...] = (
+    ("compute / tensor-parallel communication, 8hW/(t-1)eF", tp_number, _LINK_RATE),
+    ("compute / data-parallel communication, 4bsW/((d-1)/d)eF", dp_number, _LINK_RATE),
+    *(
+        (f"{name} communication / compute, predicted", partial(communication_share, group=group), _SIMULATED)
+        for group, name in (("tp", "tensor-parallel"), ("dp", "data-parallel"), ("pp", "pipeline"))
+    ),
+    ("latency of messages / compute", latency_share, "not preserved: a message here costs more"),
+    ("optimizer / compute", optimizer_share, _MACHINES),
+    ("element-wise part of compute", elementwise_share, _MACHINES),
+    ("attention / other products, s/6h", attention_share, "s' = k s"),
+    ("vocabulary / layers, V/12lh", vocabulary_share, "V' = V k l'/l"),
+    (
+        "all-reduces over tp a layer",
+        tp_all_reduces_per_layer,
+        "not preserved: fewer layers share embedding and head",
+    ),
+    ("bucket / gradients", bucket_share, "the bucket scales with the gradients"),
+    ("replica batch", lambda p: float(p.experiment.layout.replica_batch), "as it is"),
+    ("pipeline bubble, (p-1)/m", bubble_over_ideal, _STAGES),
+    ("tp hops, (t-1)/t", lambda p: _hops(p.experiment.layout.tp), "in the link's rate"),
+    ("dp hops, (d-1)/d", lambda p: _hops(p.experiment.layout.dp), "in the link's rate"),
+)
+"""Name, value for a prediction, and the rule that keeps the number or the reason for its change."""
 
 
 @dataclass(frozen=True)

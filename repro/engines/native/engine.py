@@ -13,14 +13,14 @@ from torch import Tensor
 
 from repro.config import Experiment
 from repro.config.engines import capture_obstacle
-from repro.config.enums import Phase
+from repro.config.enums import Category, Phase
 from repro.engines import EngineReport
 from repro.engines.native.cuda_graphs import CapturedMicroBatches
 from repro.engines.native.model_part import MicroBatch, ModelPart, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
-from repro.parallel.storage import DTYPES
+from repro.parallel.storage import DTYPES, empty
 from repro.parallel.zero.optimizer import (
     AdamGroup,
     GradientShards,
@@ -61,6 +61,12 @@ class NativeEngine:
             torch.empty(0, dtype=DTYPES[layout.precision], device=device),
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
+        self.placeholders: list[Tensor] = []
+        """Uninitialised 16-bit gradients, one for each shape of a matrix, that Megatron-core of 2025 retains."""
+        if layout.kernels.fuses_gradient_accumulation:
+            shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
+            like = self.buckets[0].full
+            self.placeholders = [empty(m * n, like, Category.OTHER) for m, n in sorted(shapes)]
         self.gradients = GradientShards(self.buckets, mesh, layout.kernels)
         groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
         betas = training.beta1, training.beta2

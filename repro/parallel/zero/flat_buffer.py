@@ -36,6 +36,21 @@ from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
+WIDENED_ROWS = 8
+"""Rows of 16-bit operands that a CPU multiplies at once in fp32."""
+
+
+def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
+    """Set `sums` to beta sums + alpha a b; 16-bit a and b may have fp32 sums (Megatron's `wgrad_gemm_accum_fp32`)."""
+    if sums.dtype == a.dtype or sums.is_meta:
+        torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
+    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
+        torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
+    else:  # in parts, whose fp32 copies need little memory
+        sums.mul_(beta) if beta else sums.zero_()
+        for left, right in zip(a.split(WIDENED_ROWS, 1), b.split(WIDENED_ROWS), strict=True):
+            sums.addmm_(left.to(sums.dtype), right.to(sums.dtype), alpha=alpha)
+
 
 class Bucket(FlatParameters):
     """Storage of one bucket of trained parameters, without values before `fill`."""

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
-from repro.parallel.zero.flat_buffer import Bucket
+from repro.parallel.zero.flat_buffer import Bucket, add_product_
 from repro.parallel.zero_r.defragmentation import Arena
 
 _UNFINISHED: list[Work] = []
@@ -234,7 +234,7 @@ class GradientReducer:
 
             def write() -> None:
                 sums = view.view(rows.shape[1], x.shape[1])
-                torch.addmm(sums, rows.t(), x, beta=int(add), alpha=1 / bucket.group.size, out=sums)
+                add_product_(sums, rows.t(), x, int(add), 1 / bucket.group.size)
 
             storage.call_once(view, ("product", view.dtype, rows.shape, x.shape, x.dtype, add), write)
             self._arrive(b, s)

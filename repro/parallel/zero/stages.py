@@ -59,6 +59,8 @@ class Sharding:
     """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
     grad_dtype: torch.dtype | None = None
     """Data type of accumulated and reduced gradients; None retains that of the parameters."""
+    fused_accumulation: bool = False
+    """Whether products of 16-bit operands add to gradients of `grad_dtype` directly."""
     gather_overlap: bool = True
     """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
 
@@ -81,6 +83,7 @@ class Sharding:
             in_passes=layout.kernels.in_passes,
             by_parameter=layout.zero3_gather == "parameter",
             grad_dtype=torch.float32 if layout.grad_dtype == "fp32" else None,
+            fused_accumulation=layout.kernels.fuses_gradient_accumulation,
             gather_overlap=layout.overlap and layout.gather_overlap,
         )
 
@@ -198,7 +201,8 @@ class ShardedModule:
             by_arrival=sharding.stage < 3,
             contiguous=sharding.contiguous,
             overlap=sharding.overlap,
-            in_products=not sharding.in_passes and sharding.grad_dtype is None,
+            in_products=not sharding.in_passes
+            and (sharding.grad_dtype is None or sharding.fused_accumulation),
         )
         self.grad_only_backward = GradOnlyBackward(self.parameters)
         if sharding.stage == 3:

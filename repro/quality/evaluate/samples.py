@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,17 +74,6 @@ def find_protocol(task: str, name: str = "") -> EvaluationProtocol:
     return known[name] if name else next(iter(known.values()))
 
 
-class Tokenizer(Protocol):
-    """Conversion of text to token ids."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def word_tokens(self, words: frozenset[str]) -> list[int]:
-        """Return the ids of tokens that consist of a space and one of `words`, in upper or lower case."""
-
-    def describe(self) -> Mapping[str, str]:
-        """Return the name of the tokenizer and the digests of its files, for a record."""
-
-
 class ByteTokenizer:
     """One token per byte of UTF-8."""
 
@@ -93,9 +81,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
+        """Return no ids: a byte is no word."""
         return []
 
     def describe(self) -> Mapping[str, str]:
+        """Return the name of the tokenizer for a record."""
         return {"name": BYTES}
 
 
@@ -111,12 +101,17 @@ class Gpt2Tokenizer:
         return list(self._inner.encode(text).ids)
 
     def word_tokens(self, words: frozenset[str]) -> list[int]:
+        """Return the ids of tokens that consist of a space and one of `words`, in upper or lower case."""
         texts = ((i, self._inner.decode([i])) for i in range(self._inner.get_vocab_size()))
         return [i for i, text in texts if text.startswith(" ") and text[1:].lower() in words]
 
     def describe(self) -> Mapping[str, str]:
+        """Return the name of the tokenizer and the digests of its files, for a record."""
         digests = {path.name: f"sha256 {sha256_digest(path)}" for path in self._files}
         return {"name": "GPT-2 byte pairs", **digests}
+
+
+Tokenizer = ByteTokenizer | Gpt2Tokenizer
 
 
 def open_tokenizer(name: str, weights: Path) -> Tokenizer:

@@ -52,7 +52,6 @@ def draw_all(
             zero_stages.draw_volume(experiments),
             loss_curves.draw_parity(experiments),
             loss_curves.draw_convergence(experiments),
-            comparisons.draw_ratios(compared),
             comparisons.draw_engines(experiments, compared),
             comparisons.draw_bandwidth_sweeps(experiments, compared, published.value if published else None),
             peak_memory.draw_peaks(experiments),

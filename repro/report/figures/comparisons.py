@@ -1,4 +1,4 @@
-"""Figures of interleaved comparisons: ratios of strategies, engines, and twins over the bandwidth of a link."""
+"""Figures of interleaved comparisons: engines by strategy, and twins over the bandwidth of a link."""
 
 from __future__ import annotations
 
@@ -10,73 +10,17 @@ from repro.config.experiment import TWIN_RATIO
 from repro.report.figures import style
 from repro.report.figures.style import Drawing, Record
 from repro.results.schema import ComparisonRecord
-from repro.util import units
 from repro.util.units import GB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-ENGINES_COMMAND = "repro run suites/engines.toml --only 'speed-*'"
-RATIOS = Drawing(
-    "comparison", "Throughput of compared strategies", "No comparison in the store.", missing=ENGINES_COMMAND
-)
-MAX_COMPARISONS = 40
-"""Maximum number of drawn comparisons."""
-
-
-def draw_ratios(comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw one line per comparison: the median of the rounds' ratios, its 95 % interval, and every round."""
-    newest = sorted(comparisons, key=lambda r: r.order, reverse=True)[:MAX_COMPARISONS]
-    shown = sorted(newest, key=lambda r: (r.baseline.name, r.subject.name))
-    if not shown:
-        return RATIOS
-
-    figure, axes = style.make_axes(1.3 + 0.32 * len(shown))
-    for y, record in enumerate(shown):
-        low, high, ratio = record.low, record.high, record.ratio
-        rounds = _round_ratios(record)
-        small: dict[str, Any] = {"s": 12, "color": style.MUTED, "alpha": 0.55, "linewidths": 0, "zorder": 2}
-        axes.scatter(rounds, [y + 0.24] * len(rounds), **small)
-        known = low is not None and high is not None
-        colour = style.ORANGE if high is not None and high < 1 else style.BLUE
-        if known:
-            axes.plot([low, high], [y, y], color=colour, linewidth=3.5, solid_capstyle="butt", zorder=3)
-        fill, edge = (colour, style.INK) if known else ("white", colour)
-        axes.scatter(ratio, y, s=46, color=fill, edgecolors=edge, linewidths=1, zorder=4)
-        words = f"{ratio:.2f} {units.interval(low, high)}"
-        axes.annotate(words, (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8.5)
-    axes.axvline(1, color=style.INK, linewidth=1.2)
-    axes.set_yticks(range(len(shown)), [f"{r.subject.name}  /  {r.baseline.name}" for r in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    ends = [1.0, *(x for r in shown for x in (r.low, r.high, r.ratio, *_round_ratios(r)) if x is not None)]
-    margin = 0.06 * max(0.2, max(ends) - min(ends))
-    axes.set_xlim(min(ends) - margin, max(ends) + margin)
-    axes.set_xlabel("samples/s, subject over baseline (right of 1: the subject is faster)")
-    style.set_grid(axes, "x")
-
-    rounds = sorted({r.rounds for r in shown})
-    caption = (
-        f"The pairs ran interleaved (A B A B ...) in {' or '.join(map(str, rounds))} rounds. Large dots: "
-        "median of the rounds' ratios; bars: its 95 % bootstrap interval (BCa); small dots: single rounds. "
-        "Orange: the whole interval is below 1."
-    )
-    if len(comparisons) > len(shown):
-        caption += f" The newest {len(shown)} of {len(comparisons):,}."
-    if rounds[0] <= 5:
-        caption += " An interval from five rounds or fewer cannot give more than 94 % coverage."
-    return RATIOS.drawn(figure, caption, (r.label for r in shown), missing=False)
-
-
-def _round_ratios(record: ComparisonRecord) -> list[float]:
-    return [subject / baseline for baseline, subject in record.pairs if baseline]
-
-
 ENGINES = Drawing(
     "engines",
     "The same step by engine and strategy",
     "No comparison of engines in the store.",
-    missing=ENGINES_COMMAND,
+    missing="repro run suites/engines.toml --only 'speed-*'",
 )
 ENGINE_STYLES = {
     "native": ("this suite", style.BLUE),
@@ -275,10 +219,9 @@ def _draw_sweep(
         if link == "between" and single:
             star: dict[str, Any] = {"marker": "*", "ms": 11, "color": style.INK, "ls": "none"}
             axes.plot(link_rate(single[0]), published, label="published", **star)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel=label)
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(label)
     axes.set_ylim(0, 1.08 * max(axes.get_ylim()[1], published or 0.0))
     style.set_grid(axes, "y")

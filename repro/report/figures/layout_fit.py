@@ -199,11 +199,9 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
     """Label the degrees and both axes."""
-    axes.set_xlim(-0.55, len(MP_DEGREES) - 0.45)
+    axes.set(xlabel=what, ylabel=height, xlim=(-0.55, len(MP_DEGREES) - 0.45))
     axes.set_xticks(range(len(MP_DEGREES)), [f"{degree}" for degree in MP_DEGREES])
     axes.tick_params(axis="x", length=0, pad=9)
-    axes.set_xlabel(what)
-    axes.set_ylabel(height)
     style.set_grid(axes, "y")
 
 

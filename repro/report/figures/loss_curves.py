@@ -47,9 +47,7 @@ def draw_parity(records: list[Record]) -> Drawing:
         named.setdefault(kind, line)
     left.legend(named.values(), named.keys(), loc="upper right")
     left.xaxis.get_major_locator().set_params(integer=True)
-    left.set_xlabel("optimizer step")
-    left.set_ylabel("loss (nats per token)")
-    left.set_title("loss curves, overlaid")
+    left.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="loss curves, overlaid")
     style.set_grid(left, "y")
 
     for y, record in enumerate(others):
@@ -62,12 +60,11 @@ def draw_parity(records: list[Record]) -> Drawing:
     right.text(PARITY_TOLERANCE * 1.25, -0.55, "tolerance", ha="left", va="bottom", fontsize=8)
     right.set_xscale("log")
     right.set_xlim(MIN_DRAWN_DIFFERENCE * 0.6, max(1e-3, *right.get_xlim()) if others else 1e-3)
-    right.set_xticks([MIN_DRAWN_DIFFERENCE, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
-    right.set_xticklabels(["equal", "1e-8", "1e-7", "1e-6", "1e-5", "1e-4", "1e-3"])
+    ticks = {MIN_DRAWN_DIFFERENCE: "equal"} | {10.0**k: f"1e{k}" for k in range(-8, -2)}
+    right.set_xticks([*ticks], [*ticks.values()])
     right.minorticks_off()
     right.set_yticks(range(len(others)), [r.name.removeprefix(PARITY_PREFIX) for r in others])
-    right.set_ylim(len(others) - 0.4, -0.9)
-    right.set_xlabel("relative difference to one process, every step")
+    right.set(xlabel="relative difference to one process, every step", ylim=(len(others) - 0.4, -0.9))
     right.set_title("distance from one process (largest outlined)")
     style.set_grid(right, "x")
 
@@ -173,8 +170,7 @@ def _draw_losses(
     ):
         for record in records:
             axes.plot(*_loss_by_step(record), color=colour, lw=0.7, ls=dashes, label=label)
-    axes.set_title("loss")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set(title="loss", ylabel="loss (nats per token)")
     _finish_axes(axes)
 
 
@@ -194,8 +190,7 @@ def _draw_distances(
         axes.plot(steps, values, color=style.INK, lw=1.0, ls=":")
         label = FAULT_LABELS.get(record.name, record.name)
         style.write_near(axes, label, (steps[-1], values[-1]), (2, 0), va="center", fontsize=7.5)
-    axes.set_yscale("log")
-    axes.set_title("fp32: distance from one process")
+    axes.set(yscale="log", title="fp32: distance from one process")
     _finish_axes(axes)
 
 

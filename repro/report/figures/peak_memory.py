@@ -59,20 +59,13 @@ def draw_peaks(records: list[Record]) -> Drawing:
             base = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
             style.write_near(axes, units.size(peak["total"]), (base, y), (4, 0), va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [r.name for r in rows], fontsize=8)
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlim(0, 1.12 * max(totals) / scale)
-        axes.set_xlabel(f"{unit} on the fullest rank")
-        axes.set_title(model)
+        axes.set(xlim=(0, 1.12 * max(totals) / scale), ylim=(len(rows) - 0.4, -0.6))
+        axes.set(xlabel=f"{unit} on the fullest rank", title=model)
         style.set_grid(axes, "x")
-    from matplotlib.patches import Patch
-
     peaks = [peak_of_fullest_rank(r) for r in shown]
-    props = {
-        c: HOST_STYLE if c == "host" else {"color": colour} for c, colour in style.CATEGORY_COLOURS.items()
-    }
-    seen = [c for c in props if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)]
-    handles = [Patch(**props[c], label=c) for c in seen]
-    figure.legend(handles=handles, ncols=len(handles), loc="outside upper center")
+    used = {c for c in CATEGORY_STYLES if c not in RARE_CATEGORIES or any(peak.get(c, 0) for peak in peaks)}
+    fills = {name: fill for name, fill in CATEGORY_STYLES.items() if name in used}
+    style.draw_fills_above(figure, fills, ncols=len(fills))
 
     caption = (
         "Bytes of live tensor storages at the moment of one step when the rank that needs most held most. "
@@ -184,8 +177,7 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
             if before:
                 axes.axvline(part / size, color=style.INK, lw=0.7, ls=":")
             before = name
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
+    axes.set(xlim=(0, 1), xticks=[])
     axes.tick_params(length=3)
     words = "" if record.outcome == "ok" else ", does not fit"
     in_stages = record.suite == "zero_memory"

@@ -37,7 +37,6 @@ from repro.report.figures.values import (
     draw_bars,
     draw_error,
     draw_legend,
-    draw_points,
 )
 from repro.results.schema import SIMULATED
 from repro.simulate.time.calibration import count_bases
@@ -83,8 +82,6 @@ class PanelEntry:
     """Order of the places, if it differs from the order of the rows."""
     unit: str = ""
     """Unit of a panel with `more`; other panels have the unit of their rows."""
-    log: bool = False
-    """Points on a logarithmic axis instead of bars."""
     under: str = ""
     """`claim/*: ...` or `claim/*`: rows whose published words are printed under the places of the axis."""
     words: list[str] = field(default_factory=list)
@@ -191,7 +188,7 @@ def draw_entry(entry: FigureEntry, view: View) -> Drawing:
         if lower is not None:
             _draw_errors(lower, panel, colours, view)
     figure.align_ylabels()
-    draw_legend(figure, colours, values, dots=any(panel.entry.log for panel in panels))
+    draw_legend(figure, colours, values)
     runs = sorted(run for run, kind in shown.items() if kind == evidence)
     drawn = empty.drawn(figure, _caption(entry, values), runs, missing=empty.missing)
     return replace(drawn, evidence=evidence)
@@ -238,16 +235,8 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
     size = 1e9 if panel.unit == "parameters" else 1.0
     for name, values in panel.series:
         for value in values:
-            at = panel.slot(value, name)
-            if panel.entry.log:
-                draw_points(axes, at, value, colours[name], size)
-            else:
-                draw_bars(axes, at, value, colours[name], size)
-    if panel.entry.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-    else:
-        axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-9))
+            draw_bars(axes, panel.slot(value, name), value, colours[name], size)
+    axes.set_ylim(0, 1.12 * max(axes.dataLim.y1, 1e-9))
     lines = [panel.entry.title] if panel.entry.title else []
     lines += [_row_words(reference, view) for reference in panel.entry.words]
     if panel.entry.words:

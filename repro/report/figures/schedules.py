@@ -152,8 +152,7 @@ def draw_actions(
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
         patch.set_in_layout(False)
         axes.add_artist(patch)  # computing limits takes longer than drawing
-    axes.set_xlim(first, last)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(xlim=(first, last), ylim=(len(rows) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
@@ -244,6 +243,5 @@ def draw_schedules(view: View) -> Drawing:
         axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
         axes.spines["bottom"].set_visible(False)
         axes.tick_params(length=0)
-    grid[-1].set_xlim(0, longest)
-    grid[-1].set_xlabel("time, in forward passes of a stage (backward takes two)")
+    grid[-1].set(xlim=(0, longest), xlabel="time, in forward passes of a stage (backward takes two)")
     return PAPER_SCHEDULES.drawn(figure, PAPER_SCHEDULES.caption, records, missing=missing)

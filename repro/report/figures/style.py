@@ -202,11 +202,14 @@ def scatter_by(
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **props)
 
 
-def draw_fills_above(figure: Figure, fills: Mapping[str, str], *more: Artist, **where: Any) -> None:
-    """Draw the legend of the colours of bars, and of `more` signs, above all axes."""
+def draw_fills_above(figure: Figure, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
+    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label=name) for name, colour in fills.items()]
+    properties = {
+        name: fill if isinstance(fill, dict) else {"facecolor": fill} for name, fill in fills.items()
+    }
+    handles = [Patch(label=name, **fill) for name, fill in properties.items()]
     figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
 
 

@@ -112,8 +112,7 @@ def _draw_error_bands(axes: Axes, at: Sequence[tuple[float, float]], what: str) 
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:g}")
-    axes.set_xlabel(f"published, {what}")
-    axes.set_ylabel(f"predicted, {what}")
+    axes.set(xlabel=f"published, {what}", ylabel=f"predicted, {what}")
 
 
 def _name_outliers(axes: Axes, points: Sequence[Point]) -> None:

@@ -235,23 +235,6 @@ def draw_bars(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -
         axes.scatter(right, analytic.value / size, s=26, marker="D", c=INK, lw=0, zorder=5)
 
 
-def draw_points(axes: Axes, at: BarPair, value: Value, colour: str, size: float) -> None:
-    """Draw a published disc and our square, joined by a line, on a logarithmic axis."""
-    quarter = at.width / 4
-    left, right = at.middle - quarter, at.middle + quarter
-    printed, ours = value.published, value.predicted
-    square: dict[str, Any] = {"s": 40, "marker": "s", "facecolor": "white"}
-    if printed and ours:
-        axes.plot([left, right], [printed.value / size, ours.value / size], color=colour, lw=1.2, zorder=2)
-    if printed:
-        axes.scatter(left, printed.value / size, s=44, color=colour, lw=0, zorder=3)
-    if ours:
-        axes.scatter(right, ours.value / size, edgecolor=colour, lw=1.4, zorder=3, **square)
-        _draw_interval_and_misfit(axes, right, ours, size)
-    elif printed:
-        axes.scatter(right, printed.value / size, edgecolor=GREY, ls="--", zorder=1, **square)
-
-
 def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -> float:
     """Draw the relative error of our value as a stem with a number; return the drawn height, 0 without two values."""
     ours, printed = value.predicted, value.published
@@ -278,9 +261,8 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     return shown
 
 
-def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value], *, dots: bool) -> None:
-    """Draw the legend of the series' colours, and of the fills and signs that occur. `dots`: some panel has points."""
-    from matplotlib.legend_handler import HandlerTuple
+def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]) -> None:
+    """Draw the legend of the series' colours, and of the fills and signs that occur."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -315,19 +297,8 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):
         mark("o", "beyond the tolerance", color=MUTED, mfc="white")
-    names = [str(handle.get_label()) for handle in handles]
-    signs: dict[str, Line2D] = {}
-    if dots:
-        signs["published"] = Line2D([], [], marker="o", color=MUTED, markersize=6, linestyle="none")
-        square = Line2D([], [], marker="s", color=MUTED, mfc="white", markersize=6, linestyle="none")
-        signs |= dict.fromkeys(kinds, square)
-    both: list[Any] = [
-        (handle, signs[name]) if name in signs else handle
-        for handle, name in zip(handles, names, strict=True)
-    ]
-    columns = len(both) if len(both) <= 5 else (len(both) + 1) // 2
-    kw: dict[str, Any] = {"handlelength": 1.6, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
-    figure.legend(both, names, loc="outside upper center", ncols=columns, **kw)
+    columns = len(handles) if len(handles) <= 5 else (len(handles) + 1) // 2
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=1.6)
 
 
 def _draw_interval_and_misfit(axes: Axes, x: float, ours: Ours, size: float) -> None:

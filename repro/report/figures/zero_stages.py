@@ -6,18 +6,13 @@ Each has the measured values of small models, and the simulated values of the pu
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from repro.report.figures import style
 from repro.report.figures.style import Drawing, Record
 from repro.report.figures.values import Value, View
 from repro.results.schema import SIMULATED
 from repro.util import units
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-
 
 STATE_PARTS = ("parameters", "gradients", "optimizer")
 PART_COLOURS = {part: style.CATEGORY_COLOURS[part] for part in STATE_PARTS}
@@ -46,6 +41,8 @@ def bytes_per_parameter(stage: int, nd: int) -> float:
 
 def draw_measured_states(records: list[Record]) -> Drawing:
     """Draw measured bytes of storages per parameter on the largest rank (bars), and the formula (diamonds)."""
+    from matplotlib.lines import Line2D
+
     states = filter(style.has_memory_categories, style.successful_records(records, "states-"))
     shown = [r for r in states if r.experiment.layout.precision != "fp32"]
     if not shown:
@@ -72,15 +69,16 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         middle = 5 * degrees.index(degree) + 1.5
         at = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "weight": "bold"}
         axes.text(middle, -0.14, f"Nd = {degree}", **at)
-    axes.set_ylabel("bytes per parameter and rank")
-    axes.set_ylim(0, 19.5)
-    axes.set_yticks(range(0, 17, 4))
+    axes.set(ylabel="bytes per parameter and rank", ylim=(0, 19.5), yticks=range(0, 17, 4))
     right = axes.secondary_yaxis("right", functions=(lambda y: y * psi / 1e6, lambda y: y * 1e6 / psi))
     right.set_ylabel(f"MB per rank (Ψ = {psi:,.0f})")
     right.spines["right"].set_visible(True)
     right.spines["right"].set_color(style.MUTED)
     style.set_grid(axes, "y")
-    _draw_states_legend(axes, "/".join(sorted({r.experiment.layout.precision for r in shown})))
+    precision = "/".join(sorted({r.experiment.layout.precision for r in shown}))
+    notes = {"parameters": precision, "gradients": precision, "optimizer": "fp32 master, m, v"}
+    fills = {f"{part} ({notes[part]})": colour for part, colour in PART_COLOURS.items()}
+    style.draw_fills_above(figure, fills, Line2D([], [], label="formula", **FORMULA_MARK), ncols=4)
 
     caption = (
         f"Persistent model states of {model} between steps, measured from the tensors' storages on the rank "
@@ -93,22 +91,6 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         caption += "Bars and diamonds are equal to the byte."
     missing = not {(style.zero_stage(r), style.dp_degree(r)) for r in shown} >= MEASURED_LAYOUTS
     return MEASURED_STATES.drawn(figure, caption, (r.label for r in shown), missing=missing)
-
-
-def _draw_states_legend(axes: Axes, precision: str) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    names = {
-        "parameters": f"parameters ({precision})",
-        "gradients": f"gradients ({precision})",
-        "optimizer": "optimizer (fp32 master, m, v)",
-    }
-    handles: list[Artist] = [
-        Patch(color=style.CATEGORY_COLOURS[part], label=names[part]) for part in STATE_PARTS
-    ]
-    handles.append(Line2D([], [], label="formula", **FORMULA_MARK))
-    axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.1))
 
 
 PUBLISHED_COMMAND = "repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'"
@@ -146,9 +128,8 @@ def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
         end = max([printed.value, *(found.value for found in value.ours)])
         style.write_near(axes, _value_label(value), (end, y), (9, 0), va="center", fontsize=8.5)
     axes.set_yticks(range(len(values)), [style.STAGE_NAMES[stage] for stage in range(len(values))])
-    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set(xlabel="GB per GPU", ylim=(len(values) - 0.5, -0.5))
     axes.set_xlim(0, 1.5 * max(value.published.high for value in values if value.published))
-    axes.set_xlabel("GB per GPU")
     style.set_grid(axes, "x")
     fills = {f"{part}, simulated": colour for part, colour in PART_COLOURS.items() if drawn}
     outline = Patch(facecolor="none", edgecolor=style.INK, label="published")

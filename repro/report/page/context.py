@@ -11,14 +11,14 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.accuracy.validate.unknowns import LISTED_INPUTS, RankedInputs, count_by_claim, format_range
+from repro.accuracy.validate.unknowns import LISTED_INPUTS, count_by_claim, format_range
 from repro.claims.headlines import SHOWN_KINDS, headline_lines
-from repro.claims.other_system import PREDICTIONS, Answer, simulation_command
+from repro.claims.other_system import PREDICTIONS, simulation_command
 from repro.claims.run_commands import SuiteCatalogue
 from repro.claims.table import totals
 from repro.config.words import count_noun
@@ -28,13 +28,12 @@ from repro.report.evidence import JudgedStore
 from repro.report.views import Machines, record_row
 from repro.simulate.time.calibration import BASES, basis_of_record
 from repro.util import units
-from repro.util.units import NO_VALUE, interval
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
     from repro.claims.ledger import Ledger
-    from repro.results.schema import ComparisonRecord, ExperimentRecord
+    from repro.results.schema import ExperimentRecord
     from repro.results.select import Selection
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -58,7 +57,7 @@ SOURCE_FIGURES = {
     "turing-nlg": "turing-degrees turing-nlg",
     "megatron-2021": "megatron-2021 schedules breakdown",
     "yuan": "map",
-    BEYOND: "loss convergence comparison engines",
+    BEYOND: "loss convergence engines",
 }
 """Ids of the figures on each source's page; `machines.html` has the other figures."""
 
@@ -106,8 +105,9 @@ def context(
         "best": [
             (one, BEST_FIGURES[one["id"]]) for one in figures if one["id"] in BEST_FIGURES and one["is_drawn"]
         ],
-        "unknowns": _unknowns(found.shopping_list),
-        "again": _again(found.asked_again, found.ledger),
+        "unknowns": found.shopping_list,
+        "again": found.asked_again,
+        "ledger": found.ledger,
         "rows": [
             {**record_row(one), "machine": machines.number(one), "claims": readers[_anchor(one)]}
             for one in listed
@@ -115,9 +115,10 @@ def context(
         "more_records": len(everything) - len(listed),
         "bases": BASES,
         "basis_of_record": basis_of_record,
-        "comparisons": [_comparison(record, machines) for record in comparisons[:MAX_RECORDS]],
+        "comparisons": comparisons[:MAX_RECORDS],
         "more_comparisons": max(0, len(comparisons) - MAX_RECORDS),
         "machines": machines.entries[:MAX_MACHINES],
+        "machine_number": machines.number,
         "more_machines": max(0, len(machines.entries) - MAX_MACHINES),
         "older": chosen.older,
         "remarks": remarks,
@@ -163,42 +164,6 @@ def _sources(
     return found
 
 
-def _unknowns(found: RankedInputs) -> dict[str, Any]:
-    """Return the ranked unknowns as text."""
-    lines = [
-        {
-            **one.as_dict(),
-            "value": format_range(one),
-            "settles": len(one.settles),
-            "moves": len(one.rows),
-            "share": units.percent(one.share),
-            "possible": count_by_claim(one.possible),
-        }
-        for one in found.inputs[:LISTED_INPUTS]
-    ]
-    return {"words": found.words, "lines": lines}
-
-
-def _again(found: Mapping[str, Sequence[Answer]], ledger: Ledger) -> dict[str, Any]:
-    """Return the claims on other systems as text: one line per question, with an answer for every simulated system."""
-    lines = [
-        {
-            "claim": answers[0].question.claim,
-            "title": ledger.claim(answers[0].question.claim).title,
-            "asks": answers[0].question.asks,
-            "note": answers[0].question.note,
-            "published": answers[0].published,
-            "answers": [
-                {"text": one.text or NO_VALUE, "word": one.word or one.lacks, "rests_on": one.rests_on}
-                for one in answers
-            ],
-        }
-        for answers in zip(*found.values(), strict=True)
-    ]
-    command = simulation_command("SYSTEM")
-    return {"words": PREDICTIONS, "systems": list(found), "lines": lines, "command": command}
-
-
 def render_site(values: dict[str, Any]) -> dict[str, str]:
     """Return every file of the site, except for the figures, by its path."""
     site = {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in ("style.css", "site.js")}
@@ -242,6 +207,18 @@ def template(name: str) -> Template:
         "counted": count_noun,
         "sign": views.VERDICT_SIGNS.get,
         "slug": lambda verdict: verdict.replace(" ", "-"),
+        "percent": units.percent,
+        "number": units.number,
+        "value_range": format_range,
+        "by_claim": count_by_claim,
+    }
+    environment.globals |= {
+        "anchor": views.anchor,
+        "interval": units.interval,
+        "zip": zip,
+        "listed_inputs": LISTED_INPUTS,
+        "predictions": PREDICTIONS,
+        "simulation_command": simulation_command,
     }
     return environment.get_template(name)
 
@@ -262,13 +239,3 @@ def _listed(records: list[ExperimentRecord], cited: Iterable[str]) -> list[Exper
     others = [record for record in records if _anchor(record) not in cited]
     newest = sorted(others, key=lambda record: record.order, reverse=True)[:MAX_RECORDS]
     return [*(record for record in records if _anchor(record) in cited), *newest]
-
-
-def _comparison(record: ComparisonRecord, machines: Machines) -> dict[str, Any]:
-    return {
-        "record": record,
-        "anchor": views.anchor("measured", record.label),
-        "ratio": units.number(record.ratio),
-        "interval": interval(record.low, record.high),
-        "machine": machines.number(record),
-    }

@@ -6,10 +6,10 @@ notebook runs in its own kernel, which reads the store in `REPRO_RESULTS`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,12 @@ def write_notebooks(results: Path, out: Path, folder: Path = NOTEBOOKS_FOLDER) -
     Raises `CellFailed`, or as `find_notebooks`.
     """
     paths = find_notebooks(folder)
-    with tempfile.TemporaryDirectory() as settings:
+    with tempfile.TemporaryDirectory() as settings, ThreadPoolExecutor(MAX_PARALLEL_NOTEBOOKS) as pool:
         # IPython reads no settings of the user, and works where the home folder cannot be written.
         os.environ["IPYTHONDIR"] = settings
-        done = asyncio.run(_execute_all(paths, results.resolve()))
+        done = list(
+            pool.map(execute, paths, [results.resolve()] * len(paths))
+        )  # a failure cancels the next ones
         out.mkdir(parents=True, exist_ok=True)
         return [_save(path, notebook, out) for path, notebook in zip(paths, done, strict=True)]
 
@@ -58,23 +60,7 @@ def read_notebook(path: Path) -> Any:
     return jupytext.read(path)
 
 
-async def _execute_all(paths: list[Path], results: Path) -> list[Any]:
-    turn = asyncio.Semaphore(MAX_PARALLEL_NOTEBOOKS)
-
-    async def one(path: Path) -> Any:
-        async with turn:
-            return await execute(path, results)
-
-    tasks = [asyncio.create_task(one(path)) for path in paths]
-    try:
-        return [await task for task in tasks]
-    finally:
-        for task in tasks:  # the first failure ends the others, kernels included
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def execute(path: Path, results: Path) -> Any:
+def execute(path: Path, results: Path) -> Any:
     """Return the notebook at `path` with its outputs.  Raises `CellFailed`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -87,7 +73,7 @@ async def execute(path: Path, results: Path) -> Any:
     )
     environment = {**os.environ, STORE_VARIABLE: str(results), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     try:
-        await client.async_execute(env=environment)
+        client.execute(env=environment)
     except CellExecutionError as error:
         raise CellFailed(f"{path}: {_place(notebook)}: {error.ename}: {error.evalue}") from None
     except (CellTimeoutError, DeadKernelError) as error:

@@ -276,25 +276,15 @@ def _of_peak(value: float) -> str:
     return f"{units.percent(value)} of peak"
 
 
-TIME_KEYS = (
-    "kernel_s",
-    "fill_s",
-    "launch_s",
-    "backward_launch_s",
-    "latency_s",
-    "start_s",
-    "chunk_s",
-    "jitter_s",
-)
-PEAK_KEYS = ("matmul_efficiency", "unthrottled_efficiency", "memory_efficiency", "efficiency")
-FORMATS_BY_KEY: dict[str, Callable[[float], str]] = {
-    **dict.fromkeys(TIME_KEYS, _seconds),
-    **dict.fromkeys(PEAK_KEYS, _of_peak),
-    **dict.fromkeys(("overlap_cost", "spread"), units.percent),
-    "half_bytes": _size,
-    "unaligned_flops": _flop_rate,
+FORMATS_BY_ENDING: dict[str, Callable[[float], str]] = {
+    "_s": _seconds,
+    "efficiency": _of_peak,
+    "overlap_cost": units.percent,
+    "spread": units.percent,
+    "_bytes": _size,
+    "_flops": _flop_rate,
 }
-"""Formats of the numbers of the time model; other numbers are counts."""
+"""Formats of the numbers of the time model by the ending of their key; other numbers are counts."""
 SHOWN_LINK_KEYS = ("latency_s", "efficiency")
 NETWORK_KEYS = ("adapters", "rings")
 """Numbers of links between nodes that are shown even if assumed, as `SHOWN_LINK_KEYS` of all links."""
@@ -310,7 +300,7 @@ def _time_rows(system: System) -> Iterator[tuple[str, str, str]]:
             if key in always or getattr(link, key).value is not None:
                 used[f"{name} {key}"] = link.used(name, key)
     for label, quantity in used.items():
-        words = FORMATS_BY_KEY.get(label.split()[-1], _number)
+        words = next((words for end, words in FORMATS_BY_ENDING.items() if label.endswith(end)), _number)
         yield _row(label.replace("_", " ").removesuffix(" s"), quantity, words)
 
 

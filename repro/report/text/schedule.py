@@ -6,6 +6,7 @@ import json as json_module
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import groupby
 from math import ceil, floor
 from pathlib import Path
 from textwrap import wrap
@@ -124,8 +125,8 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
                 lines += [Text(f"  ... {len(hidden)} stages: --details", style="dim")] * (stage == hidden[0])
                 continue
             line = Text(f"{stage:>{left - 1}} ", style="")
-            for characters, style in _runs(row[first:last]):
-                line.append(characters, style=style)
+            for style, cells in groupby(row[first:last], key=lambda cell: cell[1]):
+                line.append("".join(character for character, _ in cells), style=style)
             line.append(f"{live[stage]:>{right}}", style="dim")
             lines.append(line)
     legend = _legend(plan, per_action, colour)
@@ -206,18 +207,6 @@ def _style(action: Action, chunks: int) -> str:
 
 def _mixed_style() -> str:
     return f"{action_colours(FORWARD)[1]} on {action_colours(BACKWARD)[1]}"
-
-
-def _runs(row: list[Cell]) -> Iterator[Cell]:
-    """Yield the row's cells with neighbours of one style joined."""
-    characters, style = "", ""
-    for character, own in row:
-        if own != style:
-            if characters:
-                yield characters, style
-            characters, style = "", own
-        characters += character
-    yield characters, style
 
 
 def _axis(first: int, last: int, scale: Fraction) -> str:

@@ -335,6 +335,7 @@ def _operator(
         read -= sum(map(_bytes, _tensors(into)))  # written, not read
     if kind != _FLOPS:
         return Operator(name, 0, read, written, (), itemsize)
+    itemsize = min(t.element_size() for t in operands)  # a product of 16-bit operands may have an fp32 result
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
 

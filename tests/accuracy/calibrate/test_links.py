@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from repro.accuracy.calibrate import benchmarks
 from repro.accuracy.calibrate import clock as clock_module
-from repro.accuracy.calibrate import links as links_module
+from repro.accuracy.calibrate.benchmarks import MANY, LinkBench
 from repro.accuracy.calibrate.clock import MOST_CALLS, OperatorClock
-from repro.accuracy.calibrate.links import MANY, LinkBench
 from repro.accuracy.calibrate.plan import GroupKind
 from repro.parallel import mesh as meshes
 from tests.clock import Clock
@@ -22,7 +22,7 @@ WORLD = meshes.single_rank_mesh().world
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock().rules(monkeypatch, clock_module, links_module)
+    return Clock().rules(monkeypatch, clock_module, benchmarks)
 
 
 def operator_clock(repeats: int) -> OperatorClock:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from repro.accuracy.calibrate import document
+from repro.accuracy.calibrate.benchmarks import TIMED_STEPS, SilentTransport, time_silent_step
 from repro.accuracy.calibrate.clock import OperatorClock
-from repro.accuracy.calibrate.timed_steps import TIMED_STEPS, SilentTransport, time_silent_step
 from repro.config import Layout
 from repro.config.timing import OperatorRate
 from repro.parallel import mesh as meshes
@@ -102,7 +102,7 @@ def test_a_file_says_how_much_longer_a_step_takes_than_its_operators() -> None:
 
 FAULTS = """
 import resource, torch
-from repro.accuracy.calibrate import timed_steps
+from repro.accuracy.calibrate import benchmarks
 from repro.accuracy.calibrate.clock import OperatorClock
 from repro.config import Experiment, Layout, Model
 from repro.util import processes
@@ -122,7 +122,7 @@ processes.reserve_heap, before = counted, None
 model = Model(name="wide", layers=2, hidden=128, heads=4, vocab=64, seq=512)
 layout = Layout(dp=4, zero=3, micro_batch=4, global_batch=16)
 clock = OperatorClock(torch.device("cpu"), meshes.single_rank_mesh().world, repeats=1, neighbours=64)
-timed_steps.time_silent_step(Experiment(name="one", model=model, layout=layout), clock)
+benchmarks.time_silent_step(Experiment(name="one", model=model, layout=layout), clock)
 print(faults() - before)
 """
 

@@ -24,13 +24,13 @@ from repro.simulate.time import calibration
 from repro.simulate.time.calibration import Generation, MeasuredKernels
 from repro.simulate.time.predict import calibrated_kernels
 
-DEVICES = {"V100": "7.0", "A100": "8.0", "H100": "9.0"}
-PEAKS = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12}
+DEVICES = {"V100": "7.0", "A100": "8.0", "H100": "9.0", "B200": "10.0"}
+PEAKS = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12, "10.0": 2250e12}
 """FLOP/s of 16-bit products by compute capability, from the data sheets."""
 SUITES = (
     *("zero_memory", "turing_nlg", "deepspeed_lowbw", "deepspeed_64gpu", "deepspeed_dgx2", "zero_throughput"),
     *("zero_superlinear", "megatron_2019", "megatron_2021", "megatron_figures", "v100_clusters"),
-    *("a100_clusters", "yuan", "one_node", "today"),
+    *("a100_clusters", "yuan", "one_node", "today", "b200"),
 )
 
 

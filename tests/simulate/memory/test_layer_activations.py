@@ -11,7 +11,7 @@ import pytest
 
 from repro.claims.formulas import layer_activation_bytes
 from repro.config import Layout, Model
-from repro.simulate.memory.live_bytes import measure_live_bytes
+from repro.simulate.memory.live_bytes import LiveBytes, measure_live_bytes
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
@@ -55,6 +55,56 @@ def test_a_layer_retains_the_papers_bytes_but_masks(
     statistics = 2 * 2 * 4 * s * b // split
     found = of_one_layer(b, s, h, a, tp=tp, kernels=kernels, **keys)
     assert found - paper == statistics - masks_of_both_branches - mask_of_scores
+
+
+LLAMA: dict[str, Any] = {
+    "norm": "rms",
+    "positions": "rotary",
+    "mlp": "swiglu",
+    "biases": "none",
+    "tied": False,
+    "hidden": 64,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn": 160,
+    "vocab": 256,
+    "seq": 128,
+}
+
+
+def megatron_core(layers: int, tp: int, kernels: str = "megatron-2025") -> LiveBytes:
+    """Live bytes after a traced step of layers of Llama's kind, by the software of Megatron-core."""
+    model = Model(name="m", layers=layers, **LLAMA)
+    keys: dict[str, Any] = {"precision": "bf16", "grad_dtype": "fp32", "zero": 1, "overlap": False}
+    layout = Layout(kernels=kernels, tp=tp, sp=tp > 1, micro_batch=1, **keys)
+    experiment = tiny(layout, model, dropout=0, attention_dropout=0)
+    live = LiveBytes()
+    for event in trace(experiment, roles(experiment)[0]).events:
+        live.see(event)
+    return live
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_of_megatron_core_retains_the_tensors_of_its_software(tp: int) -> None:
+    """Transformer Engine 2.11 saves these tensors (module/layernorm_linear.py, attention, Megatron's fused SwiGLU)."""
+    s, h, d, f = 128, 64, 8, 160
+    inputs_and_normalised = 2 * 2 * s * h // tp
+    queries_keys_values_result = s * (8 + 4 + 4 + 8) * d // tp
+    gate_up_and_product = s * 3 * f // tp
+    log_sums, deviations = 4 * 8 * s // tp, 2 * 4 * s // tp
+    expected = 2 * (inputs_and_normalised + queries_keys_values_result + gate_up_and_product)
+    found = megatron_core(3, tp).most["activations"] - megatron_core(2, tp).most["activations"]
+    random_state = 3 * 8  # of torch's fused attention
+    assert found == expected + log_sums + deviations + random_state
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_of_megatron_core_retains_a_gradient_of_each_shape(tp: int) -> None:
+    """`get_dummy_wgrad` stores one 16-bit tensor for each shape, whatever the number of layers."""
+    h, inner, keys_and_values, f, vocab = 64, 64, 2 * 32, 160, 256
+    shapes = {(inner + keys_and_values) * h, h * inner, 2 * f * h, h * f, vocab * h}
+    retained = [megatron_core(2, tp, kernels).now["other"] for kernels in ("megatron-2025", "fused")]
+    assert retained[0] - retained[1] == 2 * sum(shapes) // tp
 
 
 def test_a_layer_with_a_checkpoint_retains_its_input_alone() -> None:

@@ -67,6 +67,7 @@ LAYOUTS = {
     "gpipe": replace(BASE, pp=4, dp=2, schedule="gpipe"),
     "pp4-dp64": replace(BASE, tp=2, pp=4, dp=64, global_batch=512),
     "interleaved": replace(BASE, pp=2, dp=4, schedule="interleaved", chunks=2),
+    "megatron-core": replace(BASE, tp=2, kernels="megatron-2025", precision="bf16", grad_dtype="fp32"),
     "cp4": replace(BASE, cp=4),
     "gradients": replace(BASE, dp=64, pp=2, zero=2, global_batch=512),
     "parameters": replace(BASE, dp=64, zero=3, global_batch=256),

@@ -325,7 +325,7 @@ def test_kernels_of_an_uncalibrated_device_have_twice_the_range_of_all_generatio
     assert isinstance(found, MeasuredKernels)
     generations = [*calibration_points(), *measured_kernels()]
     kernels = [calibrated_kernels(generation) for generation in generations]
-    peaks = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12}
+    peaks = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12, "10.0": 2250e12}
     shares = [
         one.attention / peaks[generation.compute_capability]
         for one, generation in zip(kernels, generations, strict=True)

@@ -34,6 +34,7 @@ LAYOUTS = {
     "fp32-gradients": replace(BASE, tp=2, sp=True, grad_dtype="fp32"),
     "zero2-fp32-gradients": replace(BASE, dp=2, zero=2, recompute=True, grad_dtype="fp32"),
     "1f1b-fp32-gradients": replace(DEEP, dp=2, zero=1, grad_dtype="fp32"),
+    "1f1b-fused-accumulation": replace(DEEP, zero=1, grad_dtype="fp32", kernels="megatron-2025"),
     "tp": replace(BASE, tp=2, micro_batch=2),
     "tp-waits": replace(BASE, tp=2, tp_overlap=False, recompute=True),
     "sp": replace(BASE, tp=2, sp=True),
