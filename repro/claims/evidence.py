@@ -7,7 +7,7 @@ from typing import Any
 
 from repro.claims.expression import ExpressionError, Result, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
-from repro.claims.ledger import EMULATED, ITSELF, Claim, Evidence, Row
+from repro.claims.ledger import CLOSED_FORM, EMULATED, ITSELF, Claim, Evidence, Row
 from repro.claims.one_device import describe_fits, device_functions, scale_of_fits
 from repro.claims.published import UNITS, digitised, format_value, printed
 from repro.claims.records import Missing, Records
@@ -21,7 +21,7 @@ from repro.claims.tolerance import (
     published_range,
 )
 from repro.claims.verdicts import (
-    CONSISTENT,
+    FOLLOWS,
     INCONSISTENT,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
@@ -63,11 +63,14 @@ def _evaluate_on(
         "scale": evidence.scale,
         "libraries": tuple(records.libraries(read)) if evidence.kind in (MEASURED, EMULATED) else (),
         "origin": evidence.origin,
+        "reading": evidence.reading,
         "expression": evidence.value.text,
         "tolerance": describe_tolerance(row, evidence, claim),
         "experiments": tuple(read),
     }
-    yes, no = (CONSISTENT, INCONSISTENT) if evidence.origin == ITSELF else (REPRODUCED, NOT_REPRODUCED)
+    yes, no = (
+        (FOLLOWS, INCONSISTENT) if evidence.origin in (CLOSED_FORM, ITSELF) else (REPRODUCED, NOT_REPRODUCED)
+    )
     functions: dict[str, Any] = {**FORMULAS, **SCRIPT_COUNTS, **_INPUTS}
     used: list[ExperimentRecord | FitRecord] = []
     if evidence.kind != "analytic":

@@ -11,11 +11,12 @@ correct if the expression is monotone in each input, as sums, products, quotient
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -198,6 +199,15 @@ def literals(expression: Expression, skip: AbstractSet[str] = frozenset()) -> li
             found.append(float(node.value))
         todo += ast.iter_child_nodes(node)
     return found
+
+
+def replace_number(expression: Expression, old: float, new: float) -> Expression:
+    """Return a copy of `expression` with `new` for every literal `old`."""
+    tree = copy.deepcopy(expression.tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value == old:
+            node.value = type(node.value)(new)
+    return replace(expression, tree=tree)
 
 
 def _text(node: ast.AST, variables: Mapping[str, Any]) -> str | None:

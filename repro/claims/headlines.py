@@ -76,6 +76,14 @@ def describe_miss(row: RowResult) -> str:
     return f"{missed.kind} {_text(row, missed.value)}, accepted {accepted}.{f' {cause}.' * bool(cause)}"
 
 
+def describe_accepted(row: RowResult) -> str:
+    """Return the values that agree with the published one under the strongest evidence, without the unit."""
+    accepted = row.findings[0].tolerance if row.findings else units.NO_VALUE
+    accepted, rule, _ = accepted.partition(": ")
+    accepted = accepted.removesuffix(row.row.unit or " ").rstrip()
+    return accepted if rule else OUTCOMES.get(row.row.published, row.row.published)
+
+
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     """Return the machine of each decided value of `rows` that one device measured, each once."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
@@ -97,7 +105,12 @@ def value_text(rows: Sequence[RowResult], kind: str) -> str:
     if first.scale != PUBLISHED_SCALE and not isinstance(first.expected, (str, type(None))):
         return _agreement([finding for findings in decided for finding in findings])
     digits = 3 if len(rows) > 1 or first.low != first.high else 4
-    texts = [_text(row, findings[0].value, digits) for row, findings in zip(rows, decided, strict=True)]
+    texts = [
+        " or ".join(
+            dict.fromkeys(_text(row, f.value, digits) for f in findings if f.reading or f is findings[0])
+        )
+        for row, findings in zip(rows, decided, strict=True)
+    ]
     if len(rows) > MAX_LISTED_VALUES:
         return f"{min(texts, key=float)} to {max(texts, key=float)}"
     if len(rows) > 1 or kind != SIMULATED or first.low == first.high:

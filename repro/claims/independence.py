@@ -1,18 +1,19 @@
 """Independence of evidence: shared inputs with the published value, and the number of independent quantities tested.
 
-**Origin.** A formula of a paper on sizes is a `closed form`, a simulated step a `trace`, real processes a `run`, and a
-count of this repository's scripts a `count`. Every other value is `the source against itself`: arithmetic on columns
-and literals, a printed or digitised number, or a published rate typed as a float. A formula compared with a derived
-value and a row whose answer is `given` also are. Such a value shows only that a source is consistent.
+**Origin.** A simulated step is a `trace`, real processes a `run`, and a count of this repository's scripts a `count`.
+These are tests. A formula of a paper on typed numbers is a `closed form`. Every other value is `the source against
+itself`: arithmetic on columns and literals, a printed or digitised number, and a row whose answer is `given`. The last
+two show only that the published value follows from its own source. A closed form that no number of its row changes is
+refused (`is_constant`).
 
 **Independent quantities.** Many cells of the ledger evaluate one formula. A test is the set of quantities that one
 finding reads:
 
-- A closed form or a count reads its functions. Three functions evaluate the formula of model states: one quantity.
+- A count reads its function.
 - A trace or a run reads quantities that sizes decide (bytes of states, calls, bytes sent): one quantity per name.
 - A trace or a run also reads results of a layout (time, fit, peak memory, loss): one quantity per experiment.
 - Scores of weights are one quantity each. Quantities of another library are separate from those of this suite.
-- The source against itself is one quantity per expression of a claim.
+- A closed form and the source against itself are one quantity per expression of a claim, and no test.
 
 Tests are counted in order of their number of quantities. A test counts if it reads a quantity that no counted test
 has read. The rates of two runs and their ratio count two. All rates, times and shares of one run count one.
@@ -21,13 +22,21 @@ has read. The rates of two runs and their ratio count two. All rates, times and 
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repro.claims.expression import Expression, Uncertain, arguments, literals, parse
-from repro.claims.formulas import FORMULAS, SCRIPT_COUNTS
+from repro.claims.expression import (
+    Expression,
+    ExpressionError,
+    Uncertain,
+    arguments,
+    evaluate_expression,
+    literals,
+    parse,
+    replace_number,
+)
+from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS, bubble_fraction
 from repro.claims.ledger import CLOSED_FORM, COUNT, ITSELF, KINDS, Row
 from repro.claims.one_device import DEVICE_FUNCTIONS
 from repro.claims.published import UNITS
@@ -41,39 +50,56 @@ SCORE_FUNCTION = "evaluated"
 PAPER_FUNCTIONS = FORMULAS.keys() - ARITHMETIC_FUNCTIONS
 UBIQUITOUS_NUMBERS = frozenset({0.0, 1.0, 2.0})
 """Numbers that every formula has: one layer, two bytes an element."""
-LARGE_RESULT_UNITS = frozenset({"TFLOP/s", "PFLOP/s", "EFLOP", "PFLOP/s-days"})
-"""Units of large results: an equal literal is the result and not a size."""
-
-PUBLISHED_VOCABULARIES = frozenset({0.0, 50257.0, 50304.0, 51200.0, 53248.0})
-"""Vocabulary sizes in sources: GPT-2's, with its two paddings, and Yuan's file, padded.  0 omits the vocabulary."""
 
 
-def analytic_origin(
-    expression: Expression,
-    variables: Mapping[str, Any],
-    certainty: str,
-    published: float | None,
-    unit: str,
-    rates: frozenset[float],
-) -> str:
-    """Return the origin of an analytic expression: `CLOSED_FORM`, `COUNT` or `ITSELF`.
-
-    `published`: in base units.  `rates`: published values whose unit is one of `LARGE_RESULT_UNITS`, in base units.
-    """
+def analytic_origin(expression: Expression, variables: Mapping[str, Any]) -> str:
+    """Return the origin of an analytic expression: `COUNT`, `CLOSED_FORM` or `ITSELF`."""
     if isinstance(expression.tree, ast.Call) and expression.calls <= SCRIPT_COUNTS.keys():
         return COUNT
-    if certainty == "derived" or not expression.calls & PAPER_FUNCTIONS:
-        return ITSELF
-    if expression.calls & {"printed", "digitised"} or rates.intersection(literals(expression)):
-        return ITSELF
-    if any(isinstance(variables.get(name), Uncertain) for name in expression.names):
-        return ITSELF
-    if (
-        _typed(expression, variables, published, unit)
-        or not _vocabularies(expression) <= PUBLISHED_VOCABULARIES
-    ):
-        return ITSELF
-    return CLOSED_FORM
+    is_formula = expression.calls & PAPER_FUNCTIONS and not _reads_printed_numbers(expression, variables)
+    return CLOSED_FORM if is_formula else ITSELF
+
+
+def is_constant(expression: Expression, variables: Mapping[str, Any]) -> bool:
+    """Return whether no number that the row names changes the value of an analytic expression.
+
+    All occurrences of a number change together, so that `2 * 3 / 3` is constant. 0 and 1 are no inputs of a row.
+    """
+    if expression.calls & SCRIPT_COUNTS.keys() or _reads_printed_numbers(expression, variables):
+        return False
+    columns = {name: variables[name] for name in expression.names & variables.keys()}
+    unchanged = _value(expression, columns)
+    return all(_value(*changed) in (unchanged, None) for changed in _changed_inputs(expression, columns))
+
+
+def _changed_inputs(
+    expression: Expression, columns: Mapping[str, Any]
+) -> Iterator[tuple[Expression, Mapping[str, Any]]]:
+    """Yield the expression and its columns with one number changed."""
+    for name, number in columns.items():
+        if not isinstance(number, str):
+            for other in (2 * number, number + 1, number - 1):
+                yield expression, {**columns, name: other}
+    for number in {*literals(expression)} - {0.0, 1.0}:
+        for other in (2 * number, number + 1, number - 1):
+            yield replace_number(expression, number, other), columns
+
+
+_QUICK_FORMULAS = {**FORMULAS, "schedule_bubble": bubble_fraction}
+"""Formulas that read the same inputs, without counting a schedule action by action."""
+
+
+def _value(expression: Expression, columns: Mapping[str, Any]) -> Any:
+    """Return the value of an analytic expression; None for inputs that its formulas refuse, for example a stage 4."""
+    try:
+        return evaluate_expression(expression, _QUICK_FORMULAS, {**CONSTANTS, **columns}).value
+    except ExpressionError:
+        return None
+
+
+def _reads_printed_numbers(expression: Expression, variables: Mapping[str, Any]) -> bool:
+    columns = (variables.get(name) for name in expression.names)
+    return bool(expression.calls & {"printed", "digitised"}) or any(isinstance(c, Uncertain) for c in columns)
 
 
 def shared_input(row: Row) -> str:
@@ -113,27 +139,7 @@ def _typed(expression: Expression, variables: Mapping[str, Any], published: floa
     return any(number not in UBIQUITOUS_NUMBERS for number in same)
 
 
-def _vocabularies(expression: Expression) -> frozenset[float]:
-    """Return the vocabulary sizes that an expression passes to formulas as literals."""
-    found: set[float] = set()
-    for node in ast.walk(expression.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _VOCABULARY:
-            place = _VOCABULARY[node.func.id]
-            given = [*node.args[place : place + 1], *(k.value for k in node.keywords if k.arg == "vocab")]
-            numbers = [n.value for n in given if isinstance(n, ast.Constant)]
-            found |= {float(number) for number in numbers if isinstance(number, int | float)}
-    return frozenset(found)
-
-
-_VOCABULARY = {
-    name: list(inspect.signature(FORMULAS[name]).parameters).index("vocab")
-    for name in ("gpt_params", "gpt_flops")
-}
-
-
 Quantity = tuple[str, ...]
-FORMULA_OF_FUNCTION = {"max_params": "model_state_bytes", "memory_reduction": "model_state_bytes"}
-"""Map from a function to the function whose formula it evaluates."""
 STATE_METRICS = ("states", "parameters", "gradients", "optimizer")
 LAYOUT_METRICS = ("peak", "reserved", "used", "activations", "allocated", "cached")
 """X of the metrics `memory.X_bytes` that depend on the layout and have no closed form."""
@@ -192,10 +198,7 @@ def quantities_read(finding: Finding, row: RowResult, result: ClaimResult) -> It
         return [(result.claim.id, finding.expression)]
     expression = parse(finding.expression)
     if finding.kind == "analytic":
-        return [
-            (FORMULA_OF_FUNCTION.get(name, name),)
-            for name in expression.calls & (PAPER_FUNCTIONS | SCRIPT_COUNTS.keys())
-        ]
+        return [(name,) for name in expression.calls & SCRIPT_COUNTS.keys()]
     found: list[Quantity] = []
     for function, texts in arguments(expression, row.row.variables):
         experiments = [text for text in texts if "/" in text]

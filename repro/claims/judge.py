@@ -2,14 +2,16 @@
 
 Every kind of evidence for a row (analytic, simulated, measured at some scale) gets its own verdict.  The verdict of
 a row is that of its strongest decided evidence: measured at the published scale, then one rank of N, a scaled twin, a
-scaled twin on an emulated network, simulated, analytic, and last the source against itself.  The source against
-itself makes a row `consistent` or `inconsistent`, never `reproduced`.  While another test of the row has not run, the
-source against itself decides only by a contradiction.  A simulation of a value that calibrates the time model is
-shown and decides nothing.
+scaled twin on an emulated network, simulated, a count of committed lines.  A closed form and the source against itself
+are no tests: they make a row `follows` or `inconsistent`, never `reproduced`, and while a test of the row has not run
+they decide only by a contradiction.  A simulation of a value that calibrates the time model is shown and decides
+nothing.
 
-A claim's verdict comes from its main rows (`main`).  The first rule that applies counts: `not reproduced` or
-`inconsistent` if one row is, `not run` if one has no evidence, `possible` or `not comparable` if one is, `consistent`
-if one is, `reproduced` if all are.  Weaker evidence that disagrees with the strongest is listed.
+Evidence may state a `reading`, a condition that the source does not print.  A row whose readings differ `depends`.
+An `inconsistent` row whose source corrects the number is an `erratum`.  A row without any evidence is `no test`.
+
+A claim's verdict comes from its main rows (`main`): the first verdict in `DISAGREEING_FIRST` that one of them has.
+Weaker evidence that disagrees with the strongest is listed.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from repro.claims.evidence import evaluate_evidence
 from repro.claims.expression import Expression, parse, quotient, texts
 from repro.claims.ledger import (
+    CLOSED_FORM,
     EMULATED,
     ITSELF,
     KINDS,
@@ -38,9 +41,12 @@ from repro.claims.ledger import (
 from repro.claims.records import Records
 from repro.claims.verdicts import (
     BAD,
-    CONSISTENT,
+    DEPENDS,
+    ERRATUM,
+    FOLLOWS,
     GOOD,
     INCONSISTENT,
+    NO_TEST,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -98,11 +104,12 @@ def weakest_verdict(rows: Sequence[RowResult]) -> str:
     return next(verdict for verdict in DISAGREEING_FIRST if any(row.verdict == verdict for row in rows))
 
 
-DISAGREEING_FIRST = (NOT_REPRODUCED, INCONSISTENT, NOT_RUN, POSSIBLE, NOT_COMPARABLE, CONSISTENT, REPRODUCED)
+DISAGREEING_FIRST = (*BAD, NOT_RUN, NO_TEST, DEPENDS, POSSIBLE, NOT_COMPARABLE, FOLLOWS, REPRODUCED)
 """Verdicts by priority: a claim has the first verdict that one of its main rows has."""
 _ORDER = (
     *(f"measured, {scale}" for scale in (PUBLISHED_SCALE, ONE_RANK, SCALED_TWIN)),
     *KINDS[2::-1],
+    CLOSED_FORM,
     ITSELF,
 )
 """Bases of a row's verdict, strongest first."""
@@ -120,6 +127,9 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         key=lambda f: strength_rank(_name(f)),
     )
     speaking = [f for f in findings if f.verdict != NOT_COMPARABLE]
+    if differing := _describe_differing_readings(speaking):
+        basis = next(_name(finding) for finding in speaking if finding.decided)
+        return RowResult(row, tuple(findings), DEPENDS, basis, differing)
     for level in dict.fromkeys(strength_rank(_name(f)) for f in speaking):
         equals = [f for f in speaking if strength_rank(_name(f)) == level]
         if equals[0].itself:
@@ -132,11 +142,22 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
         failed = next((f for f in equals if f.verdict in BAD), None)
         if failed or (equals and all(f.decided for f in equals)):
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])
+            if row.erratum and best.verdict == INCONSISTENT:
+                return RowResult(row, tuple(findings), ERRATUM, _name(best), row.erratum)
             return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
     if row.not_comparable:
         return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
-    reason = next((f.reason for f in speaking), "") or row.needs or "no expression tests this row yet"
-    return RowResult(row, tuple(findings), NOT_RUN, "", reason)
+    if not speaking:
+        return RowResult(row, tuple(findings), NO_TEST, "", row.needs)
+    return RowResult(row, tuple(findings), NOT_RUN, "", next(f.reason for f in speaking))
+
+
+def _describe_differing_readings(findings: Sequence[Finding]) -> str:
+    """Return the value and the verdict under each reading that was tested; empty if they agree."""
+    tested = [finding for finding in findings if finding.reading and finding.decided]
+    if len({finding.verdict in BAD for finding in tested}) < 2:
+        return ""
+    return "; ".join(f"{finding.reading}: {finding.text}, {finding.verdict}" for finding in tested)
 
 
 def _at_published_scale(row: Row, records: Records) -> Iterator[Evidence]:
@@ -174,14 +195,17 @@ def _kind(name: str, rows: Sequence[RowResult]) -> KindResult | None:
         return None
     decided = [found for found in tested if all(f.decided for f in found)]
     good = sum(all(f.verdict in GOOD for f in found) for found in decided)
-    if any(f.verdict in BAD for found in tested for f in found):
+    differing = [found for found in tested if _describe_differing_readings(found)]
+    if any(f.verdict in BAD for found in tested if found not in differing for f in found):
         verdict = INCONSISTENT if name == ITSELF else NOT_REPRODUCED
     elif len(decided) < len(tested):
         verdict = NOT_RUN
+    elif differing:
+        verdict = DEPENDS
     elif any(f.verdict == POSSIBLE for found in tested for f in found):
         verdict = POSSIBLE
     else:
-        verdict = CONSISTENT if name == ITSELF else REPRODUCED
+        verdict = FOLLOWS if name == ITSELF else REPRODUCED
     scales = dict.fromkeys(part for found in decided or tested for f in found for part in f.scale_parts)
     return KindResult(name, ", ".join(scales), verdict, good, len(decided), len(tested))
 
@@ -197,7 +221,7 @@ def _basis(rows: list[RowResult]) -> str:
 
 def _name(finding: Finding) -> str:
     if finding.itself:
-        return ITSELF
+        return finding.origin
     if finding.kind == EMULATED:
         return ", ".join((finding.kind, *finding.libraries))
     return f"measured, {finding.scale_label}" if finding.kind == MEASURED else finding.kind

@@ -83,6 +83,8 @@ class Evidence:
     """Expected value: the formula at the twin's own scale; None: compare with the published value."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    reading: str = ""
+    """Condition that the source does not print and this evidence assumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ class Row:
     """A key of `published.UNITS`."""
     metric: str
     """Class of tolerance, a key of `tolerance.RELATIVE`."""
+    statement: str
+    """Kind of the statement, one of `tolerance.STATEMENTS`."""
     bound: str
     """Bound in the source: empty (equal), `over`, `at least`, `under`, `at most`, `up to`."""
     error: float
@@ -114,6 +118,12 @@ class Row:
     not_comparable: str
     """Reason why no value can be compared with the row; empty if values can."""
     note: str
+    source: str = ""
+    """Document of the row, where the claim cites several; empty: all sources of the claim."""
+    erratum: str = ""
+    """Arithmetic by which the source itself shows another number than the printed one."""
+    sentence: str = ""
+    """Name of the published sentence that rows of several claims quote; their simulations are the same."""
     main: bool = True
     """Whether the row decides the claim's verdict.  Other rows are shown and judged only."""
     given: str = ""
@@ -221,6 +231,7 @@ class EvidenceEntry:
     expect: str = ""
     scale: str = PUBLISHED_SCALE
     metric: str = ""
+    reading: str = ""
 
 
 @dataclass(kw_only=True)
@@ -232,6 +243,7 @@ class TestableEntry:
     """`""` is no unit; None is the unit of the claim."""
     metric: str = ""
     bound: str = ""
+    statement: str = ""
     error: float = 0.0
     certainty: str = ""
     analytic: str = ""
@@ -243,6 +255,9 @@ class TestableEntry:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    source: str = ""
+    erratum: str = ""
+    sentence: str = ""
     main: bool = False
     given: str = ""
 

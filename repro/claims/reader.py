@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from repro.claims import ledger
-from repro.claims.expression import Expression, ExpressionError, Uncertain, Value, check_expression, parse
+from repro.claims.expression import (
+    Expression,
+    ExpressionError,
+    Uncertain,
+    Value,
+    check_expression,
+    parse,
+    texts,
+)
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
-from repro.claims.independence import LARGE_RESULT_UNITS, analytic_origin, shared_input
+from repro.claims.independence import analytic_origin, is_constant, shared_input
 from repro.claims.one_device import device_functions
 from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
-from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS
+from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS, statement_of
 from repro.config.errors import ConfigError
-from repro.results.schema import EMULATED
+from repro.results.schema import EMULATED, SIMULATED
 from repro.results.select import select
 
 LEDGER_DIRECTORY = Path(__file__).parent
 _CLOSED = {**FORMULAS, **SCRIPT_COUNTS, "printed": printed, "digitised": digitised}
 _WITH_RECORDS = {**_CLOSED, **Records([]).functions("measured"), **device_functions(select([]), [])}
+SYSTEMS = LEDGER_DIRECTORY.parent / "config" / "systems"
+_DOCUMENT = re.compile(r"[\w.-]+\.(?:png|jpg)\b|[\w.-]+/[\w.-]+#\d+")
+"""Pictures and issue threads, by which a source names one document."""
 BEYOND_REPORTS = "9999"
 """Date that orders ledger files without a date."""
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
@@ -43,18 +54,21 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
                 raise ConfigError("key", source.key, "used once", file=str(path), where="source")
             sources[source.key] = source
     files = dict(sorted(files.items(), key=lambda item: item[1].date or BEYOND_REPORTS))
-    rates = frozenset(_rates(files.values()))
     claims: dict[str, ledger.Claim] = {}
     for path, content in files.items():
         for entry in content.claim:
             try:
                 if entry.id in claims:
                     raise ConfigError("id", entry.id, f"used once; {claims[entry.id].file} has it already")
-                claims[entry.id] = _claim(entry, sources, path.name, rates)
+                claims[entry.id] = _claim(entry, sources, path.name)
             except ConfigError as error:
                 raise error.within(file=str(path), where=entry.id) from None
     if not claims:
         raise ConfigError("claims", str(directory), "a folder with ledger files (*.toml)")
+    _check_sentences(claims.values())
+    check_shared_documents(
+        claims.values(), (path.read_text(encoding="utf-8") for path in SYSTEMS.glob("*.toml"))
+    )
     for path, content in files.items():
         for headline in content.headline:
             _check_headline(headline, claims, str(path))
@@ -66,6 +80,38 @@ def load_ledger(directory: Path = LEDGER_DIRECTORY, own: tuple[Path, ...] = ()) 
         about={path.name: content.about or content.title for path, content in files.items()},
         dates={path.name: content.date for path, content in files.items()},
     )
+
+
+def check_shared_documents(claims: Iterable[ledger.Claim], system_texts: Iterable[str]) -> None:
+    """Raise `ConfigError` for a row whose tests read a system that takes a number from the row's own document."""
+    documents = set(_DOCUMENT.findall(" ".join(system_texts)))
+    for claim in claims:
+        for row in claim.rows:
+            cited = set(_DOCUMENT.findall(row.source or " ".join(claim.source)))
+            tests = any(one.origin in (ledger.TRACE, ledger.RUN) for one in row.evidence)
+            if tests and not row.calibrates and cited & documents:
+                shared = ", ".join(sorted(cited & documents))
+                says = f"a system file takes a number from {shared}; mark the row as `given`"
+                raise ConfigError(
+                    "source", row.source, says=says, file=claim.file, where=f"{claim.id}.{row.label}"
+                )
+
+
+def _check_sentences(claims: Iterable[ledger.Claim]) -> None:
+    """Raise `ConfigError` if two rows quote one published sentence and simulate different experiments."""
+    read: dict[str, tuple[str, set[str]]] = {}
+    for claim in claims:
+        for row in (row for row in claim.rows if row.sentence):
+            experiments = {
+                text
+                for one in row.evidence
+                if one.kind == SIMULATED
+                for text in texts(one.value, row.variables)
+            }
+            first, others = read.setdefault(row.sentence, (claim.id, experiments))
+            if experiments != others:
+                right = f"with the same simulations in {first} and here: {', '.join(sorted(experiments ^ others))}"
+                raise ConfigError("sentence", row.sentence, right, where=f"{claim.id}.{row.label}")
 
 
 def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim], file: str) -> None:
@@ -81,26 +127,7 @@ def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim
         raise error.within(file=file, where=f"headline[{headline.name}]") from None
 
 
-def _rates(files: Iterable[ledger.FileEntry]) -> Iterator[float]:
-    """Yield the published values whose unit is one of `LARGE_RESULT_UNITS`, in base units."""
-    for claim in (claim for content in files for claim in content.claim):
-        published: list[tuple[ledger.TestableEntry, str]] = [(row, row.published) for row in claim.rows]
-        for table in claim.table:
-            for cell in table.cells:
-                at = table.columns.index(cell.column) if cell.column in table.columns else len(table.columns)
-                published += [(cell, str(value)) for line in table.body for value in line[at : at + 1]]
-        for entry, text in published:
-            if (unit := _unit(entry, claim)) in LARGE_RESULT_UNITS:
-                try:
-                    number = parse_printed_number(text)
-                except ValueError:
-                    continue
-                yield number.value * UNITS[unit]
-
-
-def _claim(
-    entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file: str, rates: frozenset[float]
-) -> ledger.Claim:
+def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file: str) -> ledger.Claim:
     if not _ID.fullmatch(entry.id):
         raise ConfigError("id", entry.id, "lower-case words joined by hyphens")
     _one_of("family", entry.family, ledger.FAMILIES)
@@ -109,9 +136,9 @@ def _claim(
     for source in entry.source:
         _one_of("source", source.partition(" ")[0], sources)
     steps = tuple(_number("steps", step).value for step in entry.steps)
-    rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]", rates) for row in entry.rows]
+    rows = [_row(entry, row, row.published, {}, f"rows[{row.label}]") for row in entry.rows]
     for table in entry.table:
-        rows += _table_rows(entry, table, rates)
+        rows += _table_rows(entry, table)
     if not rows:
         raise ConfigError("rows", expected="at least one row, in rows or in [[claim.table]]")
     labels = [row.label for row in rows]
@@ -125,6 +152,10 @@ def _claim(
             )
     if not any(row.main for row in rows):
         rows = [dataclasses.replace(row, main=True) for row in rows]
+    parts = entry.published.count(";") + 1
+    if sum(row.main for row in rows) < parts:
+        right = f"true in {parts} rows or more, since `published` has {parts} parts; a claim agrees when all parts do"
+        raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
     if predicted != bool(entry.predicted_blind) or (predicted and not _DAY.match(entry.predicted_blind)):
         raise ConfigError(
@@ -150,9 +181,7 @@ def _claim(
     )
 
 
-def _table_rows(
-    entry: ledger.ClaimEntry, table: ledger.TableEntry, rates: frozenset[float]
-) -> list[ledger.Row]:
+def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledger.Row]:
     for key in [*table.keys, *(cell.column for cell in table.cells)]:
         _one_of("table.columns", key, table.columns)
     errors = {cell.column: cell.error for cell in table.cells}
@@ -179,15 +208,19 @@ def _table_rows(
             calibrates = cell.calibrates or (str(at.get("calibrates", "")) if cell.simulated else "")
             notes = (cell.note, str(at.get("note", "")), str(at.get(f"{cell.column} note", "")))
             note = " ".join(part for part in notes if part)
-            blind = str(at.get(f"{cell.column} blind", ""))
+            blind, erratum = (
+                str(at.get(f"{cell.column} blind", "")),
+                cell.erratum or str(at.get("erratum", "")),
+            )
             rows.append(
                 _row(
                     entry,
-                    dataclasses.replace(cell, label=label, note=note, calibrates=calibrates, blind=blind),
+                    dataclasses.replace(
+                        cell, label=label, note=note, calibrates=calibrates, blind=blind, erratum=erratum
+                    ),
                     published,
                     variables,
                     label,
-                    rates,
                 )
             )
     return rows
@@ -214,7 +247,6 @@ def _row(
     published: str,
     variables: Mapping[str, Value | Uncertain],
     where: str,
-    rates: frozenset[float],
 ) -> ledger.Row:
     try:
         metric = _one_of("metric", entry.metric or claim.metric, RELATIVE_TOLERANCE)
@@ -234,9 +266,10 @@ def _row(
         evidence = []
         if entry.analytic:
             value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
-            size = None if number is None else number.value * UNITS[unit]
-            origin = analytic_origin(value, variables, certainty, size, unit, rates)
-            origin = ledger.ITSELF if entry.given else origin
+            if is_constant(value, variables):
+                says = "no number that the row names changes it, so that it could not fail"
+                raise ConfigError("analytic", entry.analytic, says=says)
+            origin = ledger.ITSELF if entry.given else analytic_origin(value, variables)
             evidence.append(
                 ledger.Evidence(
                     kind="analytic", scale=origin, origin=origin, value=value, expect=None, metric=metric
@@ -257,12 +290,20 @@ def _row(
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
             if unit != "%":
                 raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
+        if len({bool(item.reading) for item in evidence if item.kind != "analytic"}) > 1:
+            raise ConfigError("reading", says="must be a condition for each test of the row, or for none")
+        calls = frozenset(name for item in evidence for name in item.value.calls)
+        statement = statement_of(number, published, entry.bound, metric, calls)
+        if entry.statement not in ("", statement):
+            right = f"{statement}, by its text, bound, metric and functions; a threshold has metric limit"
+            raise ConfigError("statement", entry.statement, right)
         row = ledger.Row(
             label=entry.label,
             published=published,
             printed=number,
             unit=unit,
             metric=metric,
+            statement=statement,
             bound=_one_of("bound", entry.bound, BOUNDS),
             error=entry.error,
             certainty=certainty,
@@ -272,6 +313,9 @@ def _row(
             needs=entry.needs or claim.needs,
             not_comparable=entry.not_comparable or claim.not_comparable,
             note=entry.note,
+            source=entry.source,
+            erratum=entry.erratum,
+            sentence=entry.sentence,
             main=entry.main,
             given=entry.given,
             variables=variables,
@@ -305,6 +349,7 @@ def _evidence(
         value=parse_checked(kind, item.value, _WITH_RECORDS, variables),
         expect=parse_checked("expect", item.expect, _WITH_RECORDS, variables) if item.expect else None,
         metric=_one_of("metric", item.metric or fallback, RELATIVE_TOLERANCE),
+        reading=item.reading,
     )
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from repro.claims.independence import QuantityCounts, count_independent
-from repro.claims.ledger import COUNT, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
+from repro.claims.ledger import CLOSED_FORM, ITSELF, KINDS, ONE_RANK, PUBLISHED_SCALE, SCALED_TWIN, Ledger
 from repro.claims.verdicts import (
     BAD,
-    CONSISTENT,
+    DEPENDS,
+    ERRATUM,
+    FOLLOWS,
     GOOD,
+    INCONSISTENT,
+    NO_TEST,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
     POSSIBLE,
+    REPRODUCED,
+    TESTED,
     VERDICTS,
     ClaimResult,
     Finding,
@@ -61,17 +68,19 @@ def _evidence(results: Sequence[ClaimResult], kind: str, quantities: QuantityCou
     }
 
 
-def totals(counts: dict[str, Any]) -> str:
-    """Return one sentence with the counts of independent quantities in `summary`."""
-    evidence, itself = counts["evidence"], counts["against_itself"]
-    kinds = ", ".join(f"{found['things']} {kind}" for kind, found in evidence.items() if found["things"])
-    agree, checked = itself["rows_reproduced"], itself["rows_decided"]
-    tested = counts["things"]
-    text = f"{tested['tested']} independent quantities tested ({kinds or 'none'}): "
-    text += f"{tested['hold']} agree in all values, {tested['possible']} are possible."
-    if checked:
-        text += f" {agree} of {checked} other values are consistent with their own source, which is no test."
-    return text
+def totals(results: Sequence[ClaimResult]) -> str:
+    """Return the sentences that README, commands and page quote: values by test and verdict, and values without."""
+    rows = [row for result in results for row in result.rows]
+    count = Counter(row.verdict for row in rows)
+    tested = [row.basis for row in rows if row.verdict in TESTED]
+    kinds = ", ".join(f"{sum(basis.startswith(kind) for basis in tested)} {kind}" for kind in KINDS[1:])
+    counted = sum(basis.startswith(KINDS[0]) for basis in tested)
+    return (
+        f"{len(rows)} values: {kinds}, {counted} counted: {count[REPRODUCED]} agree, {count[NOT_REPRODUCED]} miss, "
+        f"{count[POSSIBLE] + count[DEPENDS]} open. No tests: {count[FOLLOWS]} follow from formulas, "
+        f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
+        f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."
+    )
 
 
 _WORDS = {
@@ -80,8 +89,8 @@ _WORDS = {
     f"measured, {SCALED_TWIN}": "measured on small twins, against the formula at their scale",
     EMULATED: "small twins on an emulated network",
     "simulated": "simulated at the published scale",
-    "analytic": "the formula of the source",
-    COUNT: "counts of the lines that example scripts change",
+    "analytic": "counts of the lines that example scripts change",
+    CLOSED_FORM: "the formula of the source",
     ITSELF: "other numbers of the same source",
 }
 
@@ -89,15 +98,18 @@ _WORDS = {
 def why(result: ClaimResult) -> str:
     """Return one sentence with the reason to believe the verdict."""
     main = [row for row in result.rows if row.row.main]
-    by = "; ".join(
-        text for start, text in _WORDS.items() if any(_rests_on(row).startswith(start) for row in main)
-    )
+    by = "; ".join(text for start, text in _WORDS.items() if any(row.basis.startswith(start) for row in main))
     of = f"of {len(main)} values"
     every = "The only value agrees" if len(main) == 1 else f"All {len(main)} values agree"
     if result.verdict == NOT_COMPARABLE:
         return f"No value can be compared: {result.reason.rstrip('.')}."
-    if result.verdict == NOT_RUN:
-        return f"{sum(not row.basis for row in main)} {of} have no evidence yet."
+    if result.verdict in (NOT_RUN, NO_TEST):
+        count = sum(row.verdict == result.verdict for row in main)
+        return (
+            f"{count} {of} {'can be tested and were not' if result.verdict == NOT_RUN else 'have no test'}."
+        )
+    if result.verdict == DEPENDS:
+        return f"{sum(row.verdict == DEPENDS for row in main)} {of} depend on a condition that is not published ({by})."
     if result.verdict == NOT_REPRODUCED:
         if len(main) == 1:
             return f"The value misses the published one ({by})."
@@ -107,16 +119,11 @@ def why(result: ClaimResult) -> str:
     if result.verdict == POSSIBLE:
         agree, count = (sum(row.verdict in some for row in main) for some in (GOOD, (POSSIBLE,)))
         return f"{agree} {of} agree; unknown inputs explain {count} more ({by})."
-    if result.verdict == CONSISTENT:
-        return f"{every} with {by}, which is no test."
+    if result.verdict == FOLLOWS:
+        return f"{every} with {by}. This checks the printed number and tests no machine."
     counts = count_independent([replace(result, rows=tuple(main))])
     tests = sum(found.tested for kind, found in counts.items() if kind != ITSELF)
     return f"{every} ({by}; {tests} independent test{'s' * (tests != 1)})."
-
-
-def _rests_on(row: RowResult) -> str:
-    counted = row.basis == "analytic" and any(finding.origin == COUNT for finding in row.findings)
-    return COUNT if counted else row.basis
 
 
 def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
@@ -183,6 +190,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "published": row.published,
         "value": None if row.printed is None else row.printed.value,
         "unit": row.unit,
+        "statement": row.statement,
         "bound": row.bound,
         "error": row.error,
         "metric": row.metric,
@@ -206,6 +214,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "scale": finding.scale_label,
+        "reading": finding.reading,
         "measured_on": finding.measured_on,
         "is_reference": finding.is_reference,
         "origin": finding.origin,

@@ -2,19 +2,26 @@
 
 **The rule.**  Evidence agrees if its value, with the uncertainty of its inputs, meets the widest of
 
-1. the source's printed digits.  A closed form may be rounded *or* truncated (the ZeRO paper does both: 31.41 -> 31.4,
-   41.25 -> 41.3, but 4187.5 -> 4187).  Simulated and measured values may only be rounded.  Counts of any kind of
-   evidence are not rounded: they must be equal (4.4 calls are not 4);
+1. the source's printed digits.  A closed form may be rounded, and a number of three digits or more also truncated (the
+   ZeRO paper does both: 31.41 -> 31.4, 41.25 -> 41.3, but 4187.5 -> 4187; 8.72 is not 8).  Simulated and measured
+   values may only be rounded.  Counts of any kind of evidence must be equal (4.4 calls are not 4);
 2. the error of a value digitised from a figure, if the ledger states one;
 3. the tolerance of the metric's class, below, for simulated and measured evidence.  Analytic evidence gets
    only 1 and 2, because a closed form has no noise.  The exception is `size`, which is a name and not a result.
 
-A bound ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.  The
+**Kinds of statements** (`STATEMENTS`, `statement_of`).  The rule above is that of a `value`.  An `order` or an `event`
+("ok", "oom", "forward") agrees if the words are equal, and equal values have no order.
+
+A `bound` ("over 38", "at least 24", "less than 20") has the printed number as its edge, "more than doubles" 2.  The
 error in the ledger widens a bound: that of a digitised figure, or of a rounding that the source mentions.  The
 evidence's own interval widens it too: that of its inputs or of a measurement.  Printed digits do not widen a bound.
 
-`up to` states a largest case.  The best case must reach the number, less the rounding of the printed number (5.5B
-counts as 6B) and the two errors that widen a bound.  Above the number, the tolerance of an equality applies.
+`up to` states a largest case.  The best case must reach the number, less the rounding of the printed number (9.5
+counts as 10) and the two errors that widen a bound.  Above the number, the tolerance of an equality applies.
+
+A `threshold` ("the largest model is 1.3B", "fails beyond 1.3B") lies between the largest size that ran and the smallest
+tried size that did not.  A limit from tests agrees from the printed size, less its rounding and at most 5 %, to below
+the next larger size that the source tried.  The same holds for `up to` in class `limit`.
 
 A scaled twin is compared with the same formula at the twin's own scale, which the ledger writes as `expect`.  Its
 class is `exact`, `exact-padding` or `parity`, or `share` if the formula gives the idle share of the time.  Where
@@ -25,11 +32,11 @@ No row of the ledger has a tolerance of its own.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from repro.claims.ledger import Claim, Evidence, Row
-from repro.claims.published import UNITS, PrintedNumber, magnitude
+from repro.claims.published import UNITS, PrintedNumber, format_value, magnitude
 
 RELATIVE_TOLERANCE: dict[str, float] = {
     "exact": 0.0,
@@ -49,9 +56,8 @@ RELATIVE_TOLERANCE: dict[str, float] = {
 `exact`: counts and closed forms.  `exact-padding`: exact bytes except for the padding of shards and the few scalars
 (loss, norm) that a real step adds; a missing or doubled term of any formula here is at least a hundred times larger.
 `parity`: the same loss from another layout in fp32.  `size`: the name that a source gives a model ("100B"), against
-its true parameter count; as memory.  `limit`: the largest model that fits, within one step of the sizes that the
-source tried; a limit from a search over all layers counts as the largest tried size that it holds.  `quality`: scores
-of weights; never compared without the weights.
+its true parameter count; as memory.  `limit`: the largest model that fits, a threshold between the sizes that the
+source tried.  `quality`: scores of weights; never compared without the weights.
 """
 TOLERANCE_POINTS: dict[str, float] = {"share": 3.0}
 """Absolute tolerance in percentage points, for classes whose unit is %.
@@ -67,6 +73,14 @@ COUNT_UNITS = ("", "x", "calls", "elements", "bytes", "samples", "steps", "GPUs"
 UP_TO = "up to"
 BOUNDS = ("", "over", "at least", "under", "at most", UP_TO)
 """Bounds by which a source can state a number; empty: equality."""
+VALUE, BOUND, ORDER, EVENT, THRESHOLD = STATEMENTS = ("value", "bound", "order", "event", "threshold")
+"""Kinds of published statements; each has its rule above."""
+EVENT_FUNCTIONS = frozenset({"outcome", "failure", "fit_outcome"})
+"""Functions of expressions that return the outcome of a run."""
+MAX_TRUNCATED_SHARE = 0.01
+"""Maximum share of its last digit in a number that a closed form may truncate: three digits."""
+SIZE_ROUNDING = RELATIVE_TOLERANCE["size"]
+"""Maximum relative rounding of the name of a size: 5.5B is not 6B, and 0.5B is not 1B."""
 _ROUNDING = 1e-12
 """Relative slack for binary floating point."""
 
@@ -98,14 +112,12 @@ def accepted_range(
     error: float = 0.0,
     steps: tuple[float, ...] = (),
     count: bool = False,
-    between: bool = False,
 ) -> AcceptedRange:
     """Return the values that agree with `published` under the rule above, all in the published unit.
 
     `closed_form`: the evidence is analytic.  `error`: error of digitisation, or of a rounding that the source
     mentions. `steps`: the sizes that the source tried, for class `limit`.  `count`: the value is a number of items,
-    a multiple or a coefficient, which must be equal.  `between`: the value may lie between two sizes that the source
-    tried, for class `limit`, and then counts as the lower one.
+    a multiple or a coefficient, which must be equal.
     """
     low, high = published.low, published.high
     count = count and metric in NOISELESS_METRICS
@@ -124,6 +136,10 @@ def accepted_range(
         if bound in ("under", "at most"):
             return AcceptedRange(float("-inf"), end, False, bound == "under", why)
         return AcceptedRange(start, float("inf"), bound == "over", False, why)
+    if metric == "limit" and not closed_form:
+        start = low - min(published.step / 2, SIZE_ROUNDING * low) - error
+        end = min((step for step in steps if step > high), default=high + published.step / 2)
+        return AcceptedRange(start, end, False, True, "below the next larger size that the source tried")
     relative = 0.0 if closed_form and metric != "size" else RELATIVE_TOLERANCE[metric]
     widened = list(digitised)
     if relative:
@@ -131,16 +147,8 @@ def accepted_range(
     if metric in TOLERANCE_POINTS and not closed_form:
         points = TOLERANCE_POINTS[metric]
         widened.append((low - points, high + points, f"{points:g} points ({metric})"))
-    if metric == "limit" and steps and (bound or not closed_form):
-        below = max((step for step in steps if step < low), default=low)
-        higher = sorted(step for step in steps if step > high)
-        above = higher[0] if higher else high
-        if between and len(higher) > 1:
-            above = math.nextafter(higher[1], 0)
-        step = "one published step" + "; between two sizes, the lower one counts" * between
-        widened.append((below, above, step))
     # Truncation accepts everything below the next printed number; the end of a range is only rounded.
-    truncated = closed_form and low == high
+    truncated = closed_form and low == high and published.step <= MAX_TRUNCATED_SHARE * low
     half = 0.0 if count else published.step / 2
     digits = (low - half, high + (2 * half if truncated else half))
     if bound:
@@ -154,6 +162,19 @@ def accepted_range(
         return AcceptedRange(*digits, False, True, "printed digits")
     start, end = min(digits[0], *(w[0] for w in wider)), max(digits[1], *(w[1] for w in wider))
     return AcceptedRange(start, end, False, end == digits[1], " or ".join(w[2] for w in wider))
+
+
+def statement_of(
+    printed: PrintedNumber | None, published: str, bound: str, metric: str, calls: Set[str]
+) -> str:
+    """Return the kind of a statement from its text and from the functions `calls` that test it."""
+    if bound:
+        return BOUND
+    if printed is not None:
+        return THRESHOLD if metric == "limit" else VALUE
+    if "rising" in calls or "<" in published:
+        return ORDER
+    return EVENT if calls & EVENT_FUNCTIONS or published in ("ok", "oom") else VALUE
 
 
 def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
@@ -186,7 +207,6 @@ def accepted_range_of_row(row: Row, evidence: Evidence, claim: Claim) -> Accepte
         error=row.error,
         steps=tuple(step / UNITS[row.unit] for step in claim.steps),
         count=row.unit in COUNT_UNITS and not magnitude(row.printed)[0],
-        between="largest_fit" in evidence.value.calls,
     )
 
 
@@ -211,16 +231,10 @@ def describe_tolerance(row: Row, evidence: Evidence, claim: Claim) -> str:
 
 
 def _range(rule: AcceptedRange, row: Row) -> str:
-    low, high = _number(rule.low, row.printed), _number(rule.high, row.printed)
+    low, high = format_value(rule.low, row.printed), format_value(rule.high, row.printed)
     unit = row.unit if row.unit in ("", "x", "%") else f" {row.unit}"
     if rule.low == float("-inf"):
         return f"{'below' if rule.open_high else 'at most'} {high}{unit}"
     if rule.high == float("inf"):
         return f"{'above' if rule.open_low else 'at least'} {low}{unit}"
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
-def _number(value: float, like: PrintedNumber | None) -> str:
-    """Format a number with six significant digits, in the magnitude of the printed number."""
-    letter, size = magnitude(like)
-    return f"{value / size:.6g}{letter}"

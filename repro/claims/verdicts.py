@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from repro.claims.expression import Value
-from repro.claims.ledger import ITSELF, Claim, Row
+from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
 MIN_SHOWN_SHARE = 0.02
@@ -60,13 +60,27 @@ class InputUncertainty:
 
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
-CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
-"""Verdicts of arithmetic on a source's own numbers or on given answers, which does not test a machine."""
+FOLLOWS, INCONSISTENT = "follows", "inconsistent"
+"""Verdicts of arithmetic: a formula or other numbers of the source, or a given answer, give the published value."""
 POSSIBLE = "possible"
 """Verdict of a prediction whose best value misses and whose interval from unknown inputs holds the published value."""
-NOT_COMPARABLE, NOT_RUN = "not comparable", "not run"
-VERDICTS = (REPRODUCED, POSSIBLE, NOT_REPRODUCED, CONSISTENT, INCONSISTENT, NOT_COMPARABLE, NOT_RUN)
-GOOD, BAD = (REPRODUCED, CONSISTENT), (NOT_REPRODUCED, INCONSISTENT)
+ERRATUM, DEPENDS = "erratum", "depends"
+"""Verdicts of a printed number that its source corrects, and of a value that agrees under one reading only."""
+NOT_COMPARABLE, NOT_RUN, NO_TEST = "not comparable", "not run", "no test"
+TESTED = (REPRODUCED, POSSIBLE, DEPENDS, NOT_REPRODUCED)
+"""Verdicts of rows that a test decides."""
+GOOD, BAD = (REPRODUCED, FOLLOWS), (NOT_REPRODUCED, INCONSISTENT, ERRATUM)
+VERDICTS = (
+    REPRODUCED,
+    POSSIBLE,
+    DEPENDS,
+    NOT_REPRODUCED,
+    FOLLOWS,
+    *BAD[1:],
+    NOT_COMPARABLE,
+    NO_TEST,
+    NOT_RUN,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,8 @@ class Finding:
     verdict: str
     reason: str
     """The applied rule, or the missing record."""
+    reading: str = ""
+    """Unpublished condition that the evidence assumes, where a row has evidence for several; otherwise empty."""
     value: Value | None = None
     """Value in the row's unit; None if not run."""
     low: Value | None = None
@@ -129,8 +145,8 @@ class Finding:
 
     @property
     def itself(self) -> bool:
-        """Return whether it only compares a source with itself."""
-        return self.origin == ITSELF
+        """Return whether it only compares a source with its own formulas and numbers, which is no test."""
+        return self.origin in (CLOSED_FORM, ITSELF)
 
 
 @dataclass(frozen=True)

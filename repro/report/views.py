@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from repro.claims import verdicts
-from repro.claims.ledger import CERTAINTIES, CLOSED_FORM, ITSELF, KINDS, PUBLISHED_SCALE
+from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
 from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
 from repro.claims.table import count_text, why
@@ -26,10 +26,13 @@ VERDICT_SIGNS = {
     verdicts.REPRODUCED: "✓",
     verdicts.POSSIBLE: "?",
     verdicts.NOT_REPRODUCED: "✗",
-    verdicts.CONSISTENT: "≈",
+    verdicts.FOLLOWS: "≈",
     verdicts.INCONSISTENT: "≉",
     verdicts.NOT_COMPARABLE: "≠",
     verdicts.NOT_RUN: "○",
+    verdicts.NO_TEST: "∅",
+    verdicts.DEPENDS: "±",
+    verdicts.ERRATUM: "!",
 }
 """Sign of each verdict, because colour alone must not distinguish verdicts."""
 
@@ -83,7 +86,7 @@ def _cell(result: ClaimResult, name: str) -> dict[str, str]:
     shown = kind.verdict
     if shown == verdicts.NOT_RUN:  # missing runs alone are not a failure if all executed rows agree
         shown = verdicts.REPRODUCED if kind.reproduced == kind.decided else verdicts.POSSIBLE
-    return {"text": words, "scale": kind.scale if kind.scale != CLOSED_FORM else "", "verdict": shown}
+    return {"text": words, "scale": kind.scale, "verdict": shown}
 
 
 def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:

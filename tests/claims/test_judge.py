@@ -12,8 +12,11 @@ from repro.claims.ledger import ITSELF
 from repro.claims.reader import load_ledger
 from repro.claims.table import count_text, summary
 from repro.claims.verdicts import (
-    CONSISTENT,
+    DEPENDS,
+    ERRATUM,
+    FOLLOWS,
     INCONSISTENT,
+    NO_TEST,
     NOT_COMPARABLE,
     NOT_REPRODUCED,
     NOT_RUN,
@@ -57,15 +60,16 @@ def judged(
     return result
 
 
-def row(measured: str = "", analytic: str = "dp_elements(1)", label: str = "x") -> str:
+def row(measured: str = "", analytic: str = "flat_buffer_bytes(0.5)", label: str = "x") -> str:
     measured = f", measured = [{measured}]" if measured else ""
     analytic = f', analytic = "{analytic}"' if analytic else ""
     return f'{{ label = "{label}", published = "2.0"{analytic}{measured} }},\n'
 
 
-def test_without_records_the_formula_speaks_and_the_rest_says_what_it_needs(tmp_path: Path) -> None:
+def test_without_records_a_formula_decides_only_where_no_test_exists(tmp_path: Path) -> None:
     result = judged(tmp_path, row(f"{TWIN}, {PUBLISHED}"))
-    assert (result.verdict, result.basis) == (REPRODUCED, "analytic 1/1")
+    assert (result.verdict, result.basis, result.kinds[0].kind) == (NOT_RUN, "", "measured")
+    assert judged(tmp_path, row()).basis == "closed form 1/1"
     measured = [f for f in result.rows[0].findings if f.kind == "measured"]
     assert [f.verdict for f in measured] == [NOT_RUN, NOT_RUN]
     assert measured[0].reason == "s/full: no record; `repro run suites/s.toml`"
@@ -74,9 +78,10 @@ def test_without_records_the_formula_speaks_and_the_rest_says_what_it_needs(tmp_
     assert kind.verdict == NOT_RUN
 
 
-def test_a_claim_without_any_evidence_is_not_run_and_says_what_it_needs(tmp_path: Path) -> None:
+def test_a_row_without_any_evidence_is_no_test_and_one_without_records_is_not_run(tmp_path: Path) -> None:
     result = judged(tmp_path, row(analytic=""))
-    assert (result.verdict, result.reason, result.basis) == (NOT_RUN, "two GPUs", "")
+    assert (result.verdict, result.reason, result.basis) == (NO_TEST, "two GPUs", "")
+    assert judged(tmp_path, row(PUBLISHED, analytic="")).verdict == NOT_RUN
 
 
 @pytest.mark.parametrize(
@@ -95,17 +100,17 @@ def test_the_strongest_evidence_speaks(tmp_path: Path, names: list[str], basis: 
 
 
 def test_a_weaker_kind_that_disagrees_is_shown(tmp_path: Path) -> None:
-    result = judged(tmp_path, row(PUBLISHED, analytic="dp_elements(3.5)"), record("full", speed=2.2))
+    result = judged(tmp_path, row(PUBLISHED, analytic="dp_elements(7)"), record("full", speed=2.2))
     assert (result.verdict, result.basis) == (REPRODUCED, "measured, published scale 1/1")
     assert result.disagreements == (
-        "x: measured, published scale says reproduced, analytic says not reproduced",
+        "x: measured, published scale says reproduced, closed form says inconsistent",
     )
 
 
 def test_a_measurement_overrules_the_formula(tmp_path: Path) -> None:
     result = judged(tmp_path, row(PUBLISHED), record("full", speed=1.7))
     assert result.verdict == NOT_REPRODUCED
-    assert "analytic says reproduced" in result.disagreements[0]
+    assert "closed form says follows" in result.disagreements[0]
 
 
 def test_a_twin_is_compared_with_the_formula_at_its_own_scale(tmp_path: Path) -> None:
@@ -163,20 +168,20 @@ def test_the_conditions_of_an_experiment_may_be_read(tmp_path: Path) -> None:
 
 
 def test_one_row_that_fails_fails_the_claim_and_is_counted(tmp_path: Path) -> None:
-    rows = row(label="a") + row(label="b") + row(label="c", analytic="dp_elements(4.5)")
+    rows = row(label="a") + row(label="b") + row(label="c", analytic="dp_elements(9)")
     result = judged(tmp_path, rows)
-    assert (result.verdict, result.basis) == (NOT_REPRODUCED, "analytic 2/3")
+    assert (result.verdict, result.basis) == (INCONSISTENT, "closed form 2/3")
 
 
 def test_one_row_without_evidence_keeps_the_claim_open(tmp_path: Path) -> None:
     result = judged(tmp_path, row(label="a") + row(label="b", analytic=""))
-    assert (result.verdict, result.basis) == (NOT_RUN, "analytic 1/1; 1 not run")
+    assert (result.verdict, result.basis) == (NO_TEST, "closed form 1/1; 1 no test")
 
 
 def test_two_measurements_of_one_row_must_both_be_there(tmp_path: Path) -> None:
     both = f"{PUBLISHED}, {PUBLISHED.replace('s/full', 's/other')}"
     half = judged(tmp_path, row(both), record("full", speed=2))
-    assert half.basis == "analytic 1/1"
+    assert (half.verdict, half.basis) == (NOT_RUN, "")
     counted = half.kind("measured")
     assert counted is not None
     assert (counted.verdict, counted.rows, counted.decided) == (NOT_RUN, 1, 0)
@@ -199,7 +204,7 @@ def test_the_newest_conclusive_record_counts(tmp_path: Path) -> None:
 def test_another_protocol_or_kind_of_evidence_does_not_count(tmp_path: Path) -> None:
     other = changed(record("full", speed=1.0), protocol=PROTOCOL + 1)
     simulated = changed(record("full", speed=1.0), evidence="simulated")
-    assert judged(tmp_path, row(PUBLISHED), other, simulated).verdict == REPRODUCED
+    assert judged(tmp_path, row(PUBLISHED), other, simulated).verdict == NOT_RUN
 
 
 def test_a_missing_metric_is_named(tmp_path: Path) -> None:
@@ -228,7 +233,7 @@ def test_rows_that_cannot_be_compared_do_not_vanish(tmp_path: Path) -> None:
     result = judged(tmp_path, row() + QUALITY)
     assert (result.verdict, result.basis, result.reason) == (
         NOT_COMPARABLE,
-        "analytic 1/1; 1 not comparable",
+        "closed form 1/1; 1 not comparable",
         "no weights",
     )
     alone = judged(tmp_path, QUALITY)
@@ -243,42 +248,40 @@ def test_the_rows_that_are_the_claim_carry_it(tmp_path: Path) -> None:
     """Before, every row was as good as any other: one that is easily met made up for nothing, and failed nothing."""
     good, bad, open_ = (
         row(label="a"),
-        row(label="b", analytic="dp_elements(4.5)"),
+        row(label="b", analytic="dp_elements(9)"),
         row(label="c", analytic=""),
     )
-    assert judged(tmp_path, main(good) + bad + open_ + QUALITY).verdict == REPRODUCED
-    assert judged(tmp_path, good + main(bad)).basis == "analytic 0/1"
-    assert judged(tmp_path, good + main(bad)).verdict == NOT_REPRODUCED
-    assert judged(tmp_path, good + main(open_)).verdict == NOT_RUN
+    assert judged(tmp_path, main(good) + bad + open_ + QUALITY).verdict == FOLLOWS
+    assert judged(tmp_path, good + main(bad)).basis == "closed form 0/1"
+    assert judged(tmp_path, good + main(bad)).verdict == INCONSISTENT
+    assert judged(tmp_path, good + main(open_)).verdict == NO_TEST
     assert judged(tmp_path, good + main(QUALITY)).verdict == NOT_COMPARABLE
     result = judged(tmp_path, main(good) + bad)
-    kind = result.kind("analytic")
+    kind = result.kind(ITSELF)
     assert kind is not None
-    assert (kind.verdict, kind.reproduced, kind.rows) == (REPRODUCED, 1, 1), "not what is beside it"
-    assert [row.verdict for row in result.rows] == [REPRODUCED, NOT_REPRODUCED], "but is judged and shown"
-    assert count_text(result, "analytic") == "1/1"
-    assert summary([result])["evidence"]["analytic"]["rows_decided"] == 2, "and is one of all values"
+    assert (kind.verdict, kind.reproduced, kind.rows) == (FOLLOWS, 1, 1), "not what is beside it"
+    assert [row.verdict for row in result.rows] == [FOLLOWS, INCONSISTENT], "but is judged and shown"
+    assert count_text(result, ITSELF) == "1/1"
+    assert summary([result])["against_itself"]["rows_decided"] == 2, "and is one of all values"
     assert judged(tmp_path, main(good) + row(PUBLISHED), record("full", speed=9.0)).kind("measured") is None
 
 
-@pytest.mark.parametrize("analytic", ["2", "4 / 2", "printed('2')", "dp_elements(printed('1'))", "1 + 1"])
+@pytest.mark.parametrize(
+    "analytic", ["2", "4 / 2", "printed('2')", "dp_elements(printed('1'))", "flat_buffer_bytes(0.5)"]
+)
 def test_a_source_is_consistent_with_itself_and_never_reproduced(tmp_path: Path, analytic: str) -> None:
     """Before, arithmetic on the source's own numbers made a claim reproduced."""
     result = judged(tmp_path, row(analytic=analytic))
-    assert (result.verdict, result.basis) == (CONSISTENT, "the source against itself 1/1")
+    origin = "closed form" if "flat" in analytic else "the source against itself"
+    assert (result.verdict, result.basis) == (FOLLOWS, f"{origin} 1/1")
     assert result.kind("analytic") is None
     assert judged(tmp_path, row(analytic=f"3 + {analytic}")).verdict == INCONSISTENT
-
-
-def test_what_was_derived_is_not_reproduced_by_the_formula_that_it_was_derived_with(tmp_path: Path) -> None:
-    derived = row().replace("{ ", '{ certainty = "derived", ', 1)
-    assert judged(tmp_path, derived).verdict == CONSISTENT
 
 
 def test_what_was_put_in_does_not_come_out_as_evidence(tmp_path: Path) -> None:
     given = row(PUBLISHED, analytic="").replace("{ ", '{ given = "the batch", ', 1)
     result = judged(tmp_path, given, record("full", speed=2.0))
-    assert (result.verdict, result.reason) == (CONSISTENT, "the batch")
+    assert (result.verdict, result.reason) == (FOLLOWS, "the batch")
     assert result.kind("measured") is None
     assert judged(tmp_path, given, record("full", speed=3.0)).verdict == INCONSISTENT
 
@@ -292,6 +295,48 @@ def test_a_test_that_has_not_run_is_not_replaced_by_a_check_of_consistency(tmp_p
     own = both.kind(ITSELF)
     assert own is not None
     assert (own.reproduced, own.rows, both.basis) == (1, 2, "the source against itself 0/1; 1 not run")
+
+
+READINGS = (
+    '{ reading = "wide", value = \'metric("s/full", "speed")\' }, '
+    '{ reading = "narrow", value = \'metric("s/rank", "speed")\' }'
+)
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "verdict"),
+    [(2.0, 2.0, REPRODUCED), (2.0, 5.0, DEPENDS), (5.0, 2.0, DEPENDS), (5.0, 5.0, NOT_REPRODUCED)],
+)
+def test_readings_of_a_condition_that_is_not_printed_must_agree(
+    tmp_path: Path, wide: float, narrow: float, verdict: str
+) -> None:
+    result = judged(tmp_path, row(READINGS), record("full", speed=wide), record("rank", speed=narrow))
+    assert result.verdict == verdict
+    assert ("wide: " in result.rows[0].reason) == (verdict == DEPENDS)
+    assert judged(tmp_path, row(READINGS), record("full", speed=wide)).verdict in (NOT_RUN, NOT_REPRODUCED)
+
+
+def test_an_erratum_is_a_number_that_its_source_corrects(tmp_path: Path) -> None:
+    line = row(PUBLISHED, analytic="dp_elements(9)").replace("{ ", '{ erratum = "9 is printed on p.2", ', 1)
+    result = judged(tmp_path, line)
+    assert (result.verdict, result.reason) == (ERRATUM, "9 is printed on p.2")
+    assert judged(tmp_path, line, record("full", speed=5.0)).verdict == NOT_REPRODUCED
+
+
+def test_a_claim_of_three_parts_has_three_deciding_rows(tmp_path: Path) -> None:
+    """Before, "17B; twice; ten times" was reproduced by 17B alone."""
+    head = HEAD.replace('published = "2x"', 'published = "2x; 3x; 4x"')
+    lines = main(row(label="a")) + row(label="b") + row(label="c")
+    (tmp_path / "test.toml").write_text(head + lines + "]\n")
+    with pytest.raises(ConfigError, match="true in 3 rows or more"):
+        load_ledger(tmp_path)
+
+
+def test_rows_of_one_sentence_simulate_the_same_experiments(tmp_path: Path) -> None:
+    simulated = '{ label = "%s", sentence = "one", published = "2", simulated = { value = \'metric("s/%s", "v")\' } },'
+    assert judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "a")).verdict == NOT_RUN
+    with pytest.raises(ConfigError, match="with the same simulations in a-claim and here: s/a, s/b"):
+        judged(tmp_path, simulated % ("x", "a") + simulated % ("y", "b"))
 
 
 @pytest.mark.parametrize(

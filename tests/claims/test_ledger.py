@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from repro.claims.judge import experiments_read, judge
-from repro.claims.ledger import ITSELF, Ledger
+from repro.claims.ledger import CLOSED_FORM, ITSELF, Ledger
 from repro.claims.tolerance import RELATIVE_TOLERANCE
 from repro.claims.verdicts import (
     BAD,
+    ERRATUM,
     GOOD,
     INCONSISTENT,
     NOT_COMPARABLE,
@@ -230,46 +231,42 @@ def counted(results: dict[str, ClaimResult], claim_id: str, kind: str) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("claim_id", "closed", "itself"),
+    ("claim_id", "count"),
     [
-        ("zero-table1-per-device-memory", 54, 0),
-        ("zero-table2-max-model-size", 0, 20),  # four values, multiplied by MP
-        ("zero-fig1-7p5b", 4, 0),
-        ("zero-1t-on-1024", 3, 0),
-        ("ds-zero1-doc-1p5b-8gpu", 2, 0),
-        ("zero-comm-megatron-block", 3, 0),
-        ("zero-table5-fig2-configs", 0, 18),  # batch x GPUs / MP
-        ("meg1-table1-weak-scaling", 4, 8),
-        ("meg2-table1-weak-scaling", 10, 20),
-        ("zero-max-size-nd64", 4, 0),
-        ("yuan-bubble", 0, 1),
-        ("meg2-bubble", 0, 8),
-        ("meg2-comm-tp-pp", 2, 9),
-        ("zero-1t-time", 0, 1),
+        ("zero-table1-per-device-memory", 54),
+        ("zero-table2-max-model-size", 20),  # four values, multiplied by MP
+        ("zero-fig1-7p5b", 4),
+        ("zero-1t-on-1024", 3),
+        ("zero-table5-fig2-configs", 18),  # batch x GPUs / MP
+        ("meg1-table1-weak-scaling", 12),
+        ("meg2-table1-weak-scaling", 30),
+        ("yuan-bubble", 1),
+        ("meg2-bubble", 8),
+        ("meg2-comm-tp-pp", 9),
+        ("zero-1t-time", 1),
     ],
 )
-def test_values_agree_with_the_papers_formulas_or_with_their_own_source(
-    results: dict[str, ClaimResult], claim_id: str, closed: int, itself: int
+def test_values_follow_from_the_papers_formulas_or_from_their_own_source(
+    results: dict[str, ClaimResult], claim_id: str, count: int
 ) -> None:
-    assert counted(results, claim_id, "analytic") == (closed, closed)
-    assert counted(results, claim_id, ITSELF) == (itself, itself)
+    """Closed forms and arithmetic are no tests: no analytic value makes a claim of a paper reproduced."""
+    assert counted(results, claim_id, ITSELF) == (count, count)
+    assert counted(results, claim_id, "analytic") == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("claim_id", "label", "verdict"),
     [
-        ("zero-r-pa-memory", "without P_a", NOT_REPRODUCED),
-        ("zero-r-pa-memory", "with P_a", NOT_REPRODUCED),
+        ("zero-r-pa-memory", "without P_a", INCONSISTENT),
+        ("zero-r-pa-memory", "with P_a", INCONSISTENT),
         ("yuan-one-pass", "tokens of 5 TB in the longest entries", INCONSISTENT),
-        ("yuan-efficiency-press", "compute of 180B tokens", NOT_REPRODUCED),
-        ("tnlg-architecture", "over GPT-2 1.5B", NOT_REPRODUCED),
-        ("meg2-1t-network-and-storage", "checkpoint of 1008B", NOT_REPRODUCED),
-        ("zero-activation-formula", "100B, batch 32, checkpointing", NOT_REPRODUCED),
+        ("meg2-1t-network-and-storage", "checkpoint of 1008B", INCONSISTENT),
+        ("zero-activation-formula", "100B, batch 32, checkpointing", INCONSISTENT),
         ("zero-table10-fig4-dp-only", "average of the ZeRO points", INCONSISTENT),
         ("zero-table6-fig3-superlinear", "256 -> 400 (1.56x GPUs): growth", INCONSISTENT),
         ("zero-fig2-throughput", "8B-100B average, of peak (text)", INCONSISTENT),
-        ("zero-table4-model-shapes", "40B 88x4096: parameters", NOT_REPRODUCED),
-        ("zero-table4-model-shapes", "60B 132x4096: parameters", NOT_REPRODUCED),
+        ("zero-table4-model-shapes", "40B 88x4096: parameters", ERRATUM),
+        ("zero-table4-model-shapes", "60B 132x4096: parameters", ERRATUM),
         ("ds-3to5x-20to80b", "40B: three to five times", INCONSISTENT),
     ],
 )
@@ -279,8 +276,8 @@ def test_where_a_source_contradicts_itself_the_row_says_so(
     result = results[claim_id]
     row = next(row for row in result.rows if row.row.label == label)
     assert row.verdict == verdict
-    assert row.row.note, "the reason"
-    assert result.verdict == verdict or not row.row.main
+    assert row.row.note or row.row.erratum, "the reason"
+    assert result.verdict in BAD or not row.row.main
 
 
 def test_no_other_closed_form_fails(results: dict[str, ClaimResult]) -> None:
@@ -289,27 +286,24 @@ def test_no_other_closed_form_fails(results: dict[str, ClaimResult]) -> None:
         for finding in (finding for row in result.rows for finding in row.findings):
             if finding.verdict in BAD:
                 bad[finding.verdict].add(result.claim.id)
-    assert bad[NOT_REPRODUCED] == {
-        *("zero-r-pa-memory", "zero-activation-formula", "zero-table4-model-shapes"),
-        *("yuan-efficiency-press", "tnlg-architecture", "meg2-1t-network-and-storage"),
-    }
+    assert not bad[NOT_REPRODUCED]
     assert bad[INCONSISTENT] == {
         "zero-table10-fig4-dp-only",
         "zero-table6-fig3-superlinear",
         "zero-fig2-throughput",
         "ds-3to5x-20to80b",
         "yuan-one-pass",
+        *("zero-r-pa-memory", "zero-activation-formula", "zero-table4-model-shapes", "zero-max-size-nd64"),
+        *("meg2-1t-network-and-storage", "tnlg-architecture"),
     }
 
 
 CIRCULAR = {
-    "zero-comm-pa-dp-tradeoff": (
-        *("checkpoints per sample, none over P_a", "CPU data movement, P_a+cpu over P_a"),
-    ),
+    "zero-comm-pa-dp-tradeoff": ("checkpoints per sample, none over P_a",),
     "zero-table2-max-model-size": ("MP 1: theory P_os", "MP 16: theory P_os"),
     "tnlg-mp16-to-4": ("training time",),
     "yuan-config": ("GPUs",),
-    "yuan-efficiency-press": ("compute, 8 N D", "efficiency 44 (without s/6h)"),
+    "yuan-efficiency-press": ("compute of 180B tokens", "efficiency 44 (without s/6h)"),
 }
 
 
@@ -317,7 +311,7 @@ CIRCULAR = {
 def test_an_answer_that_is_an_input_reproduces_nothing(ledger: Ledger, claim_id: str) -> None:
     rows = {row.label: row for row in ledger.claim(claim_id).rows}
     for label in CIRCULAR[claim_id]:
-        assert {evidence.origin for evidence in rows[label].evidence} == {ITSELF}, label
+        assert {evidence.origin for evidence in rows[label].evidence} <= {CLOSED_FORM, ITSELF}, label
 
 
 def test_rules_are_not_reproduced_by_a_count_beside_them(results: dict[str, ClaimResult]) -> None:
@@ -344,7 +338,7 @@ def test_an_empty_store_measures_nothing(results: dict[str, ClaimResult]) -> Non
     for result in results.values():
         measured = result.kind("measured")
         assert measured is None or (measured.verdict, measured.decided) == (NOT_RUN, 0)
-        assert result.verdict != REPRODUCED or result.basis.startswith("analytic")
+        assert result.verdict != REPRODUCED or result.claim.id == "ds-few-lines"
         assert not any(f.reason.startswith("cannot") for row in result.rows for f in row.findings)
 
 

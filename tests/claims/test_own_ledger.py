@@ -45,7 +45,7 @@ def test_it_is_judged(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["claims", "mine-states", "--ledger", own, "--json", "--results", str(tmp_path)]) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["id"] == "mine-states"
-    assert [row["verdict"] for row in claim["rows"]] == ["reproduced"]
+    assert [row["verdict"] for row in claim["rows"]] == ["follows"]
     assert cli.main(["claims", "--ledger", own, "--results", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mine-states" in out

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from repro.claims.ledger import CLOSED_FORM, ITSELF, Ledger
-from repro.claims.reader import load_ledger
+from repro.claims.ledger import TRACE, Ledger
+from repro.claims.reader import check_shared_documents, load_ledger
 from repro.config import ConfigError
+from tests import committed
 
 HEAD = """
 title = "Test"
@@ -127,15 +129,6 @@ def test_a_whole_number_is_taken_where_a_decimal_is_meant(tmp_path: Path) -> Non
     assert [row.error for row in ledger.claims[0].rows] == [1.0]
 
 
-def test_a_literal_that_is_the_answer_is_found_in_the_unit_of_its_row(tmp_path: Path) -> None:
-    """2e9 is what 2 GB were published as; 3e9 is a size."""
-    formula = 'analytic = "model_state_bytes(1, 16) * 0 + {}"'
-    for literal, origin in (("2e9", ITSELF), ("3e9", CLOSED_FORM)):
-        text = SOUND.replace('analytic = "2 * GB"', formula.format(literal))
-        (evidence,) = read(tmp_path, text).claims[0].rows[0].evidence
-        assert evidence.origin == origin
-
-
 def test_how_far_blind_predictions_were_off_is_the_median_of_the_rows_that_have_one(tmp_path: Path) -> None:
     """By hand: 10 % too low, 20 % and 30 % too high."""
     blind = """{{ label = "{0}", published = "2", blind = "{0}", simulated = {{ value = 'metric("s/e", "m")' }} }}, """
@@ -159,3 +152,20 @@ def test_a_row_without_a_unit_is_not_a_row_that_says_nothing_of_it(
 ) -> None:
     (tmp_path / "test.toml").write_text(SOUND.replace("label", f"{key}label"))
     assert load_ledger(tmp_path).claim("a-claim").rows[0].unit == unit
+
+
+def test_a_row_shares_no_document_with_a_number_of_a_system() -> None:
+    """Before, the context of the DGX-2 came from the picture whose numbers a claim tested."""
+    row = next(
+        row for row in committed.ledger().claim("ds-zero1-doc-1p5b-8gpu").rows if "reserved" in row.label
+    )
+    assert row.given
+    traces = tuple(dataclasses.replace(one, origin=TRACE) for one in row.evidence)
+    claim = dataclasses.replace(
+        committed.ledger().claim("ds-zero1-doc-1p5b-8gpu"), rows=(dataclasses.replace(row, evidence=traces),)
+    )
+    check_shared_documents([claim], ["another.png"])
+    with pytest.raises(ConfigError, match="takes a number from oom_dp8"):
+        check_shared_documents(
+            [claim], ['source = "DeepSpeed 38327e07 docs/assets/images/oom_dp8_1.5B_log.png"']
+        )

@@ -15,6 +15,7 @@ from repro.claims.tolerance import (
     accepted_range,
     agrees_at_scale,
     describe_class_tolerance,
+    statement_of,
 )
 
 
@@ -129,7 +130,8 @@ def test_a_measured_value_may_be_rounded_but_not_truncated() -> None:
     assert agrees("2", 1.6, "ratio", closed_form=False)
     assert agrees("2", 2.4, "ratio", closed_form=False)
     assert not agrees("2", 2.9, "ratio", closed_form=False)
-    assert agrees("2", 2.9, "ratio", closed_form=True)
+    assert agrees("200", 200.9, "ratio", closed_form=True)
+    assert not agrees("200", 230, "ratio", closed_form=False)
 
 
 @pytest.mark.parametrize(("metric", "percent"), CLASSES)
@@ -142,12 +144,71 @@ def test_measured_values_agree_within_their_class(metric: str, percent: int) -> 
         assert not agrees("1000", inside, metric, closed_form=True), "a closed form has no noise"
 
 
-def test_a_limit_is_good_to_one_published_step() -> None:
-    how = {"metric": "limit", "closed_form": False, "steps": (1.5e9, 4e9, 6e9, 8e9, 13e9)}
-    assert agrees("6B", 4e9, **how)  # type: ignore[arg-type]
-    assert agrees("6B", 8e9, **how)  # type: ignore[arg-type]
-    assert not agrees("6B", 3.9e9, **how)  # type: ignore[arg-type]
-    assert not agrees("6B", 13e9, **how)  # type: ignore[arg-type]
+STEPS = {
+    "metric": "limit",
+    "closed_form": False,
+    "steps": (1e9, 1.16e9, 1.3e9, 1.4e9, 1.5e9, 4e9, 6e9, 8e9, 13e9),
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "limit", "agree"),
+    [
+        ("1.3B", 1.4e9, False),  # "fails beyond 1.3B", and 1.4B fits
+        ("1.3B", 1.39e9, True),
+        ("1.3B", 1.3e9, True),
+        ("1.3B", 1.16e9, False),  # it ran in the source
+        ("1B", 1.4e9, False),
+        ("1B", 0.6e9, False),  # half of the last digit of 1B is 0.5B
+        ("6B", 8e9, False),
+        ("6B", 7.9e9, True),
+        ("13B", 13.4e9, True),  # the source tried no larger size
+        ("13B", 13.6e9, False),
+    ],
+)
+def test_a_threshold_lies_between_the_sizes_that_the_source_tried(
+    published: str, limit: float, agree: bool
+) -> None:
+    """One size more or less agreed before, so that "fails beyond 1.3B" held where 1.4B fits."""
+    assert agrees(published, limit, **STEPS) == agree  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("published", "value", "agree"),
+    [
+        ("8", 8.72, False),
+        ("14B", 14.42e9, True),
+        ("14B", 20e9, False),
+        ("0", 0.6, False),
+        ("4187", 4187.9, True),
+    ],
+)
+def test_a_closed_form_is_truncated_to_three_digits_or_more(
+    published: str, value: float, agree: bool
+) -> None:
+    how = {"bound": "up to"} if "B" in published else {}
+    metric = "limit" if "B" in published else "memory"
+    assert agrees(published, value, metric, steps=(14e9, 20e9), **how) == agree
+
+
+@pytest.mark.parametrize(
+    ("published", "bound", "metric", "calls", "kind"),
+    [
+        ("1.3B", "", "memory", "", "value"),
+        ("equal loss", "", "parity", "metric", "value"),
+        ("38", "over", "throughput", "metric", "bound"),
+        ("C1 < C2", "", "throughput", "rising", "order"),
+        ("rising", "", "exact", "rising", "order"),
+        ("oom", "", "memory", "outcome", "event"),
+        ("forward", "", "memory", "failure", "event"),
+        ("1.3B", "", "limit", "largest_fit", "threshold"),
+    ],
+)
+def test_the_kind_of_a_statement_follows_from_its_text(
+    published: str, bound: str, metric: str, calls: str, kind: str
+) -> None:
+    number = parse_printed_number(published) if published[0].isdigit() else None
+    assert statement_of(number, published, bound, metric, {calls}) == kind
 
 
 def test_bounds_hold_on_their_side() -> None:
@@ -184,11 +245,11 @@ def test_up_to_asks_for_a_largest_case_that_is_near() -> None:
     for closed_form in (True, False):
         for value, near in (
             (4e9, False),
-            (5.4e9, False),
-            (5.5e9, True),
+            (5.6e9, closed_form),
+            (5.8e9, True),
             (6e9, True),
-            (8e9, True),
-            (13e9, False),
+            (7.9e9, not closed_form),
+            (8e9, False),
         ):
             assert agrees("6B", value, "limit", closed_form=closed_form, **steps) == near
     for value, near in ((9.4, False), (9.5, True), (11.1, True), (11.3, False), (16.0, False)):

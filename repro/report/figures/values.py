@@ -18,7 +18,7 @@ from repro.claims.evidence import run_command
 from repro.claims.expression import ExpressionError, evaluate_expression, parse
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.judge import experiments_read
-from repro.claims.ledger import PUBLISHED_SCALE
+from repro.claims.ledger import ITSELF, PUBLISHED_SCALE
 from repro.claims.published import UNITS, PrintedNumber
 from repro.claims.records import Missing, Records
 from repro.claims.verdicts import BAD, GOOD, POSSIBLE, ClaimResult, Finding, RowResult
@@ -166,7 +166,7 @@ class View:
             return None
         if finding.kind == "measured" and finding.scale != PUBLISHED_SCALE:
             return None
-        if finding.kind == "analytic" and finding.itself:
+        if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
         is_search = bool(parse(finding.expression).calls & _CHOOSE)  # in which some runs do not fit

@@ -20,7 +20,7 @@ from repro.accuracy.validate.unknowns import LISTED_INPUTS, count_by_claim, form
 from repro.claims.headlines import SHOWN_KINDS, headline_lines
 from repro.claims.other_system import PREDICTIONS, simulation_command
 from repro.claims.run_commands import SuiteCatalogue
-from repro.claims.table import summary, totals
+from repro.claims.table import totals
 from repro.config.words import count_noun
 from repro.measure.provenance import program_version
 from repro.report import views
@@ -94,7 +94,7 @@ def context(
         "headlines": headlines,
         "kinds": SHOWN_KINDS,
         "summary": views.count_verdicts(claims),
-        "totals": totals(summary(found.judged)),
+        "totals": totals(found.judged),
         "sources": (sources := _sources(found.ledger, claims, figures)),
         "groups": [
             (title, [claim for claim in members if not claim["is_headline"]])

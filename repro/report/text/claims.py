@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from repro.claims import other_system
+from repro.claims import headlines, other_system, verdicts
 from repro.claims.headlines import SHOWN_KINDS, describe_miss, headline_lines, measuring_machines, value_text
 from repro.claims.judge import DISAGREEING_FIRST, judge
-from repro.claims.ledger import CERTAINTIES, KINDS, Ledger
+from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, Ledger
 from repro.claims.other_system import Answer
 from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
-from repro.claims.verdicts import (
-    BAD,
-    CONSISTENT,
-    GOOD,
-    INCONSISTENT,
-    NOT_COMPARABLE,
-    NOT_REPRODUCED,
-    NOT_RUN,
-    POSSIBLE,
-    REPRODUCED,
-    ClaimResult,
-    Finding,
-    RowResult,
-)
+from repro.claims.verdicts import BAD, FOLLOWS, GOOD, NOT_REPRODUCED, NOT_RUN, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
 from repro.measure.local_system import load_system
 from repro.results.reference_records import load_reference
@@ -44,8 +30,7 @@ from repro.util.console import PAGE_COLUMNS, print_json, stdout
 from repro.util.units import NO_VALUE
 
 DEFINITIONS: tuple[str, ...] = (
-    "simulated: with its 90 % interval from unknown inputs. emulated: a small twin on a slow network.",
-    "possible: the predicted value misses, but its interval contains the published value.",
+    "simulated: with a 90 % interval. possible: a miss, but the interval contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
 MAX_CLAIM_ROWS = 8
@@ -59,13 +44,13 @@ MAX_ANSWERS, ANSWER_COLUMNS = 15, (16, 21, 18)
 MAX_SHOWN_UNKNOWNS = 3
 """Maximum number of unknowns that are shown for each value; the page and `--json` have more."""
 VERDICT_STYLES = {
-    REPRODUCED: "green",
-    POSSIBLE: "blue",
-    NOT_REPRODUCED: "red",
-    CONSISTENT: "cyan",
-    INCONSISTENT: "magenta",
-    NOT_COMPARABLE: "dim",
-    NOT_RUN: "yellow",
+    verdicts.REPRODUCED: "green",
+    **dict.fromkeys((verdicts.POSSIBLE, verdicts.DEPENDS), "blue"),
+    verdicts.NOT_REPRODUCED: "red",
+    verdicts.FOLLOWS: "cyan",
+    **dict.fromkeys((verdicts.INCONSISTENT, verdicts.ERRATUM), "magenta"),
+    verdicts.NOT_COMPARABLE: "dim",
+    **dict.fromkeys((verdicts.NOT_RUN, verdicts.NO_TEST), "yellow"),
 }
 
 
@@ -83,14 +68,16 @@ def print_claims(
     Raises `ConfigError` if the id is unknown or a ledger file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
+    first = ()
     if claim_id:
-        claim_id = ledger.claim(claim_id).id
+        number, claim_id = claim_id, ledger.claim(claim_id).id
+        first = tuple(ledger.headlines[int(number) - 1].rows) if number.isdigit() else ()
     judged = judge(ledger, read_records(results), load_reference())
     chosen = [result for result in judged if not claim_id or result.claim.id == claim_id]
     if json:
         print_json({"claims": [as_dict(result, ledger) for result in chosen], "summary": summary(chosen)})
     elif claim_id and not details:
-        print_claim(chosen[0], stdout(PAGE_COLUMNS))
+        print_claim(chosen[0], stdout(PAGE_COLUMNS), first)
     elif claim_id:
         print_claim_details(chosen[0], ledger, stdout(PAGE_COLUMNS))
     elif all_claims or details or own:
@@ -105,7 +92,7 @@ def print_claims(
 def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console) -> None:
     """Print one line per headline claim, the counts of all claims, and what to do next."""
     lines = headline_lines(ledger, results)
-    console.print(f"{len(lines)} headline claims: {_verdict_counts([line.verdict for line in lines])}.\n")
+    console.print(textwrap.fill(totals(results), PAGE_COLUMNS) + "\n")
     headings = ("", "claim", "published", *SHOWN_KINDS, "verdict")
     grid = render.new_table(*headings, left=set(headings), gap=1)
     for line in lines:
@@ -120,16 +107,16 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
     own = (finding for result in results for finding in result.findings if not finding.is_reference)
     notes = DEFINITIONS
     if not any(finding.decided and finding.experiments for finding in own):
-        notes = ("This store has no results yet: `make simulate` simulates the published experiments.",)
+        formulas = [
+            one.verdict for result in results for one in result.findings if one.itself and one.decided
+        ]
+        follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
+        notes = (f"Nothing has been tested in this store yet. {follow}.", "Simulate them: `make simulate`.")
     console.print("\n".join(notes))
     for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
         numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
         console.print(f"measured, claim {numbers}: {machine}.")
-    counts = Counter(result.verdict for result in results)
-    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (REPRODUCED, NOT_REPRODUCED))
-    console.print(
-        f"Of all {len(results)} claims: {verdicts} (`repro claims --all`). One claim in detail: `repro claims 5`."
-    )
+    console.print("Every claim: `repro claims --all`. One claim in detail: `repro claims 5`.")
 
 
 def _verdict_counts(verdicts: Sequence[str]) -> str:
@@ -137,8 +124,11 @@ def _verdict_counts(verdicts: Sequence[str]) -> str:
     return ", ".join(f"[{VERDICT_STYLES[verdict]}]{count} {verdict}[/]" for count, verdict in counts if count)
 
 
-def print_claim(result: ClaimResult, console: Console) -> None:
-    """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them."""
+def print_claim(result: ClaimResult, console: Console, first: Collection[str] = ()) -> None:
+    """Print one claim on one screen: verdict, cause, the values that decide, and how to repeat them.
+
+    The rows labelled `first` come first: those of a headline.
+    """
     claim = result.claim
     console.print(Text.assemble((claim.id, "bold cyan"), f": {claim.title}."))
     verdict = Text.assemble("Verdict: ", (result.verdict, VERDICT_STYLES[result.verdict]), f". {why(result)}")
@@ -147,16 +137,19 @@ def print_claim(result: ClaimResult, console: Console) -> None:
         console.print(_shortened(f"Cause: {cause}"))
     console.print(_shortened(f"Conditions: {claim.conditions or 'none are published.'}"))
     main = [row for row in result.rows if row.row.main]
-    shown = main
+    shown = sorted(main, key=lambda row: row.row.label not in first)
     if len(main) > MAX_CLAIM_ROWS:
-        shown = sorted(main, key=lambda row: DISAGREEING_FIRST.index(row.verdict))[:MAX_CLAIM_ROWS]
-    kinds = [kind for kind in KINDS if any(row.under(kind) for row in shown)]
-    headings = ("value", "published", *kinds, "verdict")
+        shown.sort(key=lambda row: (row.row.label not in first, DISAGREEING_FIRST.index(row.verdict)))
+        shown = shown[:MAX_CLAIM_ROWS]
+    kinds = [kind for kind in (ITSELF, *KINDS) if any(row.under(kind) for row in shown)]
+    names = ["formula" if kind == ITSELF else kind for kind in kinds]
+    headings = ("value", "published", "accepted", *names, "verdict")
     grid = render.new_table(*headings, left=set(headings), wrap={"value"}, gap=1)
     for row in shown:
         cells = (value_text([row], kind) for kind in kinds)
         style = VERDICT_STYLES[row.verdict]
-        grid.add_row(row.row.label, _published(row), *cells, Text(row.verdict, style=style))
+        accepted = headlines.describe_accepted(row)
+        grid.add_row(row.row.label, _published(row), accepted, *cells, Text(row.verdict, style=style))
     console.print()
     console.print(grid)
     console.print()
@@ -176,7 +169,8 @@ def print_claim(result: ClaimResult, console: Console) -> None:
             evidence = f" --evidence {SIMULATED}" * (kind == SIMULATED)
             known = {finding.kind for finding in result.findings if finding.experiments}
             what = "simulation" if kind == SIMULATED else "measurement" if kind in known else "emulation"
-            console.print(f"Repeat the {what}: repro run --claim {claim.id}{evidence}")
+            verb = "Run" if result.verdict == NOT_RUN else "Repeat"
+            console.print(f"{verb} the {what}: repro run --claim {claim.id}{evidence}")
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
 
 
@@ -219,7 +213,7 @@ def print_all_claims(results: list[ClaimResult], ledger: Ledger, console: Consol
     counted = summary(results)
     verdicts = _verdict_counts([result.verdict for result in results])
     console.print(f"\n{counted['claims']} claims with {counted['rows']} values: {verdicts}.")
-    console.print(Text(totals(counted)))
+    console.print(textwrap.fill(totals(results), PAGE_COLUMNS))
 
 
 def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -> None:
