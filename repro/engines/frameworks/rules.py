@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from repro.config.layout import ELEMENT_BYTES
-from repro.engines.frameworks.table import Reading, Rule, Settings, converted
+from repro.engines.frameworks.table import Reading, Rule, Settings
 
 PERSISTED_PER_HIDDEN = 10
 """Maximum size of a parameter that stays unpartitioned, in multiples of the hidden size: the value of Transformers'
@@ -16,34 +16,12 @@ FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
 """torchtitan's own sizes of `llama3`, by this suite's models."""
 
 
-def unless(default: Any, key: str, *, value: Any = None) -> Rule:
-    """Return a rule that writes a key (or a function of the settings) only if it differs from `default`."""
-
-    def write(settings: Settings) -> Any:
-        found = value(settings) if value else settings.get(key)
-        return found if found not in (None, default) else None
-
-    def read(found: Any, reading: Reading) -> None:
-        reading.put(key, default if found is None else converted(key, key, found))
-
-    return Rule(write, read)
-
-
 def _grad_bytes(precision: str, grad_dtype: str) -> int:
     return ELEMENT_BYTES["fp32" if grad_dtype == "fp32" else precision]
 
 
 def _accumulation(settings: Settings) -> int:
     return int(settings["layout.global_batch"] // settings["layout.dp"] // settings["layout.micro_batch"])
-
-
-def _longest(settings: Settings) -> int:
-    return max(settings.get("model.seq", 0), settings["training.seq"])
-
-
-def _read_longest(value: Any, reading: Reading) -> None:
-    if value is not None:
-        reading.put("model.seq", converted("max_position_embeddings", "model.seq", value))
 
 
 # Megatron-LM.
@@ -64,11 +42,6 @@ def _groups(settings: Settings) -> int | None:
 def _read_groups(value: Any, reading: Reading) -> None:
     if heads := value or reading.settings.get("model.heads"):
         reading.put("model.kv_heads", heads)
-
-
-def _read_qkv_bias(value: Any, reading: Reading) -> None:
-    if value and reading.settings.get("model.biases") == "none":
-        reading.put("model.biases", "qkv")
 
 
 def _read_vocabulary(value: Any, reading: Reading) -> None:
@@ -101,7 +74,9 @@ def _read_chunk_layers(value: Any, reading: Reading) -> None:
 
 def _read_fp32_grads(value: Any, reading: Reading) -> None:
     is_fp32 = value or reading.layout("precision") == "bf16"
-    reading.put("layout.grad_dtype", "fp32" if is_fp32 and reading.layout("precision") != "fp32" else "precision")
+    reading.put(
+        "layout.grad_dtype", "fp32" if is_fp32 and reading.layout("precision") != "fp32" else "precision"
+    )
 
 
 def _read_elements(value: Any, reading: Reading) -> None:
@@ -115,12 +90,6 @@ MEGATRON = {
     "width": Rule(lambda s: s["model.ffn"], _read_width),
     "grouped": Rule(lambda s: True if _groups(s) else None),
     "groups": Rule(_groups, _read_groups),
-    "positions": Rule(_longest, _read_longest),
-    "rotary_base": Rule(
-        lambda s: int(s["model.rotary_base"]) if "model.rotary_base" in s else None,
-        lambda value, reading: reading.put("model.rotary_base", float(value or 10000)),
-    ),
-    "qkv_bias": Rule(lambda s: s["model.biases"] == "qkv" or None, _read_qkv_bias),
     "vocabulary": Rule(lambda s: s["model.vocab"] - 1, _read_vocabulary),
     "chunks": Rule(
         lambda s: s["layout.chunks"] if s["layout.chunks"] > 1 and not s["layout.stage_layers"] else None,
@@ -131,7 +100,9 @@ MEGATRON = {
     "waits": Rule(lambda s: (s["layout.chunks"] > 1 and not s["layout.overlap"]) or None),
     "gather": Rule(
         lambda s: (s["layout.zero"] > 0 and s["layout.overlap"] and s["layout.gather_overlap"]) or None,
-        lambda value, reading: reading.put("layout.gather_overlap", bool(value) or not reading.layout("zero")),
+        lambda value, reading: reading.put(
+            "layout.gather_overlap", bool(value) or not reading.layout("zero")
+        ),
     ),
     "fp32_grads": Rule(lambda s: s["layout.grad_dtype"] == "fp32" or None, _read_fp32_grads),
     "bf16_grads": Rule(
@@ -156,7 +127,7 @@ MEGATRON = {
 
 
 def _bucket(settings: Settings) -> int:
-    """Return the elements of a bucket, an even number. DeepSpeed allocates full buckets, so a small model limits them."""
+    """Return the elements of a bucket, an even number. It allocates full buckets, so a small model limits them."""
     from repro.model import counts
 
     elements = settings["layout.bucket_bytes"] // ELEMENT_BYTES[settings["layout.precision"]]
@@ -227,7 +198,9 @@ DEEPSPEED = {
     "reduce_scatter": Rule(lambda s: s["layout.zero1_reduce"] == "reduce-scatter", _read_reduce_scatter),
     "block": Rule(_block),
     "live": Rule(_live),
-    "persistence": Rule(lambda s: PERSISTED_PER_HIDDEN * s["model.hidden"] if s["layout.zero"] == 3 else None),
+    "persistence": Rule(
+        lambda s: PERSISTED_PER_HIDDEN * s["model.hidden"] if s["layout.zero"] == 3 else None
+    ),
     "scale_power": Rule(
         _scale_power,
         lambda value, reading: reading.put("training.loss_scale", 2.0 ** (16 if value is None else value)),
@@ -243,7 +216,9 @@ DEEPSPEED = {
 
 def _is_sharded(settings: Settings) -> bool:
     """Return whether FSDP runs: for ZeRO, and with tp, pp or cp, where torchtitan has no DDP."""
-    return bool(max(settings["layout.zero"] + 1, *(settings[f"layout.{axis}"] for axis in ("tp", "pp", "cp"))) > 1)
+    return bool(
+        max(settings["layout.zero"] + 1, *(settings[f"layout.{axis}"] for axis in ("tp", "pp", "cp"))) > 1
+    )
 
 
 def _read_replicas(value: Any, reading: Reading) -> None:
@@ -281,7 +256,9 @@ def _read_pass(value: Any, reading: Reading) -> None:
 def _read_batch(value: Any, reading: Reading) -> None:
     if value is not None and value > 0:
         if reading.layout("pp") > 1 and value > reading.layout("global_batch"):
-            reading.remarks.append(f"training.global_batch_size = {value}: one pipeline flush is predicted, not several")
+            reading.remarks.append(
+                f"training.global_batch_size = {value}: one pipeline flush is predicted, not several"
+            )
         reading.put("layout.global_batch", int(value))
 
 
@@ -350,7 +327,9 @@ def _final_factor(settings: Settings) -> float:
 
 def _read_final_factor(value: Any, reading: Reading) -> None:
     is_constant = value == 1.0
-    reading.put("training.min_lr", 0.0 if is_constant else float(value or 0) * reading.settings["training.lr"])
+    reading.put(
+        "training.min_lr", 0.0 if is_constant else float(value or 0) * reading.settings["training.lr"]
+    )
     if is_constant:
         reading.put("training.schedule", "constant")
 
@@ -377,15 +356,13 @@ TORCHTITAN = {
 # nanotron.
 
 
-def _read_passes(value: Any, reading: Reading) -> None:
-    reading.put("layout.global_batch", int(value or 1) * reading.layout("micro_batch") * reading.layout("dp"))
-
-
 def _read_main_grads(value: Any, reading: Reading) -> None:
     is_mixed = reading.layout("precision") != "fp32"
     reading.put("layout.grad_dtype", "fp32" if is_mixed else "precision")
     if is_mixed and not value:
-        reading.remarks.append("optimizer.accumulate_grad_in_fp32 = False is predicted as True, with master weights")
+        reading.remarks.append(
+            "optimizer.accumulate_grad_in_fp32 = False is predicted as True, with master weights"
+        )
 
 
 def _read_final_rate(value: Any, reading: Reading) -> None:
@@ -395,21 +372,12 @@ def _read_final_rate(value: Any, reading: Reading) -> None:
         reading.put("training.schedule", "constant")
 
 
-def _data(settings: Settings) -> list[dict[str, Any]]:
-    data = {"dataset": None, "seed": settings["training.seed"], "num_loading_workers": 1}
-    return [{"name": "train", "start_training_step": 1, "data": data}]
-
-
 NANOTRON = {
-    "run": Rule(lambda s: s["model"].name),
-    "cp": unless(1, "layout.cp"),
     "async": Rule(
         lambda s: s["layout.tp_overlap"] and s["layout.sp"],
         lambda value, reading: reading.put("layout.tp_overlap", bool(value) or reading.layout("tp") == 1),
     ),
-    "accumulation": Rule(_accumulation, _read_passes),
-    "positions": Rule(_longest, _read_longest),
-    "rotary_base": unless(10000.0, "model.rotary_base"),
+    "accumulation": Rule(_accumulation, _read_accumulation),
     "bucket": Rule(
         lambda s: max(1, s["layout.bucket_bytes"] // 2**20),
         lambda value, reading: reading.put("layout.bucket_bytes", int(value or 25) * 2**20),
@@ -419,6 +387,5 @@ NANOTRON = {
         lambda s: s["training.lr" if s["training.schedule"] == "constant" else "training.min_lr"],
         _read_final_rate,
     ),
-    "data": Rule(_data),
 }
 RULES = {"megatron": MEGATRON, "deepspeed": DEEPSPEED, "torchtitan": TORCHTITAN, "nanotron": NANOTRON}

@@ -25,8 +25,10 @@ SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
 HEAD_WIDTH = "hidden/heads"
 """Limit of `model.head_dim` in frameworks without an option for it."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
-TRAINING_KEYS = ("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay")
-TRAINING_KEYS += ("beta1", "beta2", "eps", "clip", "dropout", "attention_dropout")
+TRAINING_KEYS = (
+    *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
+    *("beta1", "beta2", "eps", "clip", "dropout", "attention_dropout"),
+)
 SCALING_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis")
 """Keys of a training that have an effect in fp16 only."""
 _TYPES = {
@@ -133,7 +135,9 @@ def rule_of(row: Mapping[str, Any]) -> Rule:
             return None
         if not key:
             return fixed
-        value = settings.get(key)
+        value = settings.get(key, settings.get(row.get("fallback", key)))
+        if row.get("sparse") and value == default:
+            return None
         return next((theirs for ours, theirs in pairs if ours == value), other) if pairs else value
 
     def read(value: Any, reading: Reading) -> None:
@@ -142,12 +146,14 @@ def rule_of(row: Mapping[str, Any]) -> Rule:
         close = [ours for theirs, ours in near if theirs == value]
         if exact or close:
             reading.put(key, (exact or close)[0])
-            if not exact:
+            if not exact and key.startswith("layout."):
                 reading.remarks.append(f"{name} = {value} is predicted as {key} = {close[0]}")
         elif value is None or (pairs and value is False):
             return
         elif pairs:
-            right = ", ".join(str(theirs) for theirs in (*(pair[1] for pair in pairs), *(n[0] for n in near)) if theirs)
+            right = ", ".join(
+                str(theirs) for theirs in (*(pair[1] for pair in pairs), *(n[0] for n in near)) if theirs
+            )
             raise ConfigError(name, value, f"one of {right}")
         elif key:
             reading.put(key, converted(name, key, value))
@@ -175,6 +181,12 @@ class Framework:
     """Names of options without effect on memory and time."""
     code: tuple[str, ...]
     """Parts of an experiment that code in addition to the file has: `model`, `training`."""
+    files: Mapping[str, str]
+    """Templates of all files by name; `files.write_files` replaces the words between two @."""
+    command: str
+    """Arguments of torchrun."""
+    environment: str
+    """Shell commands before torchrun."""
 
     def options_of(self, settings: Settings) -> dict[str, Any]:
         """Return the options of an experiment by name."""
@@ -214,7 +226,11 @@ class Framework:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else str(list(value) if isinstance(value, tuple) else value)
+    )
 
 
 @cache
@@ -236,5 +252,8 @@ def load_framework(key: str) -> Framework:
             for name, (value, reason) in table["limits"].items()
         },
         ignored=frozenset(table["ignored"]),
-        code={"deepspeed": ("model", "training"), "torchtitan": ("model",)}.get(key, ()),
+        code=tuple(table.get("code", ())),
+        files=table["files"],
+        command=table["command"],
+        environment=table.get("environment", ""),
     )

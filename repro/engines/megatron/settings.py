@@ -87,8 +87,13 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
     layout, training = experiment.layout, experiment.training
     shared = _options(OptimizerConfig, experiment)
     # Infinity computes the norm without changing a gradient.
-    shared |= {"clip_grad": training.clip or float("inf"), "overlap_param_gather": overlaps_gather(experiment)}
-    return OptimizerConfig(optimizer="adam", params_dtype=DTYPES[layout.precision], min_loss_scale=1.0, **shared)
+    shared |= {
+        "clip_grad": training.clip or float("inf"),
+        "overlap_param_gather": overlaps_gather(experiment),
+    }
+    return OptimizerConfig(
+        optimizer="adam", params_dtype=DTYPES[layout.precision], min_loss_scale=1.0, **shared
+    )
 
 
 def non_default_settings(configuration: Any) -> dict[str, Any]:
