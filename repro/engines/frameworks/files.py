@@ -84,25 +84,28 @@ def parse_options(path: Path) -> dict[str, Any]:
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the options in a shell script or a list of arguments, with the variables that the script assigns."""
     # A list of options in quotes is a list of options.
-    text = re.sub(r"^\s*\w+=([\"'])([^\"']*--[^\"']*)\1", r" \2 ", text.replace("\\\n", " "), flags=re.MULTILINE)
+    text = re.sub(
+        r"^\s*\w+=([\"'])([^\"']*--[^\"']*)\1", r" \2 ", text.replace("\\\n", " "), flags=re.MULTILINE
+    )
     variable = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
     values: dict[str, str] = {}
 
     def value_of(found: re.Match[str]) -> str:
         return str(values.get(found[1] or found[3], found[0] if found[2] is None else found[2]))
 
-    for name, value in re.findall(r"^\s*(?:export\s+)?(\w+)=([^\s()]+)\s*$", text, re.MULTILINE):
+    assignment = re.compile(r"^\s*(?:export\s+)?(\w+)=([^\s()]+)\s*$", re.MULTILINE)
+    for name, value in assignment.findall(text):
         values[name] = variable.sub(value_of, value.strip("\"'"))
-    text = variable.sub(value_of, text)
+    text = variable.sub(value_of, assignment.sub("", text))
     text = re.sub(r"^\s*\w+\+?=\(|^\s*\)\s*$", " ", text, flags=re.MULTILINE)
     found: dict[str, Any] = {}
     name = ""
-    for token in shlex.split(text, comments=True):
+    for token in shlex.split(text.replace("\n", "\n;\n"), comments=True):
         if re.match(r"--\w", token):
             name, _, value = token[2:].partition("=")
             name = name.replace("-", "_")
             found[name] = _number(value) if value else True
-        elif name and found[name] is True and not token.startswith("$"):
+        elif name and found[name] is True and token[0:1] not in ("$", ";"):
             found[name] = _number(token)
         else:
             name = ""
