@@ -134,9 +134,8 @@ class LaunchFiles:
 
     def check(self, model: str) -> None:
         """Raise `ConfigError` unless the options belong together."""
-        require(
-            bool(model or self.source), "model", model, says="is missing: name a model, or a file by --from"
-        )
+        if not (model or self.source):
+            raise ConfigError("model", says="is missing; name a model, or a file by --from")
         is_complete = bool(self.framework) == (self.output is not None)
         require(is_complete, "launch", self.framework, says="needs --output, and --output needs --launch")
         if self.framework:

@@ -237,3 +237,13 @@ def test_every_option_is_one_of_the_frameworks_sources(key: str) -> None:
     framework = load_framework(key)
     launcher = set(LAUNCHER_OPTIONS.split()) if key == "megatron" else set()
     assert {*framework.rules, *framework.ignored} - launcher <= set(known)
+
+
+def test_the_differences_of_the_page_are_those_of_its_layout() -> None:
+    layout = Layout(
+        tp=2, dp=8, sp=True, zero=1, grad_dtype="fp32", precision="bf16", global_batch=64, micro_batch=1
+    )
+    experiment = Experiment(name="x", model=LLAMA, layout=layout, training=Training())
+    page = (Path(__file__).parents[3] / "docs/launch.md").read_text()
+    shown = [line.strip()[2:] for line in page.splitlines() if line.startswith("    # layout.")]
+    assert shown == load_framework("torchtitan").differences(experiment)
