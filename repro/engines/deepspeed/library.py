@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from repro.config import Experiment, Layout
 from repro.engines.frameworks.files import nested
-from repro.engines.frameworks.table import load_framework, settings_of
+from repro.engines.frameworks.rules import load_framework
+from repro.engines.frameworks.table import settings_of
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
 

@@ -13,7 +13,8 @@ from typing import Any
 from repro.config import Experiment, Layout, Model, Training, models
 from repro.config.errors import ConfigError, require
 from repro.config.files import read_toml
-from repro.engines.frameworks.table import Framework, Reading, load_framework, settings_of
+from repro.engines.frameworks.rules import load_framework
+from repro.engines.frameworks.table import Framework, Reading, settings_of
 
 ENDINGS = {
     ".sh": "megatron",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from repro.config.errors import require
+from repro.config.files import read_toml
 from repro.config.layout import ELEMENT_BYTES
-from repro.engines.frameworks.table import Reading, Rule, Settings
+from repro.engines.frameworks.table import Framework, Reading, Rule, Settings, rule_of
 
 PERSISTED_PER_HIDDEN = 10
 """Maximum size of a parameter that stays unpartitioned, in multiples of the hidden size: the value of Transformers'
@@ -388,4 +392,28 @@ NANOTRON = {
         _read_final_rate,
     ),
 }
-RULES = {"megatron": MEGATRON, "deepspeed": DEEPSPEED, "torchtitan": TORCHTITAN, "nanotron": NANOTRON}
+RULES = {"megatron": MEGATRON, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED, "nanotron": NANOTRON}
+
+
+@cache
+def load_framework(key: str) -> Framework:
+    """Return a framework of `RULES` from its table."""
+    require(key in RULES, "launch", key, f"one of {', '.join(RULES)}")
+    table = read_toml(Path(__file__).parent / f"{key}.toml")
+    rows = table["options"]
+    return Framework(
+        name=table["name"],
+        version=table["version"],
+        file=table["file"],
+        rules={row["name"]: RULES[key][row["rule"]] if "rule" in row else rule_of(row) for row in rows},
+        notes={row["name"]: row["note"] for row in rows if "note" in row},
+        limits={
+            name: (tuple(value) if isinstance(value, list) else value, reason)
+            for name, (value, reason) in table["limits"].items()
+        },
+        ignored=frozenset(table["ignored"]),
+        code=tuple(table.get("code", ())),
+        files=table["files"],
+        command=table["command"],
+        environment=table.get("environment", ""),
+    )

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from repro.config import Experiment, Layout, Model, Training
 from repro.config.errors import ConfigError, require
-from repro.config.files import read_toml
 from repro.config.model import DEPARTURES
 
 Settings = dict[str, Any]
 """Values by key, for example `layout.tp`, `model.layers` and `training.lr`."""
-FRAMEWORKS = ("megatron", "torchtitan", "deepspeed", "nanotron")
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
 """Keys of a model whose 0 stands for a derived value, with the property that returns the value."""
 HEAD_WIDTH = "hidden/heads"
@@ -230,30 +226,4 @@ def _text(value: Any) -> str:
         str(value).lower()
         if isinstance(value, bool)
         else str(list(value) if isinstance(value, tuple) else value)
-    )
-
-
-@cache
-def load_framework(key: str) -> Framework:
-    """Return one of `FRAMEWORKS` from its table."""
-    from repro.engines.frameworks.rules import RULES
-
-    require(key in FRAMEWORKS, "launch", key, f"one of {', '.join(FRAMEWORKS)}")
-    table = read_toml(Path(__file__).parent / f"{key}.toml")
-    rows = table["options"]
-    return Framework(
-        name=table["name"],
-        version=table["version"],
-        file=table["file"],
-        rules={row["name"]: RULES[key][row["rule"]] if "rule" in row else rule_of(row) for row in rows},
-        notes={row["name"]: row["note"] for row in rows if "note" in row},
-        limits={
-            name: (tuple(value) if isinstance(value, list) else value, reason)
-            for name, (value, reason) in table["limits"].items()
-        },
-        ignored=frozenset(table["ignored"]),
-        code=tuple(table.get("code", ())),
-        files=table["files"],
-        command=table["command"],
-        environment=table.get("environment", ""),
     )

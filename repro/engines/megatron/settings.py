@@ -13,7 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from repro.config import Experiment
-from repro.engines.frameworks.table import load_framework, settings_of
+from repro.engines.frameworks.rules import load_framework
+from repro.engines.frameworks.table import settings_of
 from repro.parallel.storage import DTYPES
 
 

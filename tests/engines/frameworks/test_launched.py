@@ -127,7 +127,7 @@ def test_the_launch_script_of_deepspeed_trains_the_plan(two: RankPool, zero: int
         assert dp_bytes(seen["comm"]) == pytest.approx(dp_bytes(result["comm"]), abs=64)
     means = torch.tensor([[sum(step) / len(step) for step in seen["losses"]] for seen in ranks]).mean(0)
     torch.testing.assert_close(means, torch.tensor(ours[0].loss), rtol=1e-5, atol=0.0)
-    assert ours[0].loss[-1] < 0.95 * ours[0].loss[0]
+    assert ours[0].loss[-1] < 0.98 * ours[0].loss[0]
 
 
 MEGATRON = {

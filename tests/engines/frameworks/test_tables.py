@@ -12,7 +12,8 @@ import pytest
 from repro.config import ConfigError, Experiment, Layout, Training, models
 from repro.config.files import read_toml
 from repro.engines.frameworks.files import LaunchFiles, parse_arguments, read_experiment, write_files
-from repro.engines.frameworks.table import FRAMEWORKS, load_framework, settings_of
+from repro.engines.frameworks.rules import RULES, load_framework
+from repro.engines.frameworks.table import settings_of
 
 GPT, LLAMA = models.load_model("megatron-8.3b"), models.load_model("llama3-8b")
 LAUNCHER_OPTIONS = (
@@ -68,7 +69,7 @@ def random_layouts(count: int) -> list[Layout]:
     return found
 
 
-@pytest.mark.parametrize("key", FRAMEWORKS)
+@pytest.mark.parametrize("key", RULES)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda model: model.name)
 def test_fifty_layouts_are_read_back_or_differ_as_stated(key: str, model: Any, tmp_path: Path) -> None:
     framework = load_framework(key)
@@ -95,7 +96,7 @@ def test_fifty_layouts_are_read_back_or_differ_as_stated(key: str, model: Any, t
         ) - ({"layout.grad_dtype"} if key == "torchtitan" else set())
 
 
-@pytest.mark.parametrize("key", FRAMEWORKS)
+@pytest.mark.parametrize("key", RULES)
 def test_every_key_of_a_layout_has_an_option_or_a_reason(key: str) -> None:
     """A new key of `Layout` fails here until the table says what the framework does with it."""
     framework = load_framework(key)
