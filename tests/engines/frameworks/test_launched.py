@@ -100,7 +100,7 @@ def measured(experiment: Experiment) -> dict[str, Any]:
 @needs("deepspeed")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_launch_script_of_deepspeed_trains_the_plan(two: RankPool, zero: int, tmp_path: Path) -> None:
-    """Losses, parameters and micro-batches are those of engine `native`, bytes of stage 1 those of engine `deepspeed`."""
+    """Losses and parameters are those of engine `native`, and bytes of stage 1 those of engine `deepspeed`."""
     layout = Layout(dp=2, zero=zero, micro_batch=2, global_batch=8, gather_overlap=False)
     experiment = written("deepspeed", layout, tmp_path)
     (tmp_path / "my_model.py").write_text(MODEL)
