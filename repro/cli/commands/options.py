@@ -95,8 +95,35 @@ Ledger = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option("--ledger", help="Judge the claims of this file too; may be repeated.", metavar="FILE.toml"),
 ]
+
 ModelName = Annotated[
-    str, typer.Option("--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M")
+    str,
+    typer.Option(
+        "--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M", show_default=False
+    ),
+]
+LaunchSource = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        "--from",
+        help="Take model and layout from a file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
+        "nanotron (.yaml).",
+        metavar="FILE",
+    ),
+]
+LaunchFramework = Annotated[
+    str,
+    typer.Option(
+        help="Write what launches the layout: megatron, torchtitan, deepspeed or nanotron.",
+        metavar="NAME",
+        show_default=False,
+    ),
+]
+LaunchFolder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        "--output", help="The folder of the files of --launch.", metavar="DIR", callback=check_folder
+    ),
 ]
 
 

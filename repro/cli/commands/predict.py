@@ -13,6 +13,9 @@ from repro.cli.commands.options import (
     PANEL,
     Details,
     Json,
+    LaunchFolder,
+    LaunchFramework,
+    LaunchSource,
     Ledger,
     ModelName,
     Results,
@@ -32,8 +35,8 @@ app = typer.Typer()
 )
 @question_options
 def simulate(
-    model: ModelName,
     asked: LayoutQuery,
+    model: ModelName = "",
     timeline: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -42,6 +45,9 @@ def simulate(
             metavar="FILE.json",
         ),
     ] = None,
+    source: LaunchSource = None,
+    launch: LaunchFramework = "",
+    output: LaunchFolder = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -49,9 +55,11 @@ def simulate(
 
     Exit code 1: the step does not fit.
     """
+    from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_simulation
 
-    return print_simulation(model, asked, timeline, json, details)
+    files = LaunchFiles(source, launch, output)
+    return print_simulation(model, asked, timeline, json, details, files)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --micro-batch 8 --recompute")
@@ -113,8 +121,8 @@ def fit(
 @app.command(epilog="Example:  repro plan --model turing-nlg-17b --system dgx2 --gpus 256 --global-batch 512")
 @question_options
 def plan(
-    model: ModelName,
     asked: LayoutQuery,
+    model: ModelName = "",
     dp: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
@@ -149,6 +157,9 @@ def plan(
             help="Price of a GPU hour, for the cost of --tokens.", metavar="PRICE", show_default=False
         ),
     ] = 0.0,
+    source: LaunchSource = None,
+    launch: LaunchFramework = "",
+    output: LaunchFolder = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -156,11 +167,13 @@ def plan(
 
     Each option of a layout fixes a key of the search.  Exit code 1: no layout fits.
     """
+    from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_plan
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
+    files = LaunchFiles(source, launch, output)
     return print_plan(
-        model, fixed, json, as_map, tokens, price_per_gpu_hour, top, details=details, rank_by=rank_by
+        model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details=details, files=files
     )
 
 

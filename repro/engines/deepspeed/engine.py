@@ -31,7 +31,7 @@ class DeepSpeedEngine:
         self.version: str = deepspeed.__version__
         self.module_state = library.ModuleState()
         mpu = library.ModelParallelUnit(layout, mesh) if layout.tp > 1 else None
-        self.configuration = library.configuration(experiment.model, layout, training)
+        self.configuration = library.configuration(experiment)
         with self.module_state.in_place():
             built = model_states.build_model(
                 experiment, mesh, device, self._partition(mpu) if layout.zero == 3 else None

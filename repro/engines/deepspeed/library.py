@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from repro.config import Layout, Model, Training
-from repro.model import counts
+from repro.config import Experiment, Layout
+from repro.engines.frameworks.files import nested
+from repro.engines.frameworks.rules import load_framework
+from repro.engines.frameworks.table import settings_of
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh
-from repro.parallel.storage import DTYPES
 
 _KEPT = {
     "torch.nn.functional": ("linear",),  # stage 3 puts its own there for good
@@ -106,78 +106,13 @@ def _pristine(modules: dict[str, ModuleType]) -> dict[tuple[str, str], Any]:
     }
 
 
-_PERSISTED_PER_HIDDEN = 10
-"""Maximum size of a parameter that stays unpartitioned, in multiples of the hidden size: the value of Transformers'
-`auto`, and DeepSpeed's default of 1e5 for 10 000 hidden units."""
-
-
-def configuration(model: Model, layout: Layout, training: Training) -> dict[str, Any]:
-    """Return the `config` of `deepspeed.initialize`.
+def configuration(experiment: Experiment) -> dict[str, Any]:
+    """Return the `config` of `deepspeed.initialize`, from the table of `frameworks`.
 
     Open settings keep DeepSpeed's defaults, except four sizes of stage 3: their defaults fit models of tens of billions
     of parameters, and would gather a small model once and retain it.
     """
-    found: dict[str, Any] = {
-        "train_batch_size": layout.global_batch,
-        "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": layout.accumulation,
-        "gradient_clipping": training.clip,
-        "zero_optimization": _zero(model, layout),
-    }
-    if layout.precision == "fp16":
-        found["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": int(math.log2(training.loss_scale)),
-            "loss_scale_window": training.loss_scale_window,
-            "hysteresis": training.loss_scale_hysteresis,
-            "min_loss_scale": 1,
-        }
-    elif layout.precision == "bf16":
-        found["bf16"] = {"enabled": True}
-    if layout.offload_optimizer:
-        # torch's AdamW needs no compiler, unlike DeepSpeed's AdamW for CPUs.
-        found["zero_force_ds_cpu_optimizer"] = False
-    if layout.has_checkpoints:
-        found["activation_checkpointing"] = {
-            "partition_activations": layout.pa,
-            "cpu_checkpointing": layout.pa_cpu,
-            "contiguous_memory_optimization": layout.md,
-            "number_checkpoints": model.layers,
-        }
-    return found
-
-
-def _zero(model: Model, layout: Layout) -> dict[str, Any]:
-    # DeepSpeed allocates full buckets, two with overlap, so a small model limits their size.
-    elements = min(layout.bucket_bytes // DTYPES[layout.precision].itemsize, counts.total_parameters(model))
-    elements += elements % 2  # DeepSpeed requires an even number
-    found: dict[str, Any] = {
-        "stage": layout.zero,
-        "reduce_bucket_size": elements,
-        "allgather_bucket_size": elements,
-        "overlap_comm": layout.overlap,
-        "reduce_scatter": layout.zero1_reduce == "reduce-scatter",
-    }
-    if layout.offload_optimizer:
-        found["offload_optimizer"] = {"device": "cpu"}
-    if layout.zero == 3:
-        # As in native stage 3: prefetch one block, and retain none between forward and backward. Without the limit of
-        # live parameters every module of the pass prefetches a further block.
-        block = _block(model) // layout.tp
-        found["stage3_prefetch_bucket_size"] = block
-        parts = counts.parameters_by_part(model)
-        ends = parts["token_embedding"] // layout.tp + parts.get("position_embedding", 0)
-        found["stage3_max_live_parameters"] = 2 * block + ends
-        found["stage3_max_reuse_distance"] = 0
-        found["stage3_param_persistence_threshold"] = _PERSISTED_PER_HIDDEN * model.hidden
-    return found
-
-
-def _block(model: Model) -> int:
-    """Return the elements of the matrices of one block over all tp ranks."""
-    inner = 2 * (model.heads + model.key_heads) * model.head_width
-    return model.hidden * (inner + model.mlp_matrices * model.ffn_width)
+    return nested(load_framework("deepspeed").options_of(settings_of(experiment)))
 
 
 class ModelParallelUnit:

@@ -13,6 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from repro.config import Experiment
+from repro.engines.frameworks.rules import load_framework
+from repro.engines.frameworks.table import settings_of
 from repro.parallel.storage import DTYPES
 
 
@@ -22,58 +24,43 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
     On CUDA the library compiles (`jit_fuser`) bias and GELU, bias and residual, and the loss; on CPUs torch's operators
     run. The matrix product does not accumulate gradients (`gradient_accumulation_fusion`), which needs APEX.
     """
-    model, layout = experiment.model, experiment.layout
+    layout = experiment.layout
     interleaved, fuse = layout.chunks > 1, device.type == "cuda"
     return TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        num_attention_heads=model.heads,
-        kv_channels=model.head_width,
-        ffn_hidden_size=model.ffn_width,
+        **_options(TransformerConfig, experiment),
         activation_func=F.gelu if fuse else partial(F.gelu, approximate="tanh"),
         bias_activation_fusion=fuse,  # the fused form is tanh too
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
-        layernorm_epsilon=1e-5,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         # Without `perform_initialization` the library does not mark the parameters that tp splits, and its norm counts
         # only the first tp rank's part of them (upstream 4084).
         perform_initialization=True,
         init_method=_keep,
         output_layer_init_method=_keep,
         embedding_init_method=_keep,
-        fp16=layout.precision == "fp16",
-        bf16=layout.precision == "bf16",
         # Float16Module rounds the loaded weights.
         params_dtype=torch.float32,
         pipeline_dtype=DTYPES[layout.precision],
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sp,
-        pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if interleaved else None,
-        pipeline_model_parallel_layout=_stages(experiment) if layout.stage_layers else None,
         overlap_p2p_comm=interleaved and layout.overlap,
         batch_p2p_comm=not (interleaved and layout.overlap),
         deallocate_pipeline_outputs=layout.pp > 1,
-        recompute_granularity="full" if layout.has_checkpoints else layout.recompute or None,
-        recompute_method="uniform" if layout.has_checkpoints else None,
-        recompute_num_layers=1 if layout.has_checkpoints else None,
-        distribute_saved_activations=layout.pa,
         gradient_accumulation_fusion=False,
         barrier_with_L1_time=False,
         timers=timers,
     )
 
 
+def _options(kind: type, experiment: Experiment) -> dict[str, Any]:
+    """Return the options of Megatron-LM's command line that a configuration of the library has as fields."""
+    names = {field.name for field in fields(kind)}
+    options = load_framework("megatron").options_of(settings_of(experiment))
+    return {name: value for name, value in options.items() if name in names}
+
+
 def _keep(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight without an initialisation."""
     return weight
-
-
-def _stages(experiment: Experiment) -> list[list[str]]:
-    rows = [["decoder"] * len(layers) for layers in experiment.layout.parts(experiment.model.layers)]
-    return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
 
 
 def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfig:
@@ -99,24 +86,14 @@ def overlaps_gather(experiment: Experiment) -> bool:
 def optimizer_config(experiment: Experiment) -> OptimizerConfig:
     """Return the configuration of AdamW, clipping and the loss scale; each step sets the learning rate."""
     layout, training = experiment.layout, experiment.training
+    shared = _options(OptimizerConfig, experiment)
+    # Infinity computes the norm without changing a gradient.
+    shared |= {
+        "clip_grad": training.clip or float("inf"),
+        "overlap_param_gather": overlaps_gather(experiment),
+    }
     return OptimizerConfig(
-        optimizer="adam",
-        lr=training.lr,
-        weight_decay=training.weight_decay,
-        adam_beta1=training.beta1,
-        adam_beta2=training.beta2,
-        adam_eps=training.eps,
-        # Infinity computes the norm without changing a gradient.
-        clip_grad=training.clip or float("inf"),
-        fp16=layout.precision == "fp16",
-        bf16=layout.precision == "bf16",
-        params_dtype=DTYPES[layout.precision],
-        initial_loss_scale=training.loss_scale,
-        loss_scale_window=training.loss_scale_window,
-        hysteresis=training.loss_scale_hysteresis,
-        min_loss_scale=1.0,
-        use_distributed_optimizer=layout.zero == 1,
-        overlap_param_gather=overlaps_gather(experiment),
+        optimizer="adam", params_dtype=DTYPES[layout.precision], min_loss_scale=1.0, **shared
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from repro.config import Experiment, Layout, Training, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
+from repro.engines.frameworks.files import LaunchFiles
 from repro.measure.local_system import load_system
 from repro.simulate.plan.candidates import (
     DEFAULT_PLAN_ROWS,
@@ -32,10 +33,13 @@ from repro.util import units
 from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, show_progress, stdout
 
 
-def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json: bool, details: bool) -> int:
+def print_simulation(
+    model: str, query: LayoutQuery, timeline: Path | None, json: bool, details: bool, files: LaunchFiles
+) -> int:
     """Trace one step of a model and print its requirements; return 1 if it does not fit."""
+    files.check(model)
     on = _system(query)
-    experiment = _experiment(model, on, query)
+    experiment = _stated(files, model, query) or _experiment(model, on, query)
     limit = parse_memory_size(query.memory_limit)
     if limit is not None:
         limit = device_memory_limit(on, limit)
@@ -59,13 +63,33 @@ def print_simulation(model: str, query: LayoutQuery, timeline: Path | None, json
     if json:
         print_json(found.as_dict())
     else:
-        print_simulated_step(found, on, _question(model, query), details=details)
+        print_simulated_step(found, on, _question(model, query, files.source), details=details)
+    _write(files, experiment, on)
     return 0 if found.fits else 1
 
 
-def _question(model: str, query: LayoutQuery) -> str:
+def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
+    """Return the experiment of another framework's file, and note what its prediction leaves out; None without one."""
+    found, notes = files.read(model, query.gpus, query.layout, query.seq)
+    for note in notes:
+        print(f"note: {files.source}: {note}", file=sys.stderr)
+    return found
+
+
+def _write(files: LaunchFiles, experiment: Experiment, system: System) -> None:
+    """Write the files of another framework, if any, and name them on standard error."""
+    for line in files.write(experiment, int(system.devices_per_node.value or experiment.layout.world)):
+        print(line, file=sys.stderr)
+
+
+def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str:
     """Return the model, the system and the devices of a query as options of the command line."""
-    options = {"--model": model, "--system": query.system, "--gpus": str(query.gpus)}
+    options = {
+        "--model": model,
+        "--from": str(source or ""),
+        "--system": query.system,
+        "--gpus": str(query.gpus),
+    }
     options |= {"--memory-limit": query.memory_limit, "--seq": str(query.seq or "")}
     text = " ".join(f"{option} {shlex.quote(value)}" for option, value in options.items() if value)
     return text + " --expandable" * query.expandable
@@ -180,12 +204,20 @@ def print_plan(
     top: int | None = None,
     rank_by: str = DEFAULT_RANK,
     details: bool = False,
+    files: LaunchFiles | None = None,
 ) -> int:
     """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
     from repro.simulate.plan import candidates
 
+    files = files or LaunchFiles()
+    files.check(model)
+    require(not (as_map and files.framework), "launch", files.framework, "left out with --map")
+    stated = _stated(files, model, query)
+    if stated is not None:
+        same = {key: getattr(stated.layout, key) for key in ("precision", "global_batch")}
+        query = replace(query, layout={**same, **query.layout}, seq=stated.seq)
     on, gpus, seq = _system(query), query.gpus, query.seq
-    sizes = models.load_model(model)
+    sizes = stated.model if stated else models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     sizes.check_sequence(_training(seq).seq)
@@ -218,8 +250,25 @@ def print_plan(
     if json:
         print_json([plan_entry(request, row) for row in found.rows[:top]])
     else:
-        print_layouts(request, found, top or DEFAULT_PLAN_ROWS, _question(model, query), details=details)
+        question = _question(model, query, files.source)
+        if stated is not None:
+            question += _defaults_again(stated.layout, found.rows[0].layout)
+        print_layouts(request, found, top or DEFAULT_PLAN_ROWS, question, details=details)
+    if found.rows[0].outcome == OK:
+        training, best = _training(request.seq), found.rows[0].layout
+        _write(files, Experiment(name="plan", model=sizes, layout=best, training=training), on)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
+
+
+def _defaults_again(stated: Layout, found: Layout) -> str:
+    """Return the options that set keys of a file's layout back to the defaults that `found` has."""
+    text = ""
+    for key in (field.name for field in fields(Layout) if field.name not in ("dp", "stage_layers")):
+        value, default = getattr(found, key), getattr(Layout, key)
+        if value == default != getattr(stated, key):
+            option = key.replace("_", "-")
+            text += f" --no-{option}" if default is False else f" --{option} {value}"
+    return text
 
 
 def _print_map(request: Any, limits: list[int], json: bool) -> int:

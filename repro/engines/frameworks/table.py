@@ -1,0 +1,229 @@
+"""Correspondence of this suite's keys with the options of a framework, in both directions.
+
+One table writes options and reads them. A key that no option sets has the value and the reason of `limits`. A layout
+therefore equals what is read back, except for keys with a stated difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from repro.config import Experiment, Layout, Model, Training
+from repro.config.errors import ConfigError, require
+from repro.config.model import DEPARTURES
+
+Settings = dict[str, Any]
+"""Values by key, for example `layout.tp`, `model.layers` and `training.lr`."""
+SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
+"""Keys of a model whose 0 stands for a derived value, with the property that returns the value."""
+HEAD_WIDTH = "hidden/heads"
+"""Limit of `model.head_dim` in frameworks without an option for it."""
+MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
+TRAINING_KEYS = (
+    *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
+    *("beta1", "beta2", "eps", "clip", "dropout", "attention_dropout"),
+)
+SCALING_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis")
+"""Keys of a training that have an effect in fp16 only."""
+_TYPES = {
+    f"{part}.{key.name}": key.type
+    for part, kind in (("layout", Layout), ("model", Model), ("training", Training))
+    for key in fields(kind)
+}
+
+
+def settings_of(experiment: Experiment) -> Settings:
+    """Return the keys of an experiment that a framework has to express, and the `model` itself for its counts."""
+    layout, model, training = experiment.layout, experiment.model, experiment.training
+    found: Settings = {f"layout.{key.name}": getattr(layout, key.name) for key in fields(Layout)}
+    for key in MODEL_KEYS:
+        if not key.startswith("rotary_") or model.positions == "rotary":
+            found[f"model.{key}"] = getattr(model, SIZES.get(key, key))
+    if model.positions == "learned":
+        found["model.seq"] = model.seq
+    keys = TRAINING_KEYS + (SCALING_KEYS if layout.precision == "fp16" else ())
+    found |= {f"training.{key}": getattr(training, key) for key in keys}
+    return found | {"training.seq": experiment.seq, "model": model}
+
+
+@dataclass
+class Reading:
+    """Keys that the options of a file determine."""
+
+    gpus: int
+    given: Settings
+    """Keys that take precedence over the file."""
+    settings: Settings = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    """Options that the prediction does not represent exactly."""
+    unread: list[str] = field(default_factory=list)
+    """Names of options without a correspondence."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key, unless it was given."""
+        self.settings[key] = self.given.get(key, value)
+
+    def layout(self, key: str) -> Any:
+        """Return a key of the layout that earlier options determined, or its default."""
+        return self.settings.get(f"layout.{key}", getattr(Layout, key))
+
+    @property
+    def dp(self) -> int:
+        """Return the data-parallel degree that the GPUs leave, at least 1."""
+        return max(1, self.gpus // (self.layout("tp") * self.layout("pp") * self.layout("cp")))
+
+    def put_parts(self, chunks: int, stage_layers: tuple[int, ...] = ()) -> None:
+        """Set the number of chunks, their schedule and their layers."""
+        self.put("layout.chunks", chunks)
+        self.put("layout.stage_layers", stage_layers)
+        if chunks > 1:
+            self.put("layout.schedule", "interleaved")
+
+    def model(self, name: str) -> Model | None:
+        """Return the model of the file; None if the file does not have its sizes."""
+        keys = {key[6:]: value for key, value in self.settings.items() if key.startswith("model.")}
+        if not {"layers", "hidden", "heads", "vocab"} <= keys.keys():
+            return None
+        hidden, heads = keys["hidden"], keys["heads"]
+        defaults = {"ffn": (4 * hidden,), "head_dim": (hidden / heads, HEAD_WIDTH), "kv_heads": (heads,)}
+        for key, values in defaults.items():
+            if keys.get(key) in values:
+                del keys[key]
+        if keys.get("positions") != "rotary":
+            keys = {key: value for key, value in keys.items() if not key.startswith("rotary_")}
+        return Model(**{"name": name, "seq": self.settings.get("training.seq", 0), **keys})
+
+
+class Rule(NamedTuple):
+    """Option that several keys determine, or that determines several keys."""
+
+    write: Callable[[Settings], Any]
+    """Function from settings to the value; None leaves the option out."""
+    read: Callable[[Any, Reading], None] | None = None
+    """Function that sets keys; the value is None without the option. Without it, other options determine the keys."""
+
+
+def converted(name: str, key: str, value: Any) -> Any:
+    """Return the value of an option in the type of a key. Raises `ConfigError`."""
+    kind = _TYPES[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "bool":
+        require(isinstance(value, bool), name, value, "true or false")
+    elif kind == "int":
+        require(is_number and value == int(value), name, value, "a whole number")
+        return int(value)
+    else:
+        require(is_number, name, value, "a number")
+    return value
+
+
+def rule_of(row: Mapping[str, Any]) -> Rule:
+    """Return the rule of a row of a table without a rule of its own."""
+    name, key, default, when = row["name"], row.get("key", ""), row.get("default"), row.get("when")
+    pairs = [(ours, *theirs, None)[:2] for ours, *theirs in row.get("words", ())]
+    near, other = row.get("near", ()), row.get("other")
+    fixed = row.get("value", row.get("example"))
+
+    def write(settings: Settings) -> Any:
+        if when is not None and settings[when[0]] not in when[1:]:
+            return None
+        if not key:
+            return fixed
+        value = settings.get(key, settings.get(row.get("fallback", key)))
+        if row.get("sparse") and value == default:
+            return None
+        return next((theirs for ours, theirs in pairs if ours == value), other) if pairs else value
+
+    def read(value: Any, reading: Reading) -> None:
+        value = default if value is None else value
+        exact = [ours for ours, theirs in pairs if theirs == value or (theirs is None and value is False)]
+        close = [ours for theirs, ours in near if theirs == value]
+        if exact or close:
+            reading.put(key, (exact or close)[0])
+            if not exact and key.startswith("layout."):
+                reading.remarks.append(f"{name} = {value} is predicted as {key} = {close[0]}")
+        elif value is None or (pairs and value is False):
+            return
+        elif pairs:
+            right = ", ".join(
+                str(theirs) for theirs in (*(pair[1] for pair in pairs), *(n[0] for n in near)) if theirs
+            )
+            raise ConfigError(name, value, f"one of {right}")
+        elif key:
+            reading.put(key, converted(name, key, value))
+        elif "value" in row and value != fixed:
+            reading.remarks.append(f"{name} = {value} is predicted as {fixed}")
+
+    return Rule(write, read)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Options of one version of a framework."""
+
+    name: str
+    version: str
+    file: str
+    """Name of the file that is written."""
+    rules: Mapping[str, Rule]
+    """Options by name, in the order in which they are written and read."""
+    notes: Mapping[str, str]
+    """Comments in the file, by option."""
+    limits: Mapping[str, tuple[Any, str]]
+    """Value and reason of each key without an option, or without an option for all its values."""
+    ignored: frozenset[str]
+    """Names of options without effect on memory and time."""
+    code: tuple[str, ...]
+    """Parts of an experiment that code in addition to the file has: `model`, `training`."""
+    files: Mapping[str, str]
+    """Templates of all files by name; `files.write_files` replaces the words between two @."""
+    command: str
+    """Arguments of torchrun."""
+    environment: str
+    """Shell commands before torchrun."""
+
+    def options_of(self, settings: Settings) -> dict[str, Any]:
+        """Return the options of an experiment by name."""
+        found = {name: rule.write(settings) for name, rule in self.rules.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def read(self, options: Mapping[str, Any], gpus: int, given: Settings) -> Reading:
+        """Return the keys that options determine. Raises `ConfigError` for a value without a meaning here."""
+        reading = Reading(gpus, given)
+        reading.put_parts(1)
+        for key, (value, _) in self.limits.items():
+            if key.partition(".")[0] not in self.code:
+                reading.put(key, value)
+        reading.settings |= given
+        for name, rule in self.rules.items():
+            if rule.read is not None:
+                rule.read(options.get(name), reading)
+        reading.settings.setdefault("layout.dp", reading.dp)
+        reading.unread = [name for name in options if name not in {*self.rules, *self.ignored}]
+        return reading
+
+    def differences(self, experiment: Experiment) -> list[str]:
+        """Return one line for each key that the framework cannot express, with its value there and the reason."""
+        settings = settings_of(experiment)
+        found = {key: value for key, value in settings.items() if key.partition(".")[0] in self.code}
+        found |= {key: value for key, (value, _) in self.limits.items() if key.partition(".")[0] in self.code}
+        given = {"model": settings["model"]}
+        found |= self.read(self.options_of(settings), experiment.layout.world, given).settings
+        if found.get("model.head_dim") == HEAD_WIDTH:
+            found["model.head_dim"] = experiment.model.hidden // experiment.model.heads
+        return [
+            f"{key} = {_text(value)}: {self.limits[key][1]}. It has {_text(found.get(key))} there."
+            for key, value in settings.items()
+            # The devices and the other degrees determine dp.
+            if key not in ("model", "layout.dp") and found.get(key) != value
+        ]
+
+
+def _text(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else str(list(value) if isinstance(value, tuple) else value)
+    )

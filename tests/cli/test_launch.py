@@ -1,0 +1,57 @@
+"""`--launch` and `--from`: the files of other frameworks that commands write and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from repro.cli import main
+
+ASKED = ["--system", "dgx-h100", "--gpus", "8"]
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "--model: is missing; name a model, or a file by --from"),
+        (["--model", "gpt2-1.5b", "--launch", "megatron"], "--launch = 'megatron': needs --output"),
+        (
+            ["--model", "gpt2-1.5b", "--output", "x"],
+            "--launch = '': needs --output, and --output needs --launch",
+        ),
+        (["--model", "gpt2-1.5b", "--launch", "jax", "--output", "x"], "must be one of megatron, torchtitan"),
+        (["--from", "none.sh"], "--from = 'none.sh': cannot be read"),
+        (["--from", "none.txt"], "must be a file that ends in .sh, .toml, .json"),
+    ],
+)
+def test_wrong_options_get_one_line(
+    capsys: pytest.CaptureFixture[str], command: str, options: list[str], says: str
+) -> None:
+    assert main([command, *options, *ASKED]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_written_file_is_predicted_as_its_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tp", "2", "--zero", "1", "--grad-dtype", "fp32", "--global-batch", "16"]
+    written = ["--launch", "megatron", "--output", str(tmp_path)]
+    assert main(["simulate", "--model", "llama3-8b", *ASKED, *options, *written]) == 0
+    planned, note = capsys.readouterr()
+    assert "0 keys differ" in note
+    assert main(["simulate", "--from", str(tmp_path / "megatron.sh"), *ASKED]) == 0
+    read, note = capsys.readouterr()
+    assert note == ""
+
+    def numbers(text: str) -> list[str]:
+        return [
+            line
+            for line in text.splitlines()
+            if line.startswith(("Predicted step time", "gradients", "Layout"))
+        ]
+
+    assert numbers(read) == numbers(planned) != []
