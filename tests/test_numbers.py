@@ -79,11 +79,11 @@ def test_the_readme_has_every_headline_claim() -> None:
 
 
 def test_emulated_numbers_of_the_readme_are_those_of_reference_records() -> None:
-    """The ratios at other PCIe rates stand in a table of `docs/accuracy.md`, which names their commands."""
+    """The ratios at other PCIe rates stand in a table of `docs/twin-accuracy.md`, which names their commands."""
     lines = headline_lines(load_ledger(), judge(load_ledger(), [], load_reference()))
     rows = table("README.md", "emulated")
     assert [row[3] for row in rows] == [line.values["emulated"] for line in lines]
-    ratios = {row[0]: row[1] for row in table("docs/accuracy.md", "ratio of samples/s")}
+    ratios = {row[0]: row[1] for row in table("docs/twin-accuracy.md", "ratio of samples/s")}
     swept = dict(zip(("3", "4.5", "6", "9", "12"), ratios[SWEEP].split(", "), strict=True))
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{swept['3']} with 3 GB/s for each GPU, and {swept['6']} with 6 GB/s" in text

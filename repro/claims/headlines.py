@@ -17,6 +17,8 @@ SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
 """Kinds of evidence with a column of the table."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 """Words for outcomes of experiments."""
+REFERENCE_SUFFIX = " (a reference record of this package)"
+"""End of the name of a machine whose value is not the reader's own."""
 MAX_LISTED_VALUES = 3
 """Number of rows up to which each value is shown; more rows are shown as a range."""
 
@@ -87,9 +89,12 @@ def describe_accepted(row: RowResult) -> str:
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     """Return the machine of each decided value of `rows` that one device measured, each once."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]
-    suffix = {True: " (a reference record of this package)", False: ""}
     return tuple(
-        dict.fromkeys(f"{one.scale}, {one.measured_on}{suffix[one.is_reference]}" for one in measured)
+        dict.fromkeys(
+            f"{one.measured_on if one.kind == EMULATED else f'{one.scale}, {one.measured_on}'}"
+            f"{REFERENCE_SUFFIX * one.is_reference}"
+            for one in measured
+        )
     )
 
 

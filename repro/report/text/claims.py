@@ -11,7 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from repro.claims import headlines, other_system, verdicts
-from repro.claims.headlines import SHOWN_KINDS, describe_miss, headline_lines, measuring_machines, value_text
+from repro.claims.headlines import (
+    REFERENCE_SUFFIX,
+    SHOWN_KINDS,
+    describe_miss,
+    headline_lines,
+    measuring_machines,
+    value_text,
+)
 from repro.claims.judge import DISAGREEING_FIRST, judge
 from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, Ledger
 from repro.claims.other_system import Answer
@@ -113,9 +120,14 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
         follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
         notes = (f"Nothing has been tested in this store yet. {follow}.", "Simulate them: `make simulate`.")
     console.print("\n".join(notes))
-    for machine in dict.fromkeys(machine for line in lines for machine in line.machines):
-        numbers = ", ".join(str(line.number) for line in lines if machine in line.machines)
-        console.print(f"measured, claim {numbers}: {machine}.")
+    machines = [f"{line.number} ({machine})" for line in lines for machine in line.machines]
+    references = [machine for machine in machines if REFERENCE_SUFFIX in machine]
+    for title, some in (
+        ("Measured", [machine for machine in machines if machine not in references]),
+        ("Reference records", [machine.replace(REFERENCE_SUFFIX, "") for machine in references]),
+    ):
+        if some:
+            console.print(f"{title} of claims: {', '.join(some)}.")
     console.print("Every claim: `repro claims --all`. One claim in detail: `repro claims 5`.")
 
 
