@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from repro.kernels.bench.timing import BenchRow, as_data, render_table
 from repro.measure.provenance import provenance
 from repro.results.schema import KernelsRecord
 from repro.results.store import Store
+from tests.gpu.bench.timing import BenchRow, as_data, render_table
 
 MEASURED: dict[str, Any] = {"rows": []}
 """What the benchmarks of this session leave: their rows, and the bandwidth of a copy."""

@@ -15,9 +15,9 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from repro.kernels.bench.case import BenchCase
-from repro.kernels.bench.cases import cases
-from repro.kernels.bench.timing import BenchRow, HostClock, benchmark_clock, copy_bandwidth
+from tests.gpu.bench.case import BenchCase
+from tests.gpu.bench.cases import cases
+from tests.gpu.bench.timing import BenchRow, HostClock, benchmark_clock, copy_bandwidth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.benchmarks]
 

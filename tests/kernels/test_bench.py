@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from repro.kernels.bench import timing as clocks
-from repro.kernels.bench.case import COMPILED, EAGER, KERNEL, PLAIN, BenchCase
-from repro.kernels.bench.cases import cases
-from repro.kernels.bench.timing import (
+from repro.kernels import clock as clocks
+from repro.kernels.clock import DeviceClock
+from repro.results.select import by_key
+from repro.results.store import Store
+from tests.gpu.bench.case import COMPILED, EAGER, KERNEL, PLAIN, BenchCase
+from tests.gpu.bench.cases import cases
+from tests.gpu.bench.timing import (
     BenchRow,
-    DeviceClock,
+    DeviceCallClock,
     HostClock,
     copy_bandwidth,
     median_seconds,
     render_table,
 )
-from repro.results.select import by_key
-from repro.results.store import Store
 from tests.gpu.conftest import record
 
 CPU = torch.device("cpu")
@@ -82,7 +83,8 @@ class Device:
 
 def test_the_clock_counts_the_call_and_not_the_flush() -> None:
     device = Device()
-    clock = DeviceClock(device.event, lambda: device.work("flush", 7.0), lambda s: device.log.append("hold"))
+    hold = lambda s: device.log.append("hold")
+    clock = DeviceCallClock(DeviceClock(device.event, lambda: device.work("flush", 7.0), hold))
     clock.run(lambda: device.work("call", 2.0))
     assert device.log == ["hold", "flush", "event", "call", "event", "wait"]
     assert clock.total_seconds() == pytest.approx(2e-3)
@@ -116,7 +118,7 @@ def test_a_call_that_waits_for_the_device_is_measured_all_the_same(monkeypatch: 
 
 def test_the_median_of_inputs_that_take_turns() -> None:
     device, turns = Device(), []
-    clock = DeviceClock(device.event, lambda: None, device.hold)
+    clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
 
     def call(name: str, ms: float) -> None:
         turns.append(name)
@@ -129,7 +131,7 @@ def test_the_median_of_inputs_that_take_turns() -> None:
 
 def test_a_copy_reads_and_writes() -> None:
     device = Device()
-    clock = DeviceClock(device.event, lambda: None, device.hold)
+    clock = DeviceCallClock(DeviceClock(device.event, lambda: None, device.hold))
     whole = clock.run
     clock.run = lambda call: whole(lambda: device.work("copy", 0.5))  # type: ignore[method-assign,assignment]
     assert copy_bandwidth(clock, CPU, size=1000, rounds=3) == pytest.approx(2 * 1000 / 0.5e-3)

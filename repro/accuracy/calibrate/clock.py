@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from repro.kernels.bench.timing import DeviceClock
+from repro.kernels.clock import DeviceClock
 from repro.measure.provenance import nvml
 from repro.measure.statistics import quantile
 from repro.parallel.comm import Group

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import repro.kernels as kernels
-from repro.kernels.bench.case import (
+from tests.gpu.bench.case import (
     EAGER,
     KERNEL,
     PLAIN,
