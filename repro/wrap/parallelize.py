@@ -22,11 +22,10 @@ from torch.nn import Parameter
 from repro.config import ConfigError, Layout
 from repro.parallel import mesh as meshes
 from repro.parallel.storage import DTYPES
-from repro.parallel.zero.flat_parameters import InitialValues, Tag
+from repro.parallel.zero.flat_parameters import InitialValues, Sharding, Tag
 from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.partition import default_units
 from repro.parallel.zero.stage3_checks import UnitAgreement
-from repro.parallel.zero.stages import Sharding
 from repro.wrap.loop import StockLoop
 from repro.wrap.module_states import WrappedModule
 from repro.wrap.refusals import check_clip, check_module, check_narrow, check_optimizer

@@ -19,7 +19,7 @@ from repro.parallel.ledger import CommLedger
 from repro.parallel.transports import NoTransport, Work
 from repro.parallel.zero import flat_parameters
 from repro.parallel.zero.flat_buffer import Bucket
-from repro.parallel.zero.flat_parameters import Tag
+from repro.parallel.zero.flat_parameters import Sharding, Tag
 from repro.parallel.zero.grad_reduce import GradientReducer
 from repro.parallel.zero.optimizer import GradientShards
 from repro.parallel.zero.partition import plan_bucket
@@ -60,13 +60,22 @@ def value(index: int, start: int, stop: int) -> Tensor:
     return torch.arange(start, stop, dtype=torch.float32) + 100 * index
 
 
+def sharding(of: Group, stage: int, **settings: Any) -> Sharding:
+    given = {"bucket_bytes": 0, "all_reduce_first": False, "dtype": None, **settings}
+    return Sharding(stage=stage, group=of, device=CPU, **given)
+
+
 def bucket(
-    of: Group, stage: int, sizes: tuple[int, ...] = SIZES, tags: tuple[Tag, ...] = (), **settings: object
+    of: Group,
+    stage: int,
+    sizes: tuple[int, ...] = SIZES,
+    tags: tuple[Tag, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> Bucket:
     parameters = [Parameter(torch.empty(size)) for size in sizes]
     plan = plan_bucket([(i, n, tags[i] if tags else Tag(0)) for i, n in enumerate(sizes)], of.size)
-    given = {"dtype": torch.float32, "master_weights": False, **settings}
-    made = Bucket(plan, parameters, stage=stage, group=of, device=CPU, **given)  # type: ignore[arg-type]
+    made = Bucket(plan, parameters, sharding(of, stage, **settings), dtype)
     with torch.no_grad():
         made.fill(value, made.master)
     return made
@@ -84,7 +93,7 @@ def test_every_rank_begins_with_its_part_of_the_values(
 ) -> None:
     monkeypatch.setattr(flat_parameters, "INITIALISED_ELEMENTS", 3)
     narrow = dtype == torch.bfloat16
-    made = bucket(group(rank)[0], stage, dtype=dtype, master_weights=narrow)
+    made = bucket(group(rank)[0], stage, dtype=dtype)
     expected = SHARDS[rank] if stage else WHOLE
     assert made.shard.tolist() == expected
     assert made.master.dtype == torch.float32
@@ -155,7 +164,7 @@ def test_a_copy_of_gradients_is_reduced_where_software_works_in_passes(size: int
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_stage_2_adds_micro_batches_in_its_shard_and_frees_what_it_has_reduced(fused: bool) -> None:
-    made = bucket(group()[0], 2, fused=fused)
+    made = bucket(group()[0], 2, constant_buffers=not fused)
     for micro_batch in range(3):
         assert made.gradients is None
         made.gradient_view(0).fill_(1.0)
@@ -187,7 +196,7 @@ def test_only_what_is_tied_or_partial_is_summed_over_other_groups() -> None:
 
 
 def test_masters_follow_what_was_written_and_keep_their_digits_elsewhere() -> None:
-    made = bucket(group(size=1)[0], 1, (4,), dtype=torch.bfloat16, master_weights=True)
+    made = bucket(group(size=1)[0], 1, (4,), dtype=torch.bfloat16)
     made.master.fill_(1.001)  # 1.0 in bf16
     made.shard.copy_(torch.tensor([1.0, 3.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
     made.adopt_writes()
@@ -226,7 +235,8 @@ def backward(reducer: GradientReducer, *order: tuple[int, int]) -> None:
 
 def reducer(stage: int, buckets: int = 4, size: int = 2, **settings: bool) -> tuple[GradientReducer, Alike]:
     of, transport = group(size=size)
-    return GradientReducer([bucket(of, stage, (8 * (b + 1),)) for b in range(buckets)], **settings), transport
+    made = [bucket(of, stage, (8 * (b + 1),)) for b in range(buckets)]
+    return GradientReducer(made, sharding(of, stage, **settings)), transport
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def reducer(stage: int, buckets: int = 4, size: int = 2, **settings: bool) -> tu
         (1, True, {}, []),
         (1, False, {"all_reduce_first": True}, []),
         (1, False, {}, [0]),
-        (1, True, {"fused": True, "dtype": torch.bfloat16, "master_weights": True}, [0]),
+        (1, True, {"constant_buffers": False, "dtype": torch.bfloat16}, [0]),
         (2, True, {}, [0]),
     ],
 )
@@ -245,7 +255,9 @@ def test_buckets_are_reduced_in_order_and_two_at_once_if_a_reduction_needs_memor
 ) -> None:
     of, transport = group(size=2)
     transport.reduces_in_place = in_place
-    made = GradientReducer([bucket(of, stage, (8 * (b + 1),), **settings) for b in range(3)])
+    made = GradientReducer(
+        [bucket(of, stage, (8 * (b + 1),), **settings) for b in range(3)], sharding(of, stage)
+    )
     parts = 1 if stage == 0 or "all_reduce_first" in settings else 2
     sizes = [bucket.plan.padded // parts for bucket in made.buckets]
     made.begin(0, 1)
@@ -316,7 +328,7 @@ def test_a_step_that_ends_early_reduces_what_there_is() -> None:
 def test_parameters_without_a_gradient_have_a_zero_one() -> None:
     of, _ = group(size=2)
     for stage in range(3):
-        made = GradientReducer([bucket(of, stage, (8, 8))])
+        made = GradientReducer([bucket(of, stage, (8, 8))], sharding(of, stage))
         made.buckets[0].gradient_view(1).fill_(7.0)  # of the step before
         made.begin(0, 1)
         backward(made, (0, 0))
@@ -376,7 +388,7 @@ def free_before_the_other_rank_sends() -> float:
 
     def start() -> GradientReducer:
         made = bucket(of, 1, (8,))
-        reducing = GradientReducer([made])
+        reducing = GradientReducer([made], sharding(of, 1))
         reducing.begin(0, 1)
         made.parameters[0].sum().backward()
         return reducing

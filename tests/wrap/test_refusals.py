@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import repro
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.zero.flat_parameters import Tag
+from repro.parallel.zero.flat_parameters import Sharding, Tag
 from repro.parallel.zero.partition import default_units
-from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.stages import ShardedModule
 from tests.pool import RankPool
 from tests.wrap.edge_models import (
     STAGES,

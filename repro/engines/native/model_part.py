@@ -19,8 +19,8 @@ from repro.parallel.comm import Group
 from repro.parallel.context import own_tokens
 from repro.parallel.mesh import Mesh
 from repro.parallel.storage import DTYPES
-from repro.parallel.zero.flat_parameters import InitialValues, Tag
-from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.flat_parameters import InitialValues, Sharding, Tag
+from repro.parallel.zero.stages import ShardedModule
 from repro.parallel.zero_r.activation_checkpointing import ActivationCheckpoints
 
 DECAYED, NOT_DECAYED = 0, 1

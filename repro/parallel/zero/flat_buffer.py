@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import SUM, Group, Work
-from repro.parallel.zero.flat_parameters import FlatParameters, RankParts, Tag
+from repro.parallel.zero.flat_parameters import FlatParameters, RankParts, Sharding, Tag
 from repro.parallel.zero.partition import BucketPlan
 from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
@@ -59,52 +59,27 @@ class Bucket(FlatParameters):
         self,
         plan: BucketPlan[Tag],
         parameters: Sequence[Parameter],
-        *,
-        stage: int,
-        group: Group,
-        device: torch.device,
+        sharding: Sharding,
         dtype: torch.dtype,
-        master_weights: bool,
-        all_reduce_first: bool = False,
-        fused: bool = False,
-        as_view: bool = True,
-        in_passes: bool = False,
-        by_parameter: bool = False,
-        grad_dtype: torch.dtype | None = None,
     ):
-        """`fused`: without C_B, reduce an fp32 copy of the gradients, 4 bytes a parameter, allocated for the reduction.
-
-        `grad_dtype`: data type of accumulated gradients, by default `dtype`.
-
-        Without `as_view` (stage 0) a permanent copy of the gradients is reduced; `in_passes` (stage 0): a copy
-        allocated for the reduction.
-        """
-        super().__init__(
-            plan,
-            parameters,
-            stage=stage,
-            group=group,
-            device=device,
-            dtype=dtype,
-            by_parameter=by_parameter,
-        )
-        self.all_reduce_first, self.fused = all_reduce_first, fused
-        self.grad_dtype = grad_dtype or dtype
+        super().__init__(plan, parameters, sharding, dtype)
+        self.all_reduce_first, self.fused = sharding.all_reduce_first, not sharding.constant_buffers
+        self.grad_dtype = sharding.grad_dtype or dtype
         self.pool: Arena | None = None
         """Memory of full gradients under stages 2 and 3 with M_D; None: the heap."""
         self._piece: Piece | None = None
         self.master = self.shard
         """Parameters that the optimizer updates: fp32 master weights, or the parameters' own shard in fp32 training."""
-        if master_weights:
+        if dtype.itemsize < 4:
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
         self._place_gradients()
         self.copy: Tensor | None = None
         """Copy of the gradients [padded] that is reduced, if the gradients are not views of it."""
-        if not as_view:
+        if not sharding.as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
         # Megatron-LM reduced fp32 gradients in place (use_contiguous_buffers_in_ddp).
-        copies = in_passes and self.grad_dtype == dtype
-        self._copied_to_reduce = copies and as_view and stage == 0 and not fused
+        copies = sharding.in_passes and self.grad_dtype == dtype
+        self._copied_to_reduce = copies and self.copy is None and self.stage == 0 and not self.fused
 
     def _place_gradients(self) -> None:
         plan = self.plan

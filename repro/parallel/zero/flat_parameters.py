@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from repro.config import Layout
 from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
@@ -50,6 +51,66 @@ class Tag:
     """Whether a tp rank's gradient covers its part of the sequence only (sp), to be summed before the step."""
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """Distribution of parameters over the dp group."""
+
+    stage: int
+    group: Group
+    device: torch.device
+    bucket_bytes: int
+    all_reduce_first: bool
+    """Whether stage 1 uses all-reduce, then all-gather, as in February 2020."""
+    dtype: torch.dtype | None
+    """Data type of the parameters; None retains each parameter's own."""
+    constant_buffers: bool = True
+    """C_B: buckets of `bucket_bytes`; otherwise one bucket for the module, reduced in fp32."""
+    contiguous: bool = False
+    """M_D: full gradients of stages 2 and 3 use memory allocated once."""
+    overlap: bool = True
+    """Whether communication overlaps with computation."""
+    as_view: bool = True
+    """Whether gradients are views of their buckets; otherwise (stage 0) a bucket is a copy of them."""
+    in_passes: bool = False
+    """Whether gradients are added, and under stage 0 copied to be reduced, in passes over memory, as until 2021."""
+    by_parameter: bool = False
+    """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
+    grad_dtype: torch.dtype | None = None
+    """Data type of accumulated and reduced gradients; None retains that of the parameters."""
+    fused_accumulation: bool = False
+    """Whether products of 16-bit operands add to gradients of `grad_dtype` directly."""
+    gather_overlap: bool = True
+    """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
+
+    @property
+    def adds_in_products(self) -> bool:
+        """Whether matrix products add weight gradients to the bucket; otherwise each is computed separately first."""
+        return not self.in_passes and (self.grad_dtype is None or self.fused_accumulation)
+
+    @staticmethod
+    def from_layout(
+        layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None
+    ) -> Sharding:
+        """Return the sharding that a layout specifies."""
+        return Sharding(
+            stage=layout.zero,
+            group=group,
+            device=device,
+            bucket_bytes=layout.bucket_bytes,
+            all_reduce_first=layout.zero1_reduce == "all-reduce",
+            dtype=dtype,
+            constant_buffers=layout.cb,
+            contiguous=layout.md,
+            overlap=layout.overlap,
+            as_view=layout.gradient_as_bucket_view,
+            in_passes=layout.kernels.in_passes,
+            by_parameter=layout.zero3_gather == "parameter",
+            grad_dtype=torch.float32 if layout.grad_dtype == "fp32" else None,
+            fused_accumulation=layout.kernels.fuses_gradient_accumulation,
+            gather_overlap=layout.overlap and layout.gather_overlap,
+        )
+
+
 def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
     """Yield first..last in ranges of `INITIALISED_ELEMENTS`; without data (`meta`), yield the first range only."""
     for start in range(first, last, INITIALISED_ELEMENTS):
@@ -65,22 +126,18 @@ class FlatParameters:
         self,
         plan: BucketPlan[Tag],
         parameters: Sequence[Parameter],
-        *,
-        stage: int,
-        group: Group,
-        device: torch.device,
+        sharding: Sharding,
         dtype: torch.dtype,
-        by_parameter: bool = False,
     ):
-        """`by_parameter`: gather as DeepSpeed did in March 2021 (`zero3_gather` of a layout)."""
+        group, stage = sharding.group, sharding.stage
         self.plan, self.parameters, self.stage, self.group = plan, list(parameters), stage, group
-        self.has_part_lists = by_parameter and group.size > 1
+        self.has_part_lists = sharding.by_parameter and group.size > 1
         """Whether collectives use lists of the ranks' parts, each of which is copied."""
-        self.is_persistent = by_parameter and is_below_persistence_threshold(self.parameters[0])
+        self.is_persistent = sharding.by_parameter and is_below_persistence_threshold(self.parameters[0])
         """Whether the gathered parameters are retained until the optimizer step."""
         self.part = group.rank if stage >= 1 else 0
         """Index of the shard that this rank's optimizer updates and that the rank retains under stage 3."""
-        like = torch.empty(0, dtype=dtype, device=device)
+        like = torch.empty(0, dtype=dtype, device=sharding.device)
         self.full = storage.empty(plan.padded, like, Category.PARAMETERS)
         """Full parameters, flat [padded]; released between uses under stage 3."""
         if stage == 3:

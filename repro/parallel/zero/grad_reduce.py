@@ -20,6 +20,7 @@ from repro.config.enums import Category
 from repro.parallel import storage
 from repro.parallel.comm import Group, Work
 from repro.parallel.zero.flat_buffer import Bucket, add_product_
+from repro.parallel.zero.flat_parameters import Sharding
 from repro.parallel.zero_r.defragmentation import Arena
 
 _UNFINISHED: list[Work] = []
@@ -39,26 +40,14 @@ class GradientReducer:
     IN_FLIGHT = 2
     """Maximum number of buckets of stages 1 to 3 under reduction, if a reduction needs memory of its own."""
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        *,
-        by_arrival: bool = True,
-        contiguous: bool = False,
-        overlap: bool = True,
-        in_products: bool = True,
-    ):
-        """`contiguous`: allocate the memory of full gradients of stages 2 and 3 now (M_D).
-
-        `in_products`: matrix products add weight gradients to the bucket; otherwise each is computed separately first.
-
-        Without `overlap` stages 0 and 1 start to reduce in the `wait` that ends the step, and stage 2 waits for each
+    def __init__(self, buckets: Sequence[Bucket], sharding: Sharding):
+        """Without overlap stages 0 and 1 start to reduce in the `wait` that ends the step, and stage 2 waits for each
         bucket before the backward pass continues.
         """
-        self.overlap = overlap
+        self.overlap = sharding.overlap
         self.buckets = list(buckets)
         """Buckets in the order in which their gradients are expected, the last layers first."""
-        self.by_arrival = by_arrival
+        self.by_arrival = sharding.stage < 3
         """Whether a bucket is complete once each of its parameters has a gradient; otherwise `close` completes it."""
         self._index = {id(bucket): b for b, bucket in enumerate(self.buckets)}
         self._arrived = [[False] * len(bucket.parameters) for bucket in self.buckets]
@@ -72,11 +61,11 @@ class GradientReducer:
         """Whether the step's gradients so far have been reduced (stages 0 and 1)."""
         self.on_gradient: Callable[[], None] = lambda: None
         """Callback for every gradient."""
-        if contiguous:
+        if sharding.contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
             for s, parameter in enumerate(bucket.parameters):
-                if in_products and getattr(parameter, "used_once", False):
+                if sharding.adds_in_products and getattr(parameter, "used_once", False):
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
         for bucket in self.buckets:
             for parameter in bucket.parameters:

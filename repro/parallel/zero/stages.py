@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from repro.config import Layout
 from repro.parallel import storage
-from repro.parallel.comm import Group
 from repro.parallel.zero.backward_schedule import GradOnlyBackward
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import (
     FlatParameters,
     InitialValues,
+    Sharding,
     Tag,
     is_below_persistence_threshold,
 )
@@ -31,61 +29,6 @@ from repro.parallel.zero.partition import (
 )
 from repro.parallel.zero.unshard import ParameterUnsharder
 from repro.parallel.zero_r.constant_buffers import bucket_numel
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Distribution of parameters over the dp group."""
-
-    stage: int
-    group: Group
-    device: torch.device
-    bucket_bytes: int
-    all_reduce_first: bool
-    """Whether stage 1 uses all-reduce, then all-gather, as in February 2020."""
-    dtype: torch.dtype | None
-    """Data type of the parameters; None retains each parameter's own."""
-    constant_buffers: bool = True
-    """C_B: buckets of `bucket_bytes`; otherwise one bucket for the module, reduced in fp32."""
-    contiguous: bool = False
-    """M_D: full gradients of stages 2 and 3 use memory allocated once."""
-    overlap: bool = True
-    """Whether communication overlaps with computation."""
-    as_view: bool = True
-    """Whether gradients are views of their buckets; otherwise (stage 0) a bucket is a copy of them."""
-    in_passes: bool = False
-    """Whether gradients are added, and under stage 0 copied to be reduced, in passes over memory, as until 2021."""
-    by_parameter: bool = False
-    """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
-    grad_dtype: torch.dtype | None = None
-    """Data type of accumulated and reduced gradients; None retains that of the parameters."""
-    fused_accumulation: bool = False
-    """Whether products of 16-bit operands add to gradients of `grad_dtype` directly."""
-    gather_overlap: bool = True
-    """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
-
-    @staticmethod
-    def from_layout(
-        layout: Layout, group: Group, device: torch.device, dtype: torch.dtype | None
-    ) -> Sharding:
-        """Return the sharding that a layout specifies."""
-        return Sharding(
-            stage=layout.zero,
-            group=group,
-            device=device,
-            bucket_bytes=layout.bucket_bytes,
-            all_reduce_first=layout.zero1_reduce == "all-reduce",
-            dtype=dtype,
-            constant_buffers=layout.cb,
-            contiguous=layout.md,
-            overlap=layout.overlap,
-            as_view=layout.gradient_as_bucket_view,
-            in_passes=layout.kernels.in_passes,
-            by_parameter=layout.zero3_gather == "parameter",
-            grad_dtype=torch.float32 if layout.grad_dtype == "fp32" else None,
-            fused_accumulation=layout.kernels.fuses_gradient_accumulation,
-            gather_overlap=layout.overlap and layout.gather_overlap,
-        )
 
 
 def leave_meta(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -155,32 +98,10 @@ class ShardedModule:
             chosen = [self._placed[slot.index] for slot in plan.slots]
             dtype = self._dtype(plan.slots[0].index)
             if not chosen[0].requires_grad:
-                flat = FlatParameters(
-                    plan,
-                    chosen,
-                    stage=3,
-                    group=sharding.group,
-                    device=sharding.device,
-                    dtype=dtype,
-                    by_parameter=sharding.by_parameter,
-                )
+                flat = FlatParameters(plan, chosen, sharding, dtype)
                 self.frozen.append(flat)
                 return flat
-            bucket = Bucket(
-                plan,
-                chosen,
-                stage=sharding.stage,
-                group=sharding.group,
-                device=sharding.device,
-                dtype=dtype,
-                master_weights=dtype.itemsize < 4,
-                all_reduce_first=sharding.all_reduce_first,
-                fused=not sharding.constant_buffers,
-                as_view=sharding.as_view,
-                in_passes=sharding.in_passes,
-                by_parameter=sharding.by_parameter,
-                grad_dtype=sharding.grad_dtype,
-            )
+            bucket = Bucket(plan, chosen, sharding, dtype)
             self.buckets.append(bucket)
             return bucket
 
@@ -196,14 +117,7 @@ class ShardedModule:
                 bucket.fill(initial, bucket.master)
             for flat in self.frozen:
                 flat.fill(initial, flat.shard)
-        self.reducer = GradientReducer(
-            self.buckets,
-            by_arrival=sharding.stage < 3,
-            contiguous=sharding.contiguous,
-            overlap=sharding.overlap,
-            in_products=not sharding.in_passes
-            and (sharding.grad_dtype is None or sharding.fused_accumulation),
-        )
+        self.reducer = GradientReducer(self.buckets, sharding)
         self.grad_only_backward = GradOnlyBackward(self.parameters)
         if sharding.stage == 3:
             self.gatherer = ParameterUnsharder(

@@ -27,8 +27,8 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.boundary import Boundary
 from repro.parallel.pipeline.schedule import FORWARD
 from repro.parallel.storage import DTYPES
-from repro.parallel.zero.flat_parameters import InitialValues, Tag
-from repro.parallel.zero.stages import ShardedModule, Sharding, leave_meta
+from repro.parallel.zero.flat_parameters import InitialValues, Sharding, Tag
+from repro.parallel.zero.stages import ShardedModule, leave_meta
 from repro.quality.evaluate.samples import Samples
 from repro.quality.weights import open_weights
 from repro.quality.weights.source import WeightSource

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.zero.flat_parameters import INITIALISED_ELEMENTS, InitialValues, Tag
+from repro.parallel.zero.flat_parameters import INITIALISED_ELEMENTS, InitialValues, Sharding, Tag
 from repro.parallel.zero.partition import default_units
-from repro.parallel.zero.stages import ShardedModule, Sharding
+from repro.parallel.zero.stages import ShardedModule
 from repro.simulate.memory.allocator import replay
 from repro.simulate.memory.pools import round_up
 from repro.simulate.trace.recorder import TraceRecorder
