@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, read_width, source_type
 from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 ARGUMENTS = struct.Struct("@PPPPiii0q")
@@ -80,8 +80,7 @@ def launch_sum_rows(on: KernelLauncher, rows: Tensor) -> Tensor:
     count, columns = rows.shape
     if not rows.numel():
         return rows.new_zeros(columns)
-    width = 16 // rows.element_size()
-    width = width if is_aligned(columns, (rows,), width) else 1
+    width = read_width(columns, (rows,))
     kind = program(source_type(rows), width)
     loaded = on.load(kind)
     blocks, at_once = row_grid(on, count, columns, width, kind.threads, SUM_THREADS_PER_PROCESSOR)

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 64
@@ -82,7 +82,7 @@ def _launch(
         raise Unavailable("cross-entropy needs targets in int64")
     rows = logits.shape[0]
     if rows:
-        pointers = [0 if t is None else t.data_ptr() for t in (logits, *vectors)]
+        pointers = map(pointer, (logits, *vectors))
         arguments = kind.arguments.pack(*pointers, vocab_start, *logits.shape)
         on.load(kind).launch(kernel, min(rows, MAX_BLOCKS_PER_PROCESSOR * on.processors), arguments)
 

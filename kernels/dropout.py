@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from repro.kernels import column_sums as sums
 from repro.kernels import random
 from repro.kernels.column_sums import plain_column_sums, sum_rows
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 PLACE_NUMBERS = 5
@@ -61,16 +61,15 @@ def launch_bias_dropout_residual(
         raise Unavailable("bias_dropout_residual needs a residual of the dtype of x")
     y, kind_of_bias = torch.empty_like(x), "" if bias is None else source_type(bias)
     if x.numel():
-        columns, width = x.shape[-1], 16 // x.element_size()
-        if not is_aligned(columns, [t for t in (x, bias, residual, y) if t is not None], width):
-            width = 1
+        columns = x.shape[-1]
+        width = read_width(columns, [t for t in (x, bias, residual, y) if t is not None])
         kind = program(source_type(x), kind_of_bias, residual is not None, p > 0, width)
         loaded, rows = on.load(kind), _count_rows(x)
         blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
-        pointers = [_pointer(t) for t in (x, bias, residual, y)]
+        pointers = [pointer(t) for t in (x, bias, residual, y)]
         origin = first_position + (first_sample * seq if device_key is None else 0)
         place = _scalar_arguments(p, key, origin, rows, x.shape[1], seq, split, jump, columns, at_once)
-        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, _pointer(device_key), *place))
+        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, pointer(device_key), *place))
     return y
 
 
@@ -92,24 +91,19 @@ def launch_bias_dropout_residual_backward(
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():
         return dx, grad.new_zeros(columns if has_bias else 0)
-    width = 16 // grad.element_size()
-    width = width if is_aligned(columns, [grad, dx], width) else 1
+    width = read_width(columns, [grad, dx])
     kind = program(source_type(grad), source_type(grad) if has_bias else "", False, True, width)
     loaded, rows = on.load(kind), _count_rows(grad)
     adding = on.load(sums.program(source_type(grad))) if has_bias else None
     blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
     partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
-    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), _pointer(partials))
+    pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), pointer(partials))
     origin = first_position + (first_sample * seq if device_key is None else 0)
     place = _scalar_arguments(p, key, origin, rows, grad.shape[1], seq, split, jump, columns, at_once)
-    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, _pointer(device_key), *place))
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, pointer(device_key), *place))
     if adding is None or partials is None:
         return dx, grad.new_empty(0)
     return dx, sums.launch_column_sums(adding, partials, grad.dtype)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _count_rows(x: Tensor) -> int:

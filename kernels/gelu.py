@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
 from repro.kernels.column_sums import plain_column_sums
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, read_width, source_type
 from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 
@@ -28,21 +28,13 @@ def examples() -> list[Program]:
     return [program("bfloat16", "bfloat16", 8), program("half", "half", 1)]
 
 
-def _aligned_program(
-    x: Tensor, bias: Tensor, others: tuple[Tensor, ...], columns: int
-) -> tuple[Program, int]:
-    width = 16 // x.element_size()
-    if not is_aligned(columns, (x, bias, *others), width):
-        width = 1
-    return program(source_type(x), source_type(bias), width), width
-
-
 def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
     """Launch the kernel and return y."""
     x, bias = x.contiguous(), bias.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
-        kind, width = _aligned_program(x, bias, (y,), columns)
+        width = read_width(columns, (x, bias, y))
+        kind = program(source_type(x), source_type(bias), width)
         rows = x.numel() // columns
         blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
         arguments = (x.data_ptr(), bias.data_ptr(), 0, y.data_ptr(), 0, rows, columns, at_once)
@@ -60,7 +52,8 @@ def launch_bias_gelu_backward(
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return dx, torch.zeros_like(bias)
-    kind, width = _aligned_program(x, bias, (grad, dx), columns)
+    width = read_width(columns, (x, bias, grad, dx))
+    kind = program(source_type(x), source_type(bias), width)
     loaded, adding = on.load(kind), on.load(sums.program(source_type(bias)))
     rows = x.numel() // columns
     blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)

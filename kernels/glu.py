@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, flatten_rows, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 16
@@ -31,12 +31,11 @@ def examples() -> list[Program]:
 
 def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, into: Tensor) -> Tensor:
     if x.numel():
-        columns, width = x.shape[-1] // 2, 16 // x.element_size()
-        tensors = [x, into] if grad is None else [x, into, grad]
-        width = width if is_aligned(columns, tensors, width) else 1
+        columns = x.shape[-1] // 2
+        width = read_width(columns, [x, into] if grad is None else [x, into, grad])
         kind, rows = program(source_type(x), width), x.numel() // x.shape[-1]
         blocks = min(-(-rows * columns // width // kind.threads), MAX_BLOCKS_PER_PROCESSOR * on.processors)
-        pointers = (x.data_ptr(), 0 if grad is None else grad.data_ptr(), into.data_ptr())
+        pointers = (x.data_ptr(), pointer(grad), into.data_ptr())
         on.load(kind).launch(kernel, blocks, kind.arguments.pack(*pointers, rows, columns))
     return into
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
 
 MAX_FORWARD_BLOCKS, MAX_BACKWARD_THREADS = 64, 1024
@@ -54,12 +54,6 @@ def examples() -> list[Program]:
     ]
 
 
-def _vector_width(x: Tensor, *others: Tensor) -> int:
-    """Return the number of elements that a thread reads at once."""
-    width = 16 // x.element_size()
-    return width if is_aligned(x.shape[-1], [x, *others], width) else 1
-
-
 def launch_layer_norm(
     on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,21 +78,17 @@ def _launch_forward(
     y = torch.empty_like(x)
     rstd = x.new_empty(*shape, 1, dtype=torch.float32)
     if size := x.numel():
-        width = _vector_width(x, weight, y, *([] if bias is None else [bias]))
+        width = read_width(columns, [x, weight, y] if bias is None else [x, weight, y, bias])
         kind = program(source_type(x), source_type(weight), columns, width, False, bias is not None)
         rows = size // columns
-        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), _pointer_or_null(bias))
-        statistics = (_pointer_or_null(mean), rstd.data_ptr())
+        pointers = (x.data_ptr(), 0, y.data_ptr(), weight.data_ptr(), pointer(bias))
+        statistics = (pointer(mean), rstd.data_ptr())
         if kind.source == "layernorm":
             arguments = kind.arguments.pack(*pointers, *statistics, 0, rows, columns, eps)
         else:
             arguments = kind.arguments.pack(*pointers, *statistics, 0, 0, rows, columns, 0, eps)
         on.load(kind).launch("forward", min(rows, MAX_FORWARD_BLOCKS * on.processors), arguments)
     return y, rstd
-
-
-def _pointer_or_null(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def launch_layer_norm_backward(
@@ -128,12 +118,12 @@ def _launch_backward(
     dx, columns = torch.empty_like(x), x.shape[-1]
     if not x.numel():
         return dx, tuple(torch.zeros_like(weight) for _ in range(vectors))
-    width = _vector_width(x, weight, grad, dx)
+    width = read_width(columns, [x, weight, grad, dx])
     kind = program(source_type(x), source_type(weight), columns, width, True, mean is not None)
     loaded, rows = on.load(kind), x.numel() // columns
     adding = on.load(sums.program(source_type(weight)))
     pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), weight.data_ptr(), 0)
-    statistics = (_pointer_or_null(mean), rstd.data_ptr())
+    statistics = (pointer(mean), rstd.data_ptr())
     if kind.source == "layernorm":
         blocks = min(rows, max(1, MAX_BACKWARD_THREADS // kind.threads) * on.processors)
         partials = rstd.new_empty(vectors, blocks, columns)

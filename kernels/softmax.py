@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels.column_sums import row_shape
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, is_aligned, source_type
+from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
 from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 64
@@ -56,10 +56,9 @@ def launch_causal_softmax_backward(on: KernelLauncher, grad: Tensor, y: Tensor, 
 def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, scale: float) -> Tensor:
     out, size = torch.empty_like(x), x.shape[-1]
     if x.numel():
-        width, operands = 16 // x.element_size(), [x, out, *([] if grad is None else [grad])]
-        width = width if is_aligned(size, operands, width) else 1
+        width = read_width(size, [x, out] if grad is None else [x, out, grad])
         kind = program(source_type(x), size, width, grad is not None)
-        pointers = (x.data_ptr(), 0 if grad is None else grad.data_ptr(), out.data_ptr())
+        pointers = (x.data_ptr(), pointer(grad), out.data_ptr())
         rows = x.numel() // size
         arguments = kind.arguments.pack(*pointers, rows, size, scale)
         on.load(kind).launch(kernel, min(rows, MAX_BLOCKS_PER_PROCESSOR * on.processors), arguments)

@@ -97,6 +97,17 @@ def is_aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
     return all(t.data_ptr() % min(16, width * t.element_size()) == 0 for t in tensors)
 
 
+def read_width(columns: int, tensors: Sequence[Tensor]) -> int:
+    """Return the elements that a thread reads at once: 16 bytes of the first tensor, or one element if unaligned."""
+    width = 16 // tensors[0].element_size()
+    return width if is_aligned(columns, tensors, width) else 1
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's data; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 BLOCKS_PER_PROCESSOR = 8
 """Blocks that fill a multiprocessor."""
 
