@@ -149,13 +149,8 @@ class Kernels(NamedTuple):
     attention_start: float = 0.0
     """Number of keys at which fused attention reaches half of `attention`."""
 
-    @classmethod
-    def alike(cls, factor: float) -> Kernels:
-        """Return one factor for every kernel except passes, which take the time of their bytes."""
-        return cls(factor, factor)
 
-
-MODELLED_KERNELS = Kernels.alike(1.0)
+MODELLED_KERNELS = Kernels(1.0, 1.0)
 """Kernels that take the modelled time."""
 
 

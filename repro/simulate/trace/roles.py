@@ -9,7 +9,6 @@ last.
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +66,6 @@ class Trace:
     parameters: int
     """Number of parameters of this rank."""
     padding: int
-    tracing_s: float
-    """Wall-clock time that tracing took, in seconds."""
 
     @property
     def step(self) -> list[Event]:
@@ -170,7 +167,6 @@ def trace(
     one that records more than events, with `repeat` off. `repeat`: see `.repeat`; it changes no events.
     """
     _import_shape_functions()
-    began = time.perf_counter()
     layout = shortened(experiment.layout, role.stage)
     short = replace(experiment, layout=layout)
     rank = layout.group_of("pp", 0)[role.stage]
@@ -219,7 +215,6 @@ def trace(
         experiment.layout.accumulation - layout.accumulation,
         engine.local_parameters(),
         engine.padding(),
-        time.perf_counter() - began,
     )
 
 

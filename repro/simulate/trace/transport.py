@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -38,32 +39,25 @@ class RecordedTransport:
 
         return Work(finish=finish)
 
-    def _collective(self) -> int:
+    def _collective(self, start: Callable[[], Work]) -> Work:
         number, events = self._number(), self.recorder.events
         message = events[-1]
         assert isinstance(message, Message), "the ledger counts a message just before it is carried"
         events[-1] = message._replace(work=number)
-        return number
+        with self.recorder.no_operators():
+            return self._issued(start(), number)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        number = self._collective()
-        with self.recorder.no_operators():
-            return self._issued(self.inner.all_reduce(tensor, op), number)
+        return self._collective(lambda: self.inner.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        number = self._collective()
-        with self.recorder.no_operators():
-            return self._issued(self.inner.reduce_scatter(output, input), number)
+        return self._collective(lambda: self.inner.reduce_scatter(output, input))
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        number = self._collective()
-        with self.recorder.no_operators():
-            return self._issued(self.inner.all_gather(output, input), number)
+        return self._collective(lambda: self.inner.all_gather(output, input))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        number = self._collective()
-        with self.recorder.no_operators():
-            return self._issued(self.inner.broadcast(tensor, source), number)
+        return self._collective(lambda: self.inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         # The message was recorded when it was made, which may be long before it is sent.

@@ -128,7 +128,7 @@ def product(m: int, n: int, k: int, itemsize: int = 2) -> Operator:
 def test_an_operator(operator: Operator, seconds: float) -> None:
     cost = DeviceCost(machine(), "fp16")
     assert cost.seconds(operator) == pytest.approx(seconds, rel=1e-9)
-    assert DeviceCost(machine(), "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == pytest.approx(
+    assert DeviceCost(machine(), "fp16", kernels=Kernels(1.5, 1.5)).seconds(operator) == pytest.approx(
         1.5 * seconds, rel=1e-9
     )
 

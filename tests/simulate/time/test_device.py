@@ -77,7 +77,7 @@ def test_products_without_tensor_cores_take_what_was_measured() -> None:
     known = V100.timing.unaligned_flops
     assert known is not None
     assert operator.flops / seconds == pytest.approx(known, rel=0.1)
-    assert DeviceCost(V100, "fp16", kernels=Kernels.alike(1.5)).seconds(operator) == seconds
+    assert DeviceCost(V100, "fp16", kernels=Kernels(1.5, 1.5)).seconds(operator) == seconds
     a100 = DeviceCost(systems.load_system_file("selene"), "fp16")  # cuBLAS 11 takes any size
     assert a100.seconds(operator) < 1.1 * a100.seconds(product(4096, 4096, 4096))
 
@@ -261,7 +261,7 @@ def test_products_and_other_kernels_have_factors_of_their_own() -> None:
 
 def test_passes_over_parameters_have_a_factor_of_their_own() -> None:
     added = Operator("aten.add_", 0, 2 * 10**9, 10**9, (), 2)
-    for kernels in (Kernels(1.5, 3.0, passes=1.2), Kernels.alike(0.9)):
+    for kernels in (Kernels(1.5, 3.0, passes=1.2), Kernels(0.9, 0.9)):
         cost = DeviceCost(V100, "fp16", kernels)
         asked = DeviceCost(V100, "fp16").seconds(added)
         assert cost.seconds(added) == pytest.approx(kernels.passes * asked, rel=1e-12)
