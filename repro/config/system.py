@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from repro.config.errors import ConfigError, require
-from repro.config.links import LINKS, Link, check_classes
+from repro.config.links import LINKS, Link
 from repro.config.quantity import Quantity, check_positive, check_whole
 from repro.config.timing import DeviceTime, OperatorRate, Provenance, Timing
 
@@ -70,7 +70,6 @@ class System:
     """Remark for readers."""
 
     def __post_init__(self) -> None:
-        check_classes(self.links)
         for key in ("devices_per_node", "nodes"):
             check_whole(key, getattr(self, key))
         check_positive("host_memory_bytes", self.host_memory_bytes)

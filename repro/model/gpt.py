@@ -190,9 +190,9 @@ class GPT(nn.Module):
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
         """Return rows and columns of the rank's matrices; weights that multiply the same input are one matrix."""
-        found = (
-            [[self.head.tokens if self.setting.model.tied else self.head.output]] if self.part.last else []
-        )
+        found: list[list[Tensor]] = []
+        if self.part.last:
+            found.append([self.head.tokens if self.setting.model.tied else self.head.output])
         for block in self.blocks.values():
             assert isinstance(block, Block)
             columns = [weight for weight, _ in block.attention.columns()]

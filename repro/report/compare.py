@@ -77,6 +77,8 @@ def read_side(text: str, results: Path) -> list[Record]:
         if not records:
             raise ConfigError("compare", text, "a folder with records")
         return records
+    if not results.is_dir():
+        raise ConfigError("--results", str(results), says="no such folder")
     records = read_records(results)
     with suppress(ConfigError):  # HEAD~1, a tag or a branch of this checkout
         text = _git("rev-parse", "--verify", f"{text}^{{commit}}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.config.files import build_dataclass, read_toml
+from repro.config.links import check_classes
 from repro.config.system import System
 
 FILES = Path(__file__).parent
@@ -93,4 +94,6 @@ def parse_system(data: dict[str, Any], *, name: str, file: str) -> System:
         raise ConfigError("name", data["name"], says="no such key: a system is called as its file", file=file)
     tables = {**_complete(data, file), "name": name}
     tables.pop("aliases", None)
+    if isinstance(tables.get("links"), dict):  # before the keys of a class that does not exist
+        check_classes(tables["links"], file)
     return build_dataclass(System, tables, file=file)

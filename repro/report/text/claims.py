@@ -75,7 +75,7 @@ def print_claims(
     Raises `ConfigError` if the id is unknown or a ledger file is invalid.
     """
     ledger = load_ledger(own=tuple(own))
-    first = ()
+    first: tuple[str, ...] = ()
     if claim_id:
         number, claim_id = claim_id, ledger.claim(claim_id).id
         first = tuple(ledger.headlines[int(number) - 1].rows) if number.isdigit() else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_it_is_printed_and_in_the_document(capsys: pytest.CaptureFixture[str], t
     text = capsys.readouterr().out
     assert "layernorm.forward half by 8" in text
     assert "40/64/–/–" in text
-    assert "layernorm.forward half by 8 centred 4" in " ".join(text.split())  # and the columns of its rows
+    assert re.search(r"layernorm\.forward half by 8 centred +\d+ ", text)  # and the columns of its rows
     assert "spilled 8" in text
     assert "ask for at least (by Little's law: nothing was timed)" in " ".join(text.split())
     assert cli.main([*arguments, "--json"]) == 0
