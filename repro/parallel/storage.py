@@ -30,6 +30,11 @@ def observer_of(tensor: Tensor) -> Any:
     return getattr(tensor.untyped_storage(), "watcher", None)
 
 
+def is_on_processors(tensor: Tensor) -> bool:
+    """Return whether the tensor is on a CPU, or its observer follows a tensor on `meta` as if it were."""
+    return tensor.is_cpu or getattr(observer_of(tensor), "on_processors", False)
+
+
 def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
     """Run `call`. The observer of a tensor `like` on `meta` may repeat the events of a call with an equal `key`.
 

@@ -29,6 +29,8 @@ from repro.simulate.trace.roles import PipelineRole, trace
 from tests.training import tiny
 
 MODEL = Model(name="tiny", layers=4, hidden=64, heads=4, vocab=512, seq=32)
+GENERATOR_STATE = 16 + 8
+"""Bytes of the seed and the offset that fused attention on a GPU retains for its backward pass."""
 TINY = ["--hidden", "256", "--heads", "4", "--vocab", "512", "--seq", "64"]
 
 
@@ -91,7 +93,10 @@ def test_one_rank_of_many_holds_what_that_rank_would(
         assert found["memory"]["states"] == expected.states
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]
-        assert tracker.peak["total"] == pytest.approx(expected.peak_bytes, rel=0.01)
+        # The trace is that of a GPU, with the next step's tokens and targets, and a seed and an offset per attention.
+        next_step = 2 * layout.replica_batch * experiment.seq * torch.int64.itemsize
+        attentions = 1 if layout.recompute else MODEL.layers // layout.pp * (layout.pp - stage)
+        assert expected.peak_bytes - tracker.peak["total"] == next_step + attentions * GENERATOR_STATE
 
 
 SIZES = {"hidden": 256, "heads": 4, "vocab": 512}

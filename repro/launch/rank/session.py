@@ -226,6 +226,7 @@ def _run_trial(
     heartbeat: HeartbeatWriter,
     tracker: MemoryTracker,
 ) -> dict[str, Any]:
+    inputs = 2, experiment.layout.replica_batch, experiment.seq
     if as_rank >= 0:
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
         # As in a trace: memory is that of all micro-batches after a few of them.
@@ -237,12 +238,14 @@ def _run_trial(
         lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
     )
     heartbeat.phase(index, 0, Phase.INIT)
+    layout, vocab = experiment.layout, experiment.model.vocab
     with tracker:
         engine = NativeEngine(experiment, mesh, device)
-    layout = experiment.layout
-    tokens = torch.randint(experiment.model.vocab, (layout.micro_batch, experiment.seq), device=device)
+        # As in a run: tokens and targets of a step, and on a GPU those of the next one (`step_data`).
+        steps = [torch.randint(vocab, inputs, device=device) for _ in range(1 if device.type == "cpu" else 2)]
+    tokens, targets = steps[0][:, : layout.micro_batch]
     for step in range(TRIAL_STEPS):
-        batches = [MicroBatch(tokens, tokens, BatchPosition(step, k)) for k in range(layout.accumulation)]
+        batches = [MicroBatch(tokens, targets, BatchPosition(step, k)) for k in range(layout.accumulation)]
         with tracker if step == 0 else nullcontext():
             engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
             engine.synchronize()

@@ -42,14 +42,14 @@ WIDENED_ROWS = 8
 
 def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
     """Set `sums` to beta sums + alpha a b; 16-bit a and b may have fp32 sums (Megatron's `wgrad_gemm_accum_fp32`)."""
-    if sums.dtype == a.dtype or sums.is_meta:
+    if sums.dtype == a.dtype or (sums.is_meta and not storage.is_on_processors(sums)):
         torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
     elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
         torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
     else:  # in parts, whose fp32 copies need little memory
         sums.mul_(beta) if beta else sums.zero_()
         for left, right in zip(a.split(WIDENED_ROWS, 1), b.split(WIDENED_ROWS), strict=True):
-            sums.addmm_(left.to(sums.dtype), right.to(sums.dtype), alpha=alpha)
+            torch.addmm(sums, left.to(sums.dtype), right.to(sums.dtype), alpha=alpha, out=sums)
 
 
 class Bucket(FlatParameters):

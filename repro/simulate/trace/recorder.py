@@ -113,7 +113,7 @@ class TraceRecorder(UncompiledMode):
         self.works = 0
         """Number of messages so far, which is the number of the last message."""
         self.on_processors = False
-        """Whether attention allocates as on a processor, without the state of a random number generator."""
+        """Whether operators allocate as on a processor: attention has no generator's state, fp32 sums copy operands."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
         """Events of calls by key, the number of storages before the call, and the number of storages of the call."""
