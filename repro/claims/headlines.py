@@ -17,6 +17,8 @@ SHOWN_KINDS = (SIMULATED, EMULATED, MEASURED)
 """Kinds of evidence with a column of the table."""
 OUTCOMES = {"ok": "fits", "oom": "does not fit"}
 """Words for outcomes of experiments."""
+BOUND_SIGNS = {"over": ">", "at least": "≥", "under": "<", "at most": "≤"}
+"""Signs of bounds before a published value."""
 REFERENCE_SUFFIX = " (a reference record of this package)"
 """End of the name of a machine whose value is not the reader's own."""
 MAX_LISTED_VALUES = 3
@@ -60,7 +62,9 @@ def _line(number: int, headline: Headline, by_label: Mapping[str, RowResult]) ->
         if values[kind] == NOT_RUN and other != units.NO_VALUE:
             values[kind] = other
     printed = " / ".join(dict.fromkeys(row.row.published for row in rows))
-    published = headline.published or append_unit(printed, rows[0].row.unit)
+    published = headline.published or BOUND_SIGNS.get(rows[0].row.bound, "") + append_unit(
+        printed, rows[0].row.unit
+    )
     miss = next((describe_miss(row) for row in rows if row.verdict in BAD), "")
     verdict, machines = weakest_verdict(rows), measuring_machines(rows)
     return HeadlineLine(number, headline.name, headline.claim, published, values, verdict, machines, miss)

@@ -175,7 +175,7 @@ def test_a_fresh_store_shows_what_one_gpu_measured(
     text = capsys.readouterr().out
     (row,) = (line for line in text.splitlines() if "13B without model parallelism" in line)
     assert row.split()[-2:] == ["12.7B", "reproduced"]
-    assert "Reference records of claims: 2 (one rank of 64, NVIDIA H200" in text
+    assert "Reference records: claim 2: one rank of 64, NVIDIA H200" in text
     print_claims("zero-ddp-oom-limit", False, tmp_path)
     assert "Measured: one rank of 64, NVIDIA H200" in capsys.readouterr().out
 

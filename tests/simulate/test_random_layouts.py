@@ -51,7 +51,7 @@ def test_peak_and_categories_of_two_ranks(request: pytest.FixtureRequest, layout
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=16)
 @given(layout=layouts(2) | layouts(4))
 def test_peak_and_categories_of_many_layouts(request: pytest.FixtureRequest, layout: Layout) -> None:
     agree(request, tiny(layout, MODEL, steps=2, untimed_steps=1))

@@ -120,14 +120,14 @@ def print_headlines(results: list[ClaimResult], ledger: Ledger, console: Console
         follow = f"{formulas.count(FOLLOWS)} of {len(formulas)} values follow from formulas of their source"
         notes = (f"Nothing has been tested in this store yet. {follow}.", "Simulate them: `make simulate`.")
     console.print("\n".join(notes))
-    machines = [f"{line.number} ({machine})" for line in lines for machine in line.machines]
+    machines = [f"claim {line.number}: {machine}" for line in lines for machine in line.machines]
     references = [machine for machine in machines if REFERENCE_SUFFIX in machine]
     for title, some in (
         ("Measured", [machine for machine in machines if machine not in references]),
         ("Reference records", [machine.replace(REFERENCE_SUFFIX, "") for machine in references]),
     ):
         if some:
-            console.print(f"{title} of claims: {', '.join(some)}.")
+            console.print(f"{title}: {'; '.join(some)}.")
     console.print("Every claim: `repro claims --all`. One claim in detail: `repro claims 5`.")
 
 
