@@ -35,8 +35,8 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 3
 """Minimum number of launches on each side for a decision about speed."""
-MAX_CHANGES = 16
-"""Maximum number of printed changes without `--details`."""
+MAX_CHANGES = 8
+"""Maximum number of printed changes without `--details`; each may have two lines."""
 
 
 @dataclass(frozen=True)

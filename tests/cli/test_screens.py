@@ -61,9 +61,9 @@ COUNT = re.compile(
     r"row|array|rows|micro- batch|\w+ ratio|stages?|steps|layers|ranks|rounds|models"
     r"|nodes|devices per node|experiments|failures|comparisons"
     r"|records|parameters|decided rows|in 90 % interval|in wider interval|error below .*|tp|pp|dp|cp|ZeRO( stage)?"
-    r"|micro-batch|hidden size|ratio|"
+    r"|micro-batch|hidden size|ratio|formula|simulated|emulated|measured|"
 )
-"""Headers of counts, degrees and ratios, which have no unit."""
+"""Headers of counts, degrees and ratios, which have no unit, and of evidence, which has that of `published`."""
 
 
 def headers_without_unit(table: Table) -> list[str]:

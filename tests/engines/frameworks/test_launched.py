@@ -115,7 +115,7 @@ def test_the_launch_script_of_deepspeed_trains_the_plan(two: RankPool, zero: int
         "MASTER_PORT": "29631",
     }
     command = ["bash", "launch.sh"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
     ours = two.run(train, replace(experiment, engine="native"))
     ranks = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
