@@ -43,7 +43,7 @@ def summary(results: Sequence[ClaimResult]) -> dict[str, Any]:
         "row_verdicts": {verdict: sum(r.verdict == verdict for r in rows) for verdict in VERDICTS},
         "evidence": {kind: _evidence(results, kind, quantities[kind]) for kind in KINDS},
         "against_itself": _evidence(results, ITSELF, quantities[ITSELF]),
-        "things": {
+        "quantities": {
             "tested": sum(quantities[kind].tested for kind in KINDS),
             "hold": sum(quantities[kind].hold for kind in KINDS),
             "possible": sum(quantities[kind].possible for kind in KINDS),
@@ -62,9 +62,9 @@ def _evidence(results: Sequence[ClaimResult], kind: str, quantities: QuantityCou
         "rows": len(rows),
         "rows_decided": len(decided),
         "rows_reproduced": sum(all(f.verdict in GOOD for f in found) for found in decided),
-        "things": quantities.tested,
+        "quantities": quantities.tested,
         "rows_possible": sum(any(f.verdict == POSSIBLE for f in found) for found in decided),
-        "things_hold": quantities.hold,
+        "quantities_hold": quantities.hold,
     }
 
 

@@ -228,7 +228,7 @@ def _counts(about: str, results: list[ClaimResult]) -> dict[str, Any]:
         kind: f"{found['rows_reproduced']}/{found['rows_decided']}" if found["rows_decided"] else "-"
         for kind, found in (*counts["evidence"].items(), ("itself", counts["against_itself"]))
     }
-    agreeing = "{hold}/{tested}".format(**counts["things"])
+    agreeing = "{hold}/{tested}".format(**counts["quantities"])
     return {"about": about, "claims": counts["claims"], **counts["verdicts"], **rows, "quantities": agreeing}
 
 

@@ -1,4 +1,4 @@
-"""Cells are not things: one formula in a hundred cells is one, and a ratio of two known rates is none."""
+"""Cells are no quantities: one formula in a hundred cells is one, and a ratio of two known rates is none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATIO = (
 )
 
 
-def things(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, QuantityCounts]:
+def count_quantities(tmp_path: Path, *rows: str, of: list[Record]) -> dict[str, QuantityCounts]:
     lines = [f'{{ label = "{n}", published = "3", {row} }},\n' for n, row in enumerate(rows)]
     (tmp_path / "test.toml").write_text(HEAD + "".join(lines) + "]\n")
     return count_independent(judge(load_ledger(tmp_path), of))
@@ -32,12 +32,12 @@ def test_a_formula_is_no_test(tmp_path: Path) -> None:
     cells = [
         f'analytic = "{text}"' for text in ("dp_elements(1.5)", "dp_elements(3) / 2", "dp_elements(2.5)")
     ]
-    found = things(tmp_path, *cells, of=[])
+    found = count_quantities(tmp_path, *cells, of=[])
     assert found["analytic"] == QuantityCounts(0, 0)
     assert found[ITSELF] == QuantityCounts(tested=3, hold=2)
 
 
-def test_rates_of_two_runs_and_their_ratio_are_two_things(tmp_path: Path) -> None:
+def test_rates_of_two_runs_and_their_ratio_are_two_quantities(tmp_path: Path) -> None:
     runs: list[Record] = [
         record(name, **{"hardware_flops_per_s.device": rate * 1e12, "samples_per_s": rate})
         for name, rate in (("a", 6), ("b", 2), ("c", 1))
@@ -45,13 +45,13 @@ def test_rates_of_two_runs_and_their_ratio_are_two_things(tmp_path: Path) -> Non
     rates = [f"measured = {RATE % (name, rate)}" for name, rate in (("a", 6), ("b", 2))]
     ratio = f"measured = {RATIO % ('a', 'b', 3)}"
     other = f"measured = {RATIO % ('a', 'c', 6)}"
-    assert things(tmp_path, *rates, ratio, of=runs)["measured"] == QuantityCounts(2, 2)
-    assert things(tmp_path, ratio, of=runs)["measured"] == QuantityCounts(1, 1)
-    assert things(tmp_path, *rates, ratio, other, of=runs)["measured"] == QuantityCounts(3, 3)
+    assert count_quantities(tmp_path, *rates, ratio, of=runs)["measured"] == QuantityCounts(2, 2)
+    assert count_quantities(tmp_path, ratio, of=runs)["measured"] == QuantityCounts(1, 1)
+    assert count_quantities(tmp_path, *rates, ratio, other, of=runs)["measured"] == QuantityCounts(3, 3)
 
 
 def test_every_verdict_is_said_in_one_sentence(tmp_path: Path) -> None:
-    things(tmp_path, 'analytic = "dp_elements(1.5)"', of=[])
+    count_quantities(tmp_path, 'analytic = "dp_elements(1.5)"', of=[])
     (result,) = judge(load_ledger(tmp_path), [])
     assert why(result).startswith("The only value agrees with the formula of the source. ")
     for judged in judge(committed.ledger(), []):

@@ -45,7 +45,7 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
     assert "···F0 B0─── F1 B1─── F2 B2─── ······" in lines[2]
     assert [line.split()[-1] for line in lines[1:3]] == ["2", "1"]
     words = " ".join(out.split())
-    for said in (
+    for expected in (
         "1F1B with flush: 2 stages, 3 micro-batches (p = 2, m = 3, v = 1)",
         "1/3 = 33.3 % of the ideal time; (p - 1) / m",
         "1/4 = 25.0 % of the total time",
@@ -54,7 +54,7 @@ def test_the_drawing_shows_every_action_and_the_summary_every_cost(
         "2 x 1/2 of the layers = 1 micro-batch through all layers; GPipe: 1.5",
         "6 boundary tensors a step: 3 x 1 activations and as many gradients",
     ):
-        assert said in words
+        assert expected in words
 
 
 def test_the_stages_in_the_middle_of_a_long_pipeline_are_details(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,8 +148,8 @@ def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.Cap
         "each forward and backward of the last one, and what stage 2 keeps"
     )
     words = " ".join(texts)
-    for said in ("Bubble 3/16 = 18.8 %", "ideal time 24", "4.5 idle", "in flight", "forward", "idle"):
-        assert said in words
+    for expected in ("Bubble 3/16 = 18.8 %", "ideal time 24", "4.5 idle", "in flight", "forward", "idle"):
+        assert expected in words
 
 
 @pytest.mark.parametrize(("name", "chunks", "window"), [("1f1b", 1, (0, 33)), ("interleaved", 2, (5, 11))])
@@ -176,8 +176,8 @@ def test_a_large_picture_is_small_and_whole(tmp_path: Path, capsys: pytest.Captu
     assert path.stat().st_size < 2_000_000
     _, texts = parsed(path.read_text(encoding="utf-8"))
     words = " ".join(texts)
-    for said in ("The full step", "Every action of the first 123", "Every action of the last 123"):
-        assert said in words
+    for expected in ("The full step", "Every action of the first 123", "Every action of the last 123"):
+        assert expected in words
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
     two: RankPool, name: str, tmp_path: Path
 ) -> None:
     """megatron-core has no `pretrain_gpt.py`. Its arguments of the name of a field are that field
-    (`core_transformer_config_from_args`), and what is read back from the script trains as our engine does."""
+    (`core_transformer_config_from_args`). The experiment of the script trains with the losses of engine `megatron`."""
     from megatron.core.transformer import TransformerConfig
 
     from repro.engines.megatron import settings
