@@ -50,6 +50,13 @@ def test_peak_and_categories_of_two_ranks(request: pytest.FixtureRequest, layout
     agree(request, tiny(layout, MODEL, steps=2, untimed_steps=1))
 
 
+@pytest.mark.slow
+@settings(max_examples=16)
+@given(layout=layouts(2) | layouts(4))
+def test_peak_and_categories_of_many_layouts(request: pytest.FixtureRequest, layout: Layout) -> None:
+    agree(request, tiny(layout, MODEL, steps=2, untimed_steps=1))
+
+
 def test_the_suite_that_init_writes_is_traced_to_the_byte(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

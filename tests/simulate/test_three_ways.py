@@ -67,6 +67,7 @@ LAYOUTS = {
     "dp4-z2": replace(BASE, dp=4, zero=2),
     "dp2-tp2-z3": replace(BASE, dp=2, tp=2, zero=3, recompute=True, pa=True),
     "dp2-tp2-z2": replace(BASE, dp=2, tp=2, zero=2),
+    "dp2-tp2-sp-z1": replace(BASE, dp=2, tp=2, sp=True, zero=1),
     "pp2-tp2": replace(BASE, pp=2, tp=2, micro_batch=1, scatter_gather=True, recompute=True),
     "pp2-dp2-z1": replace(BASE, pp=2, dp=2, zero=1, micro_batch=1),
     "pp2-dp2-z2": replace(BASE, pp=2, dp=2, zero=2, micro_batch=1, recompute=True),
@@ -86,6 +87,7 @@ def really(experiment: Experiment) -> dict[str, Any]:
     run.steps(1)
     return {
         "stage": run.mesh.pp.rank,
+        "shard": run.mesh.dp.rank if experiment.layout.zero else 0,
         "memory": run.memory,
         "messages": {(row.op, row.group, row.purpose): row for row in run.comm},
         "parameters": run.engine.local_parameters() + run.engine.padding(),
@@ -160,7 +162,7 @@ def agree_once(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             row = messages.setdefault((message.op, message.group, message.purpose), [0, 0, 0])
             for i, amount in enumerate((1, message.payload, message.sent)):
                 row[i] += times * amount
-        same = [seen for seen in found if seen["stage"] == role.stage]
+        same = sorted((one for one in found if one["stage"] == role.stage), key=lambda one: one["shard"])
         assert same
         for seen in same:
             real: RankMemory = seen["memory"]
@@ -172,7 +174,11 @@ def agree_once(request: pytest.FixtureRequest, experiment: Experiment) -> None:
             else:  # a chunk's attention on a CPU has its mask as a tensor, and copies queries that share keys
                 assert memory.peak_bytes == pytest.approx(real.peak["total"], rel=0.02)
             rows = seen["messages"].items()
-            assert messages == {key: [row.calls, row.payload_bytes, row.sent_bytes] for key, row in rows}
+            real_messages = {key: [row.calls, row.payload_bytes, row.sent_bytes] for key, row in rows}
+            if seen["shard"]:  # the trace is of shard 0; other shards hold other parameters of these sums
+                for one in (messages, real_messages):
+                    one.pop(("all_reduce", "tp", "sequence-parallel gradients"), None)
+            assert messages == real_messages
             # M_D sets gradient buffers aside, which then stay; the paper's formulas have no such term.
             if layout.precision != "fp32" and not layout.md:
                 closed = states_bytes(seen["parameters"], layout.copies, layout.zero)
