@@ -5,6 +5,7 @@ With REPRO_SITE=DIR the tests of every page look at that site, for example at th
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -177,7 +178,8 @@ def test_headline_claims_come_first(text: str, built: Path, found: JudgedStore) 
     table = text[text.index('class="stack cards headlines"') : text.index("</table>")]
     assert re.findall(r'href="claims/(.*?).html"', table) == [line.claim for line in lines]
     assert re.findall(r"badge [^>]*>. (.*?)</span>", table) == [line.verdict for line in lines]
-    assert re.findall(r'"Published">(.*?)</td>', table) == [line.published for line in lines]
+    published = map(html.unescape, re.findall(r'"Published">(.*?)</td>', table))
+    assert list(published) == [line.published for line in lines]
     first = list(dict.fromkeys(line.claim for line in lines))
     rows = Page((built / "claims.html").read_text(encoding="utf-8")).rows
     assert [str(row["id"]).removeprefix("claim-") for row in rows][: len(first)] == first
