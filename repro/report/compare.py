@@ -186,8 +186,8 @@ def run_commits(
             for commit, tree, store in sides[:: -1 if launch % 2 else 1]:
                 print(f"launch {launch + 1} of {launches}: {commit}", file=sys.stderr, flush=True)
                 _run_suite(commit, tree, suite.resolve(), store)
-            stores = [read_records(store) for _, _, store in sides]
-            if all(change.judged != UNDECIDED for change in _compare_experiments(*stores, tolerance)):
+            before, after = (read_records(store) for _, _, store in sides)
+            if all(c.judged != UNDECIDED for c in _compare_experiments(before, after, tolerance)):
                 break
     finally:
         for _, tree, _ in sides:

@@ -118,14 +118,14 @@ def test_an_interval_wider_than_the_tolerance_decides_nothing(
     assert found["speed"]["high"] > 1.05
 
 
-SHORTEST_STEPS_MS = np.array(
+SHORTEST_STEPS_MS = np.fromstring(
     """
     16.0 13.5 12.1 13.2 15.5 12.9 13.2 12.9 13.6 11.7 11.6 12.2 46.7 52.0 48.1 47.9 59.1 13.7 11.3 13.3
     11.4 11.4 12.2 14.8 13.5 12.1 13.8 11.7 11.3 10.7 13.8 12.9 12.1 12.5 12.6 12.8 11.9 12.4 11.6 11.0
     11.0 10.9 11.9 11.4 11.7 10.7 11.5 11.8 14.0 13.1 12.8 11.3 10.6 11.4 12.9 13.9 13.2 12.9 14.4 14.8
     15.1 12.2 13.6 11.6 12.2 11.4 11.9 11.5 11.9 11.1
-    """.split(),
-    dtype=float,
+    """,
+    sep=" ",
 )
 """Shortest step of each of 70 launches of one program, one after the other on two cores that other programs used."""
 
