@@ -248,7 +248,9 @@ def test_software_is_named_wherever_time_is_predicted() -> None:
             assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
     for name, experiment in {**MEGATRON, **YUAN}.items():
         if not name.startswith("volume"):
-            old = (name.startswith(("meg1", "v1")) and not name.endswith("softmax")) or name.endswith("unfused")
+            old = (name.startswith(("meg1", "v1")) and not name.endswith("softmax")) or name.endswith(
+                "unfused"
+            )
             assert experiment.layout.kernels == ("unfused" if old else "softmax"), name
             assert experiment.training.dropout == 0.1
 
