@@ -159,6 +159,8 @@ class Claim:
     """Name of the ledger file."""
     predicted_blind: str = ""
     """Day and commit of the predictions in its rows' `blind`; empty without predictions."""
+    repeat: str = ""
+    """Command that searches the claim's number directly, such as `repro fit ...`; empty: none."""
 
     @property
     def prediction(self) -> str:
@@ -305,6 +307,7 @@ class ClaimEntry:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    repeat: str = ""
     steps: list[str] = field(default_factory=list)
     rows: list[RowEntry] = field(default_factory=list)
     table: list[TableEntry] = field(default_factory=list)

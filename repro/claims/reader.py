@@ -178,6 +178,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         rows=tuple(rows),
         file=file,
         predicted_blind=entry.predicted_blind,
+        repeat=entry.repeat,
     )
 
 

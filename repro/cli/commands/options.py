@@ -16,6 +16,7 @@ from typing import Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 
+from repro.config.engines import SOFTWARE, find_software
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE, Layout
 from repro.simulate.plan.candidates import LayoutQuery
@@ -186,6 +187,19 @@ QUESTION = [
     _parameter(
         "gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x cp x pp x dp.", metavar="N")]
     ),
+    _parameter(
+        "software",
+        Annotated[
+            str,
+            typer.Option(
+                help=f"Settings of a report's software, over which options take precedence: {', '.join(SOFTWARE)}.",
+                metavar="NAME",
+                show_default=False,
+                rich_help_panel=PANEL,
+            ),
+        ],
+        "",
+    ),
     *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
     _parameter(
         "recompute_selective",
@@ -237,8 +251,8 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> int:
-        asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
         try:
+            asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
             return command(**values, asked=asked)
         except ConfigError as error:
             raise as_option(error, signature.parameters) from None
@@ -252,7 +266,10 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
     layout = {key: given.pop(key) for key in LAYOUT}
     if given.pop("recompute_selective"):
         layout["recompute"] = SELECTIVE
-    return LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
+    keys = {key: value for key, value in layout.items() if value is not None}
+    if software := given.pop("software"):
+        keys = find_software(software).layout | keys | {"software": software}
+    return LayoutQuery(layout=keys, **given)
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment
-from repro.config.errors import ConfigError, require
+from repro.config.errors import ConfigError, require, unknown_name_hint
 from repro.config.files import build_dataclass, check_writable, read_toml
 from repro.config.sizes import check_name
-from repro.config.suites.entry import Entry, read_entry, shared, unknown_name_hint
+from repro.config.suites.entry import Entry, read_entry, shared
 from repro.util.files import replace_file
 
 __all__ = [

@@ -125,7 +125,9 @@ def print_layouts(
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
-    options = words.layout_options(shown[0].layout, request.system.best_precision)
+    options = words.layout_options(
+        shown[0].layout, request.system.best_precision, request.given.get("software")
+    )
     order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]} of the step time. "
     return print_page(
         console,
