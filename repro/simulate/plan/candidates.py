@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 from repro.config import Layout, Model, Training, engines
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE
+from repro.config.quantity import assumed_quantities
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
@@ -51,6 +53,21 @@ def parse_memory_size(text: str) -> int | None:
         raise ConfigError("memory_limit", text, what)
     power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
     return int(number * (1024 if found[3] else 1000) ** power)
+
+
+_COMMUNICATOR = {key: known.value or 0 for key, known in assumed_quantities("communicator").items()}
+
+
+def communicator_bytes(layout: Layout, system: System) -> int:
+    """Return the bytes of a device in NCCL's buffers for communicators beyond the one that `context_bytes` contains.
+
+    The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
+    """
+    if "memory" in system.links:  # processors have no NCCL
+        return 0
+    axes = sum(size > 1 for size in (layout.copies, layout.tp, layout.pp))
+    groups = axes + (axes > 1) + (layout.pp > 2) + (layout.cp > 1 and layout.dp > 1)
+    return int(max(groups - 1, 0) * prod(_COMMUNICATOR.values()))
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
@@ -131,7 +148,7 @@ class PlanRequest:
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can have."""
+        """Bytes that the allocator of one device can have, without the buffers of further communicators."""
         return self.limit - self.system.context()
 
     @property
