@@ -26,6 +26,7 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import BAD, FOLLOWS, GOOD, NOT_REPRODUCED, NOT_RUN, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
+from repro.config.suites import SUITES
 from repro.measure.local_system import load_system
 from repro.results.reference_records import load_reference
 from repro.results.schema import EMULATED, MEASURED, SIMULATED
@@ -185,11 +186,14 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
     """Return the kinds of evidence that have experiments, and the search of the claim, each with its command."""
     known = {finding.kind for finding in result.findings if finding.experiments}
     found = [("search", result.claim.repeat)] * bool(result.claim.repeat)
+    read = {name.partition("/")[0] for finding in result.findings for name in finding.experiments}
+    own = sorted(read - {*SUITES.names()})  # suites of the reader, which `--claim` does not find
+    run = f"repro run {' '.join(f'{name}.toml' for name in own) or f'--claim {result.claim.id}'}"
     if SIMULATED in known:
-        found.append(("simulation", f"repro run --claim {result.claim.id} --evidence {SIMULATED}"))
+        found.append(("simulation", f"{run} --evidence {SIMULATED}"))
     if known & {MEASURED, EMULATED}:
         what = "measurement" if MEASURED in known else "emulation"
-        found.append((what, f"repro run --claim {result.claim.id}"))
+        found.append((what, run))
     return found
 
 
