@@ -336,7 +336,7 @@ def read_ledger_file(path: Path) -> FileEntry:
         ConfigError: One line that names file, claim, row and key.
     """
     data = read_toml(path)
-    if "title" not in data:
+    if "title" not in data and data.keys() <= _ENTRY_FIELDS[FileEntry][0].keys():
         says = 'is missing: title = "..." of the file, above its first table'
         raise ConfigError("title", says=says, file=str(path))
     return _build_entry(FileEntry, data, str(path), "")

@@ -343,7 +343,7 @@ def _evidence(
         right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
         raise ConfigError(EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
-    if not (is_word or item.metric or metric == "exact"):
+    if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
         right = f"is missing next to expect: {metric}, as the value has, or exact, if the formula gives this very number"
         raise ConfigError("metric", says=right)
     fallback = "exact" if item.expect else metric
