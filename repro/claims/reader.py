@@ -344,8 +344,8 @@ def _evidence(
         raise ConfigError(EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
     if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
-        right = f"is missing next to expect: {metric}, as the value has, or exact, if the formula gives this very number"
-        raise ConfigError("metric", says=right)
+        says = f"is missing next to expect: {metric}, as the value has, or exact, for this very number"
+        raise ConfigError("metric", says=says)
     fallback = "exact" if item.expect else metric
     return ledger.Evidence(
         kind=kind,

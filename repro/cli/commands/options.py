@@ -62,6 +62,16 @@ def check_count(context: typer.Context, option: typer.CallbackParam, value: int)
     return value
 
 
+def count_option(text: str, metavar: str | None = None) -> Any:
+    """Return an option for a count, without a default that help shows."""
+    return typer.Option(help=text, callback=check_count, metavar=metavar, show_default=False)
+
+
+def file_option(text: str, metavar: str | None = None) -> Any:
+    """Return an option for a file that the command writes."""
+    return typer.Option(help=text, callback=check_writable_file, metavar=metavar)
+
+
 def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
     source = context.get_parameter_source(option.name or "")
     return source is not None and source.name == "COMMANDLINE"
@@ -217,10 +227,8 @@ QUESTION = [
         "seq",
         Annotated[
             int,
-            typer.Option(
-                help="Tokens of a sample; by default those of the model. Learned positions allow no more.",
-                callback=check_count,
-                show_default=False,
+            count_option(
+                "Tokens of a sample; by default those of the model. Learned positions allow no more."
             ),
         ],
         0,

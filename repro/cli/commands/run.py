@@ -16,7 +16,7 @@ from repro.cli.commands.options import (
     StoredResults,
     SuiteFiles,
     check_folder,
-    check_writable_file,
+    file_option,
 )
 from repro.config.errors import require
 
@@ -160,11 +160,7 @@ def results(
     results: StoredResults = Path("results"),
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="Draw the curves of losses to this file, .svg or .png.",
-            metavar="FILE",
-        ),
+        file_option("Draw the curves of losses to this file, .svg or .png.", "FILE"),
     ] = None,
     details: Details = False,
     json: Json = False,
