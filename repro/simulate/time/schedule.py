@@ -148,7 +148,9 @@ def schedule_traces(
 
     captured = layout.cuda_graphs and not capture_obstacle(layout, experiment.training)
     programs = [
-        compile_program(traced, layout.accumulation, cost, seconds, network.messages, captured=captured)
+        compile_program(
+            traced, layout.accumulation, cost, seconds, network.messages, captured=captured, record=record
+        )
         for traced in traces
     ]
     return schedule(
