@@ -4,11 +4,15 @@ A dispatch mode tracks the storage of every tensor that an operator returns, unt
 parameters, gradients, optimizer states, checkpoints and communication have marks (`repro.parallel.storage`); other
 allocations of the forward pass are activations.  Bytes are those of storages: views, an allocator's rounding and
 temporaries inside an operator are not counted.  Host memory is a separate category outside the device's total.
+An `AllocationHistory` of counted or simulated allocations is a file for PyTorch's memory viewer.
 """
 
 from __future__ import annotations
 
+import pickle
 import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,92 @@ from torch.utils._pytree import tree_leaves
 from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.operators import UncompiledMode, has_wrapper_type
 from repro.parallel import storage
+
+
+class AllocationHistory:
+    """Allocations of one device in the format of `torch.cuda.memory._snapshot`, by numbers that the caller chooses."""
+
+    def __init__(self, line: Callable[[], str] = str) -> None:
+        """`line`: function that returns the running source line, as `file:line`."""
+        self.line = line
+        self.events: list[dict[str, Any]] = []
+        self.live: dict[int, dict[str, Any]] = {}
+        """Events of live allocations, by number."""
+        self.segments: list[Sequence[tuple[int, int, int | None]]] = []
+        """Segments at the end: address, size and allocation (None: free) of each block."""
+        self._end = 0
+
+    def add(self, action: str, address: int, size: int, frames: Sequence[object] = (), **more: object) -> dict[str, Any]:
+        """Add an event, for example `segment_alloc`, and return it."""
+        self.events.append(
+            {"action": action, "addr": address, "size": size, "stream": 0, "frames": [*frames], **more}
+        )
+        return self.events[-1]
+
+    def alloc(
+        self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
+    ) -> None:
+        """Add an allocation. Its stack is its operator with its source line, and its phase."""
+        file, _, at = line.rpartition(":")
+        frames = [
+            {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
+            {"name": phase, "filename": "phase", "line": 0},
+        ]
+        self.live[number] = self.add("alloc", address, size, frames, category=str(category))
+
+    def free(self, number: int) -> None:
+        """Add the release of an allocation, if the history has the allocation."""
+        if event := self.live.pop(number, None):
+            for action in ("free_requested", "free_completed"):
+                self.add(action, event["addr"], event["size"], event["frames"])
+
+    def resize(self, number: int, size: int, category: str, operator: str, phase: str) -> None:
+        """Allocate `size` bytes in a segment of their own, or free the allocation if `size` is 0."""
+        event = self.live.get(number)
+        if event is not None and event["size"] == size:
+            event["category"] = str(category)
+            return
+        if event is not None:
+            self.free(number)
+            self.add("segment_free", event["addr"], event["size"])
+        if size:
+            self.add("segment_alloc", self._end, size, category=UNKNOWN)
+            self.alloc(number, self._end, size, category, operator, self.line(), phase)
+            self._end += size
+
+
+UNKNOWN = "unknown"
+"""Category of segments. The viewer fails on events with categories among which this one is missing."""
+SNAPSHOT_PROTOCOL = 4
+"""Newest protocol of `pickle` that the viewer reads."""
+
+
+def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:
+    """Write a file for PyTorch's memory viewer."""
+    segments = []
+    for device, history in enumerate(devices):
+        single = [[(event["addr"], event["size"], number)] for number, event in history.live.items()]
+        for stretch in history.segments or single:
+            blocks = []
+            for address, size, number in stretch:
+                event = history.live[number] if number is not None else {"size": 0, "frames": []}
+                state = "inactive" if number is None else "active_allocated"
+                blocks.append(
+                    {
+                        "address": address,
+                        "size": size,
+                        "requested_size": event["size"],
+                        "state": state,
+                        "frames": event["frames"],
+                    }
+                )
+            live = sum(block["size"] for block in blocks if block["state"] != "inactive")
+            sizes = {"total_size": sum(block["size"] for block in blocks), "allocated_size": live}
+            segments.append(
+                {"device": device, "address": stretch[0][0], "stream": 0, "blocks": blocks, **sizes}
+            )
+    document = {"segments": segments, "device_traces": [history.events for history in devices]}
+    path.write_bytes(pickle.dumps(document, SNAPSHOT_PROTOCOL))
 
 
 class _TrackedStorage:
@@ -35,8 +125,10 @@ class _TrackedStorage:
 class MemoryTracker(UncompiledMode):
     """Tracks live bytes as a context manager around initialisation and steps; the caller sets `phase`."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: AllocationHistory | None = None) -> None:
+        """`history`: receives every allocation of the device."""
         super().__init__()
+        self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
         """`forward` makes unmarked storages activations; other phases make them `other`."""
         self._live: dict[int, _TrackedStorage] = {}
@@ -108,6 +200,7 @@ class MemoryTracker(UncompiledMode):
             return NotImplemented
         self._update_peaks()
         out = func(*args, **(kwargs or {}))
+        self._operator = str(func.overloadpacket) if self.history else ""
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
@@ -176,6 +269,9 @@ class MemoryTracker(UncompiledMode):
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
         """Move a storage to `category` with `size` bytes."""
+        if self.history is not None:
+            on_device = 0 if category in (Category.HOST, Category.SHAPE) else size
+            self.history.resize(id(seen), on_device, category, self._operator, self.phase)
         if seen.category != Category.SHAPE:
             self._counted[seen.category] -= seen.size
         if category != Category.SHAPE:

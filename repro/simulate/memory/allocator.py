@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from repro.config.enums import Category
 from repro.config.errors import require
+from repro.measure.memory import UNKNOWN, AllocationHistory
 from repro.simulate.memory.pools import (
     LARGE_BUFFER,
     LIVE,
@@ -74,8 +76,7 @@ class OutOfMemory(Exception):
         )
 
 
-@dataclass(frozen=True)
-class AllocatedRange:
+class AllocatedRange(NamedTuple):
     """A block of a segment: address and size in bytes, and the `id` of the allocation (None: free)."""
 
     address: int
@@ -164,6 +165,19 @@ class CachingAllocator:
         self._large.release()
         self._small.release()
 
+    def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
+        """Add an allocation, and preceding changes of the reserved memory, to a history."""
+        for action, address, size in self._device.changes:
+            history.add(action, address, size, category=UNKNOWN)
+        self._device.changes.clear()
+        place = self._live.get(event.id)
+        if place is not None:
+            history.alloc(
+                event.id, place[1].address, event.bytes, event.category, event.operator, event.line, phase
+            )
+        elif event.bytes:
+            history.add("oom", 0, event.bytes, device_free=self._device.limit - self.reserved)
+
     def fragmentation(self) -> float:
         """Share of the reserved bytes that holds no live block, 0 to 1."""
         return 1 - self.allocated / self.reserved if self.reserved else 0.0
@@ -226,10 +240,12 @@ def replay(
     *,
     expandable: bool = False,
     max_split: int | None = None,
+    history: AllocationHistory | None = None,
 ) -> Replay:
     """Replay the allocations of `events` on an empty device, to the end or to the first failure.
 
     `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
+    `history`: receives every allocation.
     """
     allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
     malloc, free = allocator.malloc, allocator.free
@@ -249,7 +265,11 @@ def replay(
                 malloc(event.id, event.bytes)
             except OutOfMemory as error:
                 failure, failed_at, phase = error, index, now
+                if history is not None:
+                    allocator.record(history, event, now)
                 break
+            if history is not None:
+                allocator.record(history, event, now)
             if allocator.allocated > allocated:
                 allocated, allocated_at = allocator.allocated, index
             if allocator.reserved > reserved:
@@ -259,8 +279,12 @@ def replay(
                 host.remove(event.id)
             else:
                 free(event.id)
+                if history is not None:
+                    history.free(event.id)
         elif type(event) is PhaseStart:
             now = event.name
+    if history is not None:
+        history.segments.extend(allocator.segments())
     return Replay(
         peak_allocated=allocator.peak_allocated,
         peak_reserved=allocator.peak_reserved,

@@ -46,6 +46,8 @@ class DeviceMemory:
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
         self.reserved = self.peak = 0
+        self.changes: list[tuple[str, int, int]] = []
+        """Memory given and received back: action as in a snapshot of torch, address and size."""
         self._end = 0
 
     def take(self, size: int) -> bool:
@@ -56,8 +58,10 @@ class DeviceMemory:
         self.peak = max(self.peak, self.reserved)
         return True
 
-    def give(self, size: int) -> None:
-        self.reserved -= size
+    def give(self, block: MemoryBlock, action: str) -> None:
+        """Receive a block back."""
+        self.reserved -= block.size
+        self.changes.append((action, block.address, block.size))
 
     def place(self, size: int) -> int:
         """Return an address with `size` bytes of address space."""
@@ -128,6 +132,7 @@ class Pool:
         if not self.device.take(span):
             return None
         block = MemoryBlock(self.device.place(span), span)
+        self.device.changes.append(("segment_alloc", block.address, span))
         self.heads[block.address] = block
         return block
 
@@ -191,7 +196,7 @@ class Pool:
     def _drop(self, block: MemoryBlock) -> None:
         assert block.prev is block.next is None
         del self.heads[block.address]
-        self.device.give(block.size)
+        self.device.give(block, "segment_free")
 
     def _insert(self, block: MemoryBlock) -> None:
         block.state = FREE
@@ -203,7 +208,8 @@ class Pool:
         del self._free[at]
 
 
-ADDRESS_SPACE = LARGE_BUFFER * 2**40
+ADDRESS_SPACE = LARGE_BUFFER * 2**24
+"""Bytes of addresses of an expandable segment. PyTorch's memory viewer rounds addresses above 2**53."""
 
 
 class ExpandablePool(Pool):
@@ -263,6 +269,7 @@ class ExpandablePool(Pool):
         span = round_up(size, self._granule)
         if not self.device.take(span):
             return False
+        self.device.changes.append(("segment_map", block.address, span))
         at = bisect_left(self._unmapped, (block.address,))
         del self._unmapped[at]
         if span < block.size:
@@ -284,7 +291,7 @@ class ExpandablePool(Pool):
             block = inside
         if end < stop:
             self._insert(block.split(end - begin))
-        self.device.give(block.size)
+        self.device.give(block, "segment_unmap")
         self._join_unmapped(block)
 
     def _join_unmapped(self, block: MemoryBlock) -> None:
