@@ -81,10 +81,12 @@ class Runner:
         launcher: Launcher,
         *,
         rerun: bool,
+        profile: bool = False,
     ):
         self.recorder, self.progress, self.launcher = recorder, progress, launcher
         self.store = recorder.store
         self.interrupt, self.rerun = interrupt, rerun
+        self.profiles = str((recorder.store.root / "profiles").absolute()) if profile else ""
 
     def run(self, tasks: list[Task]) -> None:
         """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
@@ -131,7 +133,12 @@ class Runner:
             apart = comparison is not None and compare and comparison.apart
             checkpoints = str((self.store.root / "checkpoints").absolute())
             job = Job(
-                experiments=remaining, rounds=rounds, compare=compare, apart=apart, checkpoints=checkpoints
+                experiments=remaining,
+                rounds=rounds,
+                compare=compare,
+                apart=apart,
+                checkpoints=checkpoints,
+                profiles=self.profiles,
             )
             remaining = self._launch(job)
 

@@ -37,7 +37,9 @@ class AllocationHistory:
         """Segments at the end: address, size and allocation (None: free) of each block."""
         self._end = 0
 
-    def add(self, action: str, address: int, size: int, frames: Sequence[object] = (), **more: object) -> dict[str, Any]:
+    def add(
+        self, action: str, address: int, size: int, frames: Sequence[object] = (), **more: object
+    ) -> dict[str, Any]:
         """Add an event, for example `segment_alloc`, and return it."""
         self.events.append(
             {"action": action, "addr": address, "size": size, "stream": 0, "frames": [*frames], **more}

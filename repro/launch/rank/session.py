@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +119,10 @@ class RankSession:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         place = None if self.job.apart else CheckpointPlace.for_experiment(self.job, experiment)
-        return ExperimentRun(experiment, mesh, self.device, report, place, self.network, watched=watched)
+        profiles = Path(self.job.profiles) / experiment.key if self.job.profiles and watched else None
+        return ExperimentRun(
+            experiment, mesh, self.device, report, place, self.network, watched=watched, profiles=profiles
+        )
 
     def _finish(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """Report the end of an experiment with its result, and return the result."""
@@ -134,7 +138,9 @@ class RankSession:
             run.steps(run.left)
         except Diverged as error:
             return self._finish(index, run.result("diverged", str(error)).as_dict())
-        return self._finish(index, run.result().as_dict())
+        result = run.result().as_dict()
+        run.profile()
+        return self._finish(index, result)
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments, which are all on the device, in turns; return the results by key."""
@@ -157,6 +163,8 @@ class RankSession:
         results = {}
         for i, run in enumerate(runs):
             result = run.result("diverged", diverged[i]) if i in diverged else run.result()
+            if i not in diverged:
+                run.profile()
             results[run.experiment.key] = self._finish(i, result.as_dict())
         return results
 
@@ -194,6 +202,8 @@ class RankSession:
                 rounds[i], rows[i] = run.rounds, run.phase_rows
                 if diverged or turn == job.rounds - 1:
                     results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
+                if not diverged:
+                    run.profile()
                 del run
                 gc.collect()
         return {e.key: self._finish(i, results[e.key]) for i, e in enumerate(job.experiments)}

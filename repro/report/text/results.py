@@ -294,7 +294,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 
 
 def print_run(
-    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: str
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: Any
 ) -> int:
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 

@@ -144,7 +144,9 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
     began = min((span.start for span in shown), default=0.0)
     rows: dict[tuple[int, str], int] = {}
 
-    def event(stage: int, stream: str, name: str, start: float, seconds: float, **more: Any) -> dict[str, Any]:
+    def event(
+        stage: int, stream: str, name: str, start: float, seconds: float, **more: Any
+    ) -> dict[str, Any]:
         row = rows.setdefault((stage, stream), len(rows))
         times = {"ts": (start - began) * MICROSECONDS, "dur": seconds * MICROSECONDS}
         return {"ph": "X", "pid": stage, "tid": row, "name": name, **times, **more}
