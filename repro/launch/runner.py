@@ -86,7 +86,8 @@ class Runner:
         self.recorder, self.progress, self.launcher = recorder, progress, launcher
         self.store = recorder.store
         self.interrupt, self.rerun = interrupt, rerun
-        self.profiles = str((recorder.store.root / "profiles").absolute()) if profile else ""
+        self.folders = ["checkpoints", *["profiles"] * profile]
+        """Folders of the store that ranks write to."""
 
     def run(self, tasks: list[Task]) -> None:
         """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
@@ -131,15 +132,8 @@ class Runner:
             )
             rounds = comparison.rounds if comparison is not None and compare else 1
             apart = comparison is not None and compare and comparison.apart
-            checkpoints = str((self.store.root / "checkpoints").absolute())
-            job = Job(
-                experiments=remaining,
-                rounds=rounds,
-                compare=compare,
-                apart=apart,
-                checkpoints=checkpoints,
-                profiles=self.profiles,
-            )
+            folders: dict[str, Any] = {name: str((self.store.root / name).absolute()) for name in self.folders}
+            job = Job(experiments=remaining, rounds=rounds, compare=compare, apart=apart, **folders)
             remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:

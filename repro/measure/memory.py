@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.operators import UncompiledMode, has_wrapper_type
 from repro.parallel import storage
 
+SNAPSHOT_PROTOCOL = 4
+"""Newest protocol of `pickle` that the viewer reads."""
+
 
 class AllocationHistory:
     """Allocations of one device in the format of `torch.cuda.memory._snapshot`, by numbers that the caller chooses."""
@@ -31,20 +34,22 @@ class AllocationHistory:
         """`line`: function that returns the running source line, as `file:line`."""
         self.line = line
         self.events: list[dict[str, Any]] = []
-        self.live: dict[int, dict[str, Any]] = {}
-        """Events of live allocations, by number."""
-        self.segments: list[Sequence[tuple[int, int, int | None]]] = []
+        self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
         """Segments at the end: address, size and allocation (None: free) of each block."""
+        self._live: dict[int, dict[str, Any]] = {}
         self._end = 0
 
-    def add(
-        self, action: str, address: int, size: int, frames: Sequence[object] = (), **more: object
-    ) -> dict[str, Any]:
-        """Add an event, for example `segment_alloc`, and return it."""
+    def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
+        """Add an event and return it."""
         self.events.append(
-            {"action": action, "addr": address, "size": size, "stream": 0, "frames": [*frames], **more}
+            {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], **more}
         )
         return self.events[-1]
+
+    def segment(self, action: str, address: int, size: int) -> None:
+        """Add a change of the driver's memory, for example `segment_alloc`."""
+        # The viewer fails on events with categories among which `unknown` is missing.
+        self.add(action, address, size, category="unknown")
 
     def alloc(
         self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
@@ -55,59 +60,56 @@ class AllocationHistory:
             {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
             {"name": phase, "filename": "phase", "line": 0},
         ]
-        self.live[number] = self.add("alloc", address, size, frames, category=str(category))
+        self._live[number] = self.add("alloc", address, size, frames=frames, category=str(category))
 
     def free(self, number: int) -> None:
-        """Add the release of an allocation, if the history has the allocation."""
-        if event := self.live.pop(number, None):
+        """Add the release of an allocation, unless the history lacks the allocation."""
+        if event := self._live.pop(number, None):
             for action in ("free_requested", "free_completed"):
-                self.add(action, event["addr"], event["size"], event["frames"])
+                self.add(action, event["addr"], event["size"], frames=event["frames"])
 
     def resize(self, number: int, size: int, category: str, operator: str, phase: str) -> None:
         """Allocate `size` bytes in a segment of their own, or free the allocation if `size` is 0."""
-        event = self.live.get(number)
+        event = self._live.get(number)
         if event is not None and event["size"] == size:
             event["category"] = str(category)
             return
         if event is not None:
             self.free(number)
-            self.add("segment_free", event["addr"], event["size"])
+            self.segment("segment_free", event["addr"], event["size"])
         if size:
-            self.add("segment_alloc", self._end, size, category=UNKNOWN)
+            self.segment("segment_alloc", self._end, size)
             self.alloc(number, self._end, size, category, operator, self.line(), phase)
             self._end += size
 
-
-UNKNOWN = "unknown"
-"""Category of segments. The viewer fails on events with categories among which this one is missing."""
-SNAPSHOT_PROTOCOL = 4
-"""Newest protocol of `pickle` that the viewer reads."""
+    def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
+        """Yield the segments at the end. Without `segments`, each allocation has its own segment."""
+        single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
+        for stretch in self.segments or single:
+            live = [self._live.get(number, {}) if number is not None else {} for _, _, number in stretch]
+            blocks = [
+                {
+                    "address": address,
+                    "size": size,
+                    "requested_size": event.get("size", 0),
+                    "state": "active_allocated" if event else "inactive",
+                    "frames": event.get("frames", []),
+                }
+                for (address, size, _), event in zip(stretch, live, strict=True)
+            ]
+            yield {
+                "device": device,
+                "address": stretch[0][0],
+                "total_size": sum(size for _, size, _ in stretch),
+                "allocated_size": sum(size for _, size, number in stretch if number is not None),
+                "stream": 0,
+                "blocks": blocks,
+            }
 
 
 def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:
     """Write a file for PyTorch's memory viewer."""
-    segments = []
-    for device, history in enumerate(devices):
-        single = [[(event["addr"], event["size"], number)] for number, event in history.live.items()]
-        for stretch in history.segments or single:
-            blocks = []
-            for address, size, number in stretch:
-                event = history.live[number] if number is not None else {"size": 0, "frames": []}
-                state = "inactive" if number is None else "active_allocated"
-                blocks.append(
-                    {
-                        "address": address,
-                        "size": size,
-                        "requested_size": event["size"],
-                        "state": state,
-                        "frames": event["frames"],
-                    }
-                )
-            live = sum(block["size"] for block in blocks if block["state"] != "inactive")
-            sizes = {"total_size": sum(block["size"] for block in blocks), "allocated_size": live}
-            segments.append(
-                {"device": device, "address": stretch[0][0], "stream": 0, "blocks": blocks, **sizes}
-            )
+    segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
     path.write_bytes(pickle.dumps(document, SNAPSHOT_PROTOCOL))
 

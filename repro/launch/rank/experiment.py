@@ -74,15 +74,14 @@ class ExperimentRun:
         """Bytes that the network transmitted in the timed steps."""
         report(0, Phase.INIT)
         self.watched = watched
-        self.profiles = profiles
+        self.profiles, history = profiles, None
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
             if device.type == "cuda":
                 torch.cuda.memory._record_memory_history()
-        has_history = profiles is not None and device.type != "cuda"
-        self.tracker = (
-            MemoryTracker(AllocationHistory(line_of_step) if has_history else None) if watched else None
-        )
+            else:
+                history = AllocationHistory(line_of_step)
+        self.tracker = MemoryTracker(history) if watched else None
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
         self.checkpoints: CheckpointManager | None = None
@@ -244,10 +243,8 @@ class ExperimentRun:
             torch.cuda.memory._dump_snapshot(str(path))
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def profile(self) -> None:
-        """Run a further step, which is in no result, and write its `torch.profiler` trace, if profiles are wanted."""
-        if self.profiles is None:
-            return
+    def _profile_step(self, path: Path) -> None:
+        """Run a step and write its trace by `torch.profiler`."""
         with torch.profiler.profile() as profile, ExitStack() as annotation:
 
             def annotate(phase: Phase) -> None:
@@ -256,7 +253,7 @@ class ExperimentRun:
 
             self._step(annotate)
             self.engine.synchronize()
-        profile.export_chrome_trace(str(self.profiles / f"rank-{self.mesh.rank}.json"))
+        profile.export_chrome_trace(str(path))
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -294,12 +291,12 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Return all measurements of the experiment."""
+        """Return all measurements of the experiment. If profiles are wanted, profile a further step, which is in none."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         process = process_memory(self.device, self.mesh)
-        return RankResult(
+        found = RankResult(
             rank=self.mesh.rank,
             outcome=outcome,
             reason=reason,
@@ -326,6 +323,9 @@ class ExperimentRun:
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
+        if self.profiles is not None and outcome == "ok":
+            self._profile_step(self.profiles / f"rank-{self.mesh.rank}.json")
+        return found
 
     def _checkpoints(self) -> CheckpointReport | None:
         """Return the report on read and written checkpoints."""

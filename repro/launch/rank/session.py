@@ -138,9 +138,7 @@ class RankSession:
             run.steps(run.left)
         except Diverged as error:
             return self._finish(index, run.result("diverged", str(error)).as_dict())
-        result = run.result().as_dict()
-        run.profile()
-        return self._finish(index, result)
+        return self._finish(index, run.result().as_dict())
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments, which are all on the device, in turns; return the results by key."""
@@ -163,8 +161,6 @@ class RankSession:
         results = {}
         for i, run in enumerate(runs):
             result = run.result("diverged", diverged[i]) if i in diverged else run.result()
-            if i not in diverged:
-                run.profile()
             results[run.experiment.key] = self._finish(i, result.as_dict())
         return results
 
@@ -202,8 +198,6 @@ class RankSession:
                 rounds[i], rows[i] = run.rounds, run.phase_rows
                 if diverged or turn == job.rounds - 1:
                     results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
-                if not diverged:
-                    run.profile()
                 del run
                 gc.collect()
         return {e.key: self._finish(i, results[e.key]) for i, e in enumerate(job.experiments)}

@@ -7,27 +7,24 @@ does not fit although enough bytes are free inside the segments.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. The sizes (`repro.simulate.memory.pools`) hold from pull
 request 17120 (early 2019) to torch 2.13, which includes torch 1.2 to 1.4 of the ZeRO and Turing-NLG work. Earlier
-versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 44742 (2021) added
-`max_split`, and 96995 (2023) added `expandable`; neither is on by default.
+versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 96995 (2023) added
+`expandable`, which is off by default.
 
-Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, garbage
-collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
+Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, `max_split_size_mb`,
+garbage collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
 an older segment has lower addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from repro.config.enums import Category
 from repro.config.errors import require
-from repro.measure.memory import UNKNOWN, AllocationHistory
 from repro.simulate.memory.pools import (
-    LARGE_BUFFER,
     LIVE,
     SMALL_SIZE,
-    UNLIMITED,
     UNMAPPED,
     DeviceMemory,
     ExpandablePool,
@@ -36,6 +33,9 @@ from repro.simulate.memory.pools import (
     round_up,
 )
 from repro.simulate.trace.events import Alloc, Event, Free, Operator, PhaseStart
+
+if TYPE_CHECKING:
+    from repro.measure.memory import AllocationHistory
 
 
 class OutOfMemory(Exception):
@@ -90,24 +90,13 @@ class CachingAllocator:
     limit: bytes that the driver can give (None: unlimited), which is the device's memory less the CUDA context
         and other memory outside the allocator.
     expandable: `expandable_segments:True`.
-    max_split: `max_split_size_mb`, in bytes: blocks of this size and above are not split.
     """
 
-    def __init__(
-        self, limit: int | None = None, *, expandable: bool = False, max_split: int | None = None
-    ) -> None:
+    def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
         require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
-        require(
-            max_split is None or max_split >= LARGE_BUFFER,
-            "max_split",
-            max_split,
-            f"bytes, at least {LARGE_BUFFER} (20 MiB), or nothing",
-        )
         self._device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
-        unsplit = UNLIMITED if max_split is None else max_split
-        self._small = pool(self._device, small=True, max_split=unsplit)
-        self._large = pool(self._device, small=False, max_split=unsplit)
+        self._small, self._large = pool(self._device, small=True), pool(self._device, small=False)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
         """Current and peak bytes of live blocks."""
@@ -168,7 +157,7 @@ class CachingAllocator:
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
         """Add an allocation, and preceding changes of the reserved memory, to a history."""
         for action, address, size in self._device.changes:
-            history.add(action, address, size, category=UNKNOWN)
+            history.segment(action, address, size)
         self._device.changes.clear()
         place = self._live.get(event.id)
         if place is not None:
@@ -177,10 +166,6 @@ class CachingAllocator:
             )
         elif event.bytes:
             history.add("oom", 0, event.bytes, device_free=self._device.limit - self.reserved)
-
-    def fragmentation(self) -> float:
-        """Share of the reserved bytes that holds no live block, 0 to 1."""
-        return 1 - self.allocated / self.reserved if self.reserved else 0.0
 
     def segments(self) -> list[list[AllocatedRange]]:
         """Return every segment as its blocks in order of address; an expandable segment gives each mapped stretch."""
@@ -201,8 +186,6 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> MemoryBlock | None:
         block = pool.grow(size)
-        if block is None and pool.release_oversize(size):
-            block = pool.grow(size)
         if block is None:
             self.empty_cache()
             self.retries += 1
@@ -212,21 +195,15 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay, in bytes. A moment is the index of an event, or -1."""
+    """Result of a replay, in bytes."""
 
     peak_allocated: int
     peak_reserved: int
     retries: int
     """Number of releases of all empty segments for a request."""
-    allocated_at: int
-    """First moment with the peak of allocated bytes, before a failure."""
-    reserved_at: int
-    """First moment with the peak of reserved bytes, before a failure."""
     phase: str
     """Phase of the failure, or of the peak of reserved bytes without a failure."""
     out_of_memory: OutOfMemory | None
-    failed_at: int
-    """Moment of the failure."""
 
     @property
     def fragmentation(self) -> float:
@@ -239,7 +216,6 @@ def replay(
     limit: int | None = None,
     *,
     expandable: bool = False,
-    max_split: int | None = None,
     history: AllocationHistory | None = None,
 ) -> Replay:
     """Replay the allocations of `events` on an empty device, to the end or to the first failure.
@@ -247,14 +223,13 @@ def replay(
     `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
     `history`: receives every allocation.
     """
-    allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
+    allocator = CachingAllocator(limit, expandable=expandable)
     malloc, free = allocator.malloc, allocator.free
     host: set[int] = set()
     now = phase = ""
-    allocated = reserved = 0
-    allocated_at = reserved_at = failed_at = -1
+    reserved = 0
     failure = None
-    for index, event in enumerate(events):
+    for event in events:
         if type(event) is Operator:
             continue
         if type(event) is Alloc:
@@ -264,16 +239,13 @@ def replay(
             try:
                 malloc(event.id, event.bytes)
             except OutOfMemory as error:
-                failure, failed_at, phase = error, index, now
-                if history is not None:
-                    allocator.record(history, event, now)
-                break
+                failure, phase = error, now
             if history is not None:
                 allocator.record(history, event, now)
-            if allocator.allocated > allocated:
-                allocated, allocated_at = allocator.allocated, index
+            if failure is not None:
+                break
             if allocator.reserved > reserved:
-                reserved, reserved_at, phase = allocator.reserved, index, now
+                reserved, phase = allocator.reserved, now
         elif type(event) is Free:
             if host and event.id in host:
                 host.remove(event.id)
@@ -284,14 +256,11 @@ def replay(
         elif type(event) is PhaseStart:
             now = event.name
     if history is not None:
-        history.segments.extend(allocator.segments())
+        history.segments = allocator.segments()
     return Replay(
         peak_allocated=allocator.peak_allocated,
         peak_reserved=allocator.peak_reserved,
         retries=allocator.retries,
-        allocated_at=allocated_at,
-        reserved_at=reserved_at,
         phase=phase,
         out_of_memory=failure,
-        failed_at=failed_at,
     )

@@ -100,16 +100,14 @@ class MemoryBlock:
 class Pool:
     """The free blocks for small or for large requests, by size and then by address."""
 
-    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
+    def __init__(self, device: DeviceMemory, *, small: bool) -> None:
         self.device = device
         self.heads: dict[int, MemoryBlock] = {}
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
-        self._max_split = max_split
         self._grows = False
         """Whether blocks grow into the bytes after them, which decides between free blocks."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
-        self._cut_below = max_split
 
     def find(self, size: int) -> MemoryBlock | None:
         """Remove the best-fitting free block for `size` and return it unsplit; None if no block fits."""
@@ -119,12 +117,7 @@ class Pool:
             return None
         if self._grows:
             at = self._best(at)
-        block = free[at][2]
-        # A block that may not be split is retained for requests that nearly fill it.
-        if block.size >= self._max_split and (size < self._max_split or block.size >= size + LARGE_BUFFER):
-            return None
-        del free[at]
-        return block
+        return free.pop(at)[2]
 
     def grow(self, size: int) -> MemoryBlock | None:
         """Return a block of at least `size` from the driver; None if the limit would be exceeded."""
@@ -138,7 +131,7 @@ class Pool:
 
     def cut(self, block: MemoryBlock, size: int) -> None:
         """Mark `block` live; bytes beyond `size` become a free block if they are large enough for one."""
-        if block.size - size >= self._least_rest and size < self._cut_below:
+        if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE
 
@@ -165,21 +158,6 @@ class Pool:
             else:
                 retained.append(entry)
         self._free = retained
-
-    def release_oversize(self, size: int) -> bool:
-        """Give the driver unsplittable free segments until `size` is reached, and return whether they were enough."""
-        if self._max_split == UNLIMITED:
-            return False
-        wanted = max(size, self._max_split)
-        at = bisect_left(self._free, (wanted,))
-        if at < len(self._free):
-            self._drop(self._free.pop(at)[2])
-            return True
-        released = 0
-        while released < wanted and self._free and self._free[-1][0] >= self._max_split:
-            released += self._free[-1][0]
-            self._drop(self._free.pop()[2])
-        return released >= wanted
 
     def largest(self) -> int:
         """Return the bytes of the largest free block."""
@@ -215,9 +193,9 @@ ADDRESS_SPACE = LARGE_BUFFER * 2**24
 class ExpandablePool(Pool):
     """A `Pool` whose only segment is mapped granule by granule."""
 
-    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
-        super().__init__(device, small=small, max_split=max_split)
-        self._least_rest, self._cut_below, self._grows = MIN_BLOCK_SIZE, UNLIMITED, True
+    def __init__(self, device: DeviceMemory, *, small: bool) -> None:
+        super().__init__(device, small=small)
+        self._least_rest, self._grows = MIN_BLOCK_SIZE, True
         self._granule = SMALL_BUFFER if small else LARGE_BUFFER
         self._base = device.place(ADDRESS_SPACE)
         everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
@@ -244,10 +222,6 @@ class ExpandablePool(Pool):
         """Unmap every granule that lies inside a free block."""
         for _, _, block in list(self._free):
             self._unmap(block)
-
-    def release_oversize(self, size: int) -> bool:
-        """Return False: no part of an expandable segment is a segment of its own."""
-        return False
 
     def _lowest(self, size: int) -> MemoryBlock:
         """Return the first block of the lowest chain of free or unmapped blocks with `size` bytes together."""

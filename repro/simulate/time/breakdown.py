@@ -12,7 +12,7 @@ from typing import Any
 
 from repro.config.errors import ConfigError
 from repro.simulate.time.device import first_lane
-from repro.simulate.time.program import COMPUTE, KINDS, BlockKernel, Issue, OperatorBlock
+from repro.simulate.time.program import COMPUTE, KINDS, Issue, OperatorBlock
 from repro.simulate.trace.events import HOST_COPY
 
 STAGE_SEND = "send between stages (pp)"
@@ -104,16 +104,16 @@ class Span:
     block: OperatorBlock | None = None
     """Operators of the compute stream."""
 
-    def kernels(self) -> Iterator[tuple[BlockKernel, float]]:
-        """Yield the kernels of the span with their starts; a block slowed by other work has slower kernels."""
+    def kernels(self) -> Iterator[tuple[str, str, float, float]]:
+        """Yield stream, name, start and seconds of each kernel. A block slowed by other work has slower kernels."""
         if self.block is None:
-            yield BlockKernel(self.stream, self.name, self.seconds), self.start
+            yield self.stream, self.name, self.start, self.seconds
             return
         start, slower = self.start, self.seconds / first_lane(self.block.seconds)
-        for kernel in self.block.kernels:
-            if kernel.seconds > 0:
-                yield kernel._replace(seconds=kernel.seconds * slower), start
-                start += kernel.seconds * slower
+        for stream, name, seconds in self.block.kernels:
+            if seconds > 0:
+                yield stream, name, start, seconds * slower
+                start += seconds * slower
 
 
 MICROSECONDS = 1e6
@@ -157,9 +157,9 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
         took = parts[-1].start + parts[-1].seconds - parts[0].start
         yield event(stage, COMPUTE, name, parts[0].start, took, cat="gpu_user_annotation")
     for span in shown:
-        for kernel, start in span.kernels():
-            name, more = profiler_name(kernel.name), {"cat": "kernel", "args": {"label": kernel.name}}
-            yield event(span.stage, kernel.stream, name, start, kernel.seconds, **more)
+        for stream, name, start, seconds in span.kernels():
+            more = {"cat": "kernel", "args": {"label": name}}
+            yield event(span.stage, stream, profiler_name(name), start, seconds, **more)
     for stage in sorted(stages):
         yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}}
     for (stage, stream), row in rows.items():

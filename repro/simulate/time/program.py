@@ -35,24 +35,14 @@ COMPUTE = "compute"
 """Name of the stream of a stage's operators."""
 
 
-class BlockKernel(NamedTuple):
-    """An operator or an awaited collective of a block."""
-
-    stream: str
-    """`COMPUTE`, or the name of a group."""
-    name: str
-    seconds: float
-    """Seconds of the first lane."""
-
-
 class OperatorBlock(NamedTuple):
     """Consecutive operators, and collectives that are awaited at once."""
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
     """Seconds of the first lane by kind; those of collectives by label."""
-    kernels: tuple[BlockKernel, ...] = ()
-    """Operators and awaited collectives in order, if they are recorded for a drawing."""
+    kernels: tuple[tuple[str, str, float], ...] = ()
+    """Stream, name and seconds of each operator and awaited collective in order, if they are recorded for a drawing."""
 
 
 class Issue(NamedTuple):
@@ -223,13 +213,13 @@ class ProgramCompiler:
         self, entries: tuple[int | Message, ...], last: Message | None, phase: str
     ) -> OperatorBlock | None:
         parts: dict[str, float] = {}
-        kernels: list[BlockKernel] = []
+        kernels: list[tuple[str, str, float]] = []
         host = device = 0.0
 
         def add(kind: str, seconds: float, stream: str = COMPUTE) -> None:
             parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
             if self.record:
-                kernels.append(BlockKernel(stream, kind, first_lane(seconds)))
+                kernels.append((stream, kind, first_lane(seconds)))
 
         for entry in (*entries, last) if self._own and last is not None else entries:
             if isinstance(entry, int):
@@ -241,9 +231,8 @@ class ProgramCompiler:
                 for kind, seconds in sequence.parts:
                     parts[kind] = parts.get(kind, 0.0) + seconds
                 if self.record:
-                    for operator in self.outlines.ordered(entry):
-                        took = first_lane(self.cost.seconds(operator))
-                        kernels.append(BlockKernel(COMPUTE, operator.name, took))
+                    ordered = self.outlines.ordered(entry)
+                    kernels += [(COMPUTE, one.name, first_lane(self.cost.seconds(one))) for one in ordered]
                 continue
             if self._own:
                 own = self._own_seconds(entry)
