@@ -52,7 +52,7 @@ def run_suites(
         return
     runnable = [_split_runnable(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
-        found = _run_measured(suite, entries, here, needs, results, rerun or profile, profile)
+        found = _run_measured(suite, entries, here, needs, results, rerun=rerun or profile, profile=profile)
         yield found
         if found.summary["stopped"]:
             return
@@ -86,24 +86,18 @@ def _require_writable(results: Path) -> None:
 
 
 def _run_measured(
-    suite: Suite,
-    entries: list[Entry],
-    here: list[Entry],
-    needs: dict[str, str],
-    results: Path,
-    rerun: bool,
-    profile: bool,
+    suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, **how: bool
 ) -> RunEnd:
+    """Run `entries`. `how`: whether they run again, and whether ranks write profiles (`Runner`)."""
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
+        tasks = plan.plan_tasks(suite, here, store, rerun=how["rerun"])
         todo = {experiment.name for task in tasks for experiment in task.experiments}
         with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
-                launcher = local_launcher(results)
-                Runner(recorder, progress, interrupt, launcher, rerun=rerun, profile=profile).run(tasks)
+                Runner(recorder, progress, interrupt, local_launcher(results), **how).run(tasks)
             except DiskFull as error:
                 failure = str(error)
         summary = summarise_run(suite, entries, store, ran=todo, needs=needs)

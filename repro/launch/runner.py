@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from repro.config import Experiment
 from repro.emulate.network import NoNetwork
@@ -132,7 +132,9 @@ class Runner:
             )
             rounds = comparison.rounds if comparison is not None and compare else 1
             apart = comparison is not None and compare and comparison.apart
-            folders: dict[str, Any] = {name: str((self.store.root / name).absolute()) for name in self.folders}
+            folders: dict[str, Any] = {
+                name: str((self.store.root / name).absolute()) for name in self.folders
+            }
             job = Job(experiments=remaining, rounds=rounds, compare=compare, apart=apart, **folders)
             remaining = self._launch(job)
 

@@ -40,16 +40,11 @@ class AllocationHistory:
         self._end = 0
 
     def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
-        """Add an event and return it."""
-        self.events.append(
-            {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], **more}
-        )
+        """Add an event, for example `segment_alloc`, and return it."""
+        # The viewer fails on categories among which `unknown` is missing.
+        found = {"action": action, "addr": address, "size": size, "stream": 0}
+        self.events.append({**found, "frames": [], "category": "unknown", **more})
         return self.events[-1]
-
-    def segment(self, action: str, address: int, size: int) -> None:
-        """Add a change of the driver's memory, for example `segment_alloc`."""
-        # The viewer fails on events with categories among which `unknown` is missing.
-        self.add(action, address, size, category="unknown")
 
     def alloc(
         self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
@@ -76,9 +71,9 @@ class AllocationHistory:
             return
         if event is not None:
             self.free(number)
-            self.segment("segment_free", event["addr"], event["size"])
+            self.add("segment_free", event["addr"], event["size"])
         if size:
-            self.segment("segment_alloc", self._end, size)
+            self.add("segment_alloc", self._end, size)
             self.alloc(number, self._end, size, category, operator, self.line(), phase)
             self._end += size
 
@@ -86,25 +81,16 @@ class AllocationHistory:
         """Yield the segments at the end. Without `segments`, each allocation has its own segment."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
-            live = [self._live.get(number, {}) if number is not None else {} for _, _, number in stretch]
-            blocks = [
-                {
-                    "address": address,
-                    "size": size,
-                    "requested_size": event.get("size", 0),
-                    "state": "active_allocated" if event else "inactive",
-                    "frames": event.get("frames", []),
-                }
-                for (address, size, _), event in zip(stretch, live, strict=True)
-            ]
-            yield {
-                "device": device,
-                "address": stretch[0][0],
-                "total_size": sum(size for _, size, _ in stretch),
-                "allocated_size": sum(size for _, size, number in stretch if number is not None),
-                "stream": 0,
-                "blocks": blocks,
-            }
+            blocks = []
+            for address, size, number in stretch:
+                event = {"size": 0, "frames": []} if number is None else self._live[number]
+                state = "inactive" if number is None else "active_allocated"
+                found = {"address": address, "size": size, "requested_size": event["size"], "state": state}
+                blocks.append({**found, "frames": event["frames"]})
+            total = sum(size for _, size, _ in stretch)
+            live = sum(size for _, size, number in stretch if number is not None)
+            found = {"device": device, "address": stretch[0][0], "total_size": total, "allocated_size": live}
+            yield {**found, "stream": 0, "blocks": blocks}
 
 
 def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:

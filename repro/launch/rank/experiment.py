@@ -291,7 +291,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Return all measurements of the experiment. If profiles are wanted, profile a further step, which is in none."""
+        """Return all measurements of the experiment. Then profile a further step, if profiles are wanted."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))

@@ -157,7 +157,7 @@ class CachingAllocator:
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
         """Add an allocation, and preceding changes of the reserved memory, to a history."""
         for action, address, size in self._device.changes:
-            history.segment(action, address, size)
+            history.add(action, address, size)
         self._device.changes.clear()
         place = self._live.get(event.id)
         if place is not None:

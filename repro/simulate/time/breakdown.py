@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from repro.config.errors import ConfigError
 from repro.simulate.time.device import first_lane
 from repro.simulate.time.program import COMPUTE, KINDS, Issue, OperatorBlock
 from repro.simulate.trace.events import HOST_COPY
@@ -167,10 +166,6 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
-    """Write the trace of `stages`. Raises `ConfigError` if the file cannot be written."""
+    """Write the trace of `stages`."""
     document = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, stages))}
-    try:
-        path.write_text(json.dumps(document), encoding="utf-8")
-    except OSError as error:
-        what = f"a file that can be written ({error.strerror})"
-        raise ConfigError("timeline", str(path), what) from None
+    path.write_text(json.dumps(document), encoding="utf-8")

@@ -237,9 +237,6 @@ class StageStreams:
         self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
         self.now = maximum(self.now, over)
 
-    def _record(
-        self, stream: str, name: str, start: float, seconds: float, block: OperatorBlock | None = None
-    ) -> None:
+    def _record(self, stream: str, name: str, start: float, seconds: float, *block: OperatorBlock) -> None:
         if self.recording and first_lane(seconds) > 0:
-            found = Span(self.stage, stream, name, first_lane(start), first_lane(seconds), block)
-            self.spans.append(found)
+            self.spans.append(Span(self.stage, stream, name, first_lane(start), first_lane(seconds), *block))

@@ -220,7 +220,7 @@ def pipeline(
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
         return StageProgram(segments, tail, micro_batches=3)
 
-    return schedule(layout, [made(stage) for stage in range(p)], messages, by_events=by_events)
+    return schedule(layout, [made(stage) for stage in range(p)], messages, record=by_events)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
