@@ -119,7 +119,8 @@ class RankSession:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         place = None if self.job.apart else CheckpointPlace.for_experiment(self.job, experiment)
-        profiles = Path(self.job.profiles) / experiment.key if self.job.profiles and watched else None
+        name = f"{experiment.name}-{experiment.key}"
+        profiles = Path(self.job.profiles) / name if self.job.profiles and watched else None
         return ExperimentRun(
             experiment, mesh, self.device, report, place, self.network, watched=watched, profiles=profiles
         )

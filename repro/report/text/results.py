@@ -308,6 +308,8 @@ def print_run(
         found.append(ended)
         if not json:
             print_run_summary(ended.summary, with_table=details or len(suites) == 1, details=details)
+    if how.get("profile"):
+        print(f"profiles: {results}/profiles", file=sys.stderr)
     if json:
         summaries = [ended.summary for ended in found]
         print_json(summaries if len(suites) > 1 else summaries[0])

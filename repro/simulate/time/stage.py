@@ -164,8 +164,9 @@ class StageStreams:
         start, end = self.all.arrivals[message]
         if self.all.order.receivers[message] == self.stage:
             self.time.received(start, end)
-            sender = message // len(self.all.order.actions[0])
-            self._record(f"pp from stage {sender}", STAGE_SEND, start, end - start)
+            tensors = "gradients" if self.all.order.is_backward.flat[message] else "activations"
+            stream = f"pp, {tensors} of stage {message // len(self.all.order.actions[0])}"
+            self._record(stream, STAGE_SEND, start, end - start)
         self.time.waited_for_message(self.now, start, end)
         self.now = maximum(self.now, end)
 
