@@ -53,7 +53,7 @@ class AllocationHistory:
         file, _, at = line.rpartition(":")
         frames = [
             {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
-            {"name": phase, "filename": "phase", "line": 0},
+            {"name": str(phase), "filename": "phase", "line": 0},
         ]
         self._live[number] = self.add("alloc", address, size, frames=frames, category=str(category))
 

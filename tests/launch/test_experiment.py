@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
+from repro.config.systems import load_system_file
 from repro.engines.native.model_part import learning_rate
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
@@ -22,10 +26,14 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StageWaits, StepClock
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
+from repro.simulate.time.breakdown import trace_events
+from repro.simulate.time.predict import predict
 from tests.training import tiny
 
 
-def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]:
+def start(
+    experiment: Experiment, profiles: Path | None = None
+) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
     said: list[tuple[int, str]] = []
     run = ExperimentRun(
@@ -33,6 +41,7 @@ def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]
         meshes.single_rank_mesh(),
         torch.device("cpu"),
         lambda step, phase: said.append((step, phase)),
+        profiles=profiles,
     )
     return run, said
 
@@ -64,6 +73,48 @@ def test_a_run_reports_all_that_it_saw() -> None:
         "forward",
         "backward",
     ] * 2 + ["optimizer"]
+
+
+def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path) -> None:
+    experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=3, untimed_steps=2)
+    results = []
+    for profiles in (None, tmp_path):
+        run, _ = start(experiment, profiles)
+        run.prelude()
+        run.steps(1)
+        results.append(run.result().as_dict())
+    assert [len(result["loss"]) for result in results] == [3, 3], "the profiled step is in no result"
+    assert results[0]["loss"] == results[1]["loss"]
+    assert results[0]["memory"]["peak"] == results[1]["memory"]["peak"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-0.pickle"]
+
+    snapshot = pickle.loads((tmp_path / "rank-0.pickle").read_bytes())
+    (events,) = snapshot["device_traces"]
+    now = peak = 0
+    for event in events:
+        now += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
+        peak = max(peak, now)
+    assert peak == results[1]["memory"]["peak"]["total"]
+    states = dict.fromkeys(results[1]["memory"]["states"], 0)
+    for segment in snapshot["segments"]:
+        (block,) = segment["blocks"]
+        (event,) = (e for e in events if e["action"] == "alloc" and e["addr"] == block["address"])
+        states[event["category"]] = states.get(event["category"], 0) + block["requested_size"]
+    assert results[1]["memory"]["states"].items() <= states.items()
+    assert any(frame["filename"] == "repro/model/gpt.py" for e in events for frame in e["frames"])
+    assert "total_allocated" in _memory_viz.segsum(snapshot)
+    assert "cudaMalloc" in _memory_viz.trace(snapshot)
+
+    trace = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["traceEvents"]
+    measured = {event["name"]: event["cat"] for event in trace if event["ph"] == "X"}
+    assert {"forward", "backward", "optimizer"} <= {k for k, v in measured.items() if v == "user_annotation"}
+    timeline = predict(experiment, load_system_file("dgx2"), record=True).timeline
+    named = {e["name"] for e in trace_events(timeline.spans, [0]) if e.get("cat") == "kernel"} - {"host"}
+    assert len(named) > 10
+    attention = "aten::_scaled_dot_product_flash_attention"
+    assert named - measured.keys() <= {attention, f"{attention}_backward"}, (
+        "a CPU has other kernels of attention"
+    )
 
 
 def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
