@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
 from repro.simulate.time.breakdown import trace_events
 from repro.simulate.time.predict import predict
+from tests.launch.runs import experiments, run, write_suite
 from tests.training import tiny
 
 
@@ -115,6 +117,23 @@ def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path)
     assert named - measured.keys() <= {attention, f"{attention}_backward"}, (
         "a CPU has other kernels of attention"
     )
+
+
+@pytest.mark.slow
+def test_profiles_of_each_rank_are_in_a_folder_of_the_store(tmp_path: Path) -> None:
+    suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
+    for _ in range(2):  # the second run has a record
+        code, _, err = run(suite, results, "--profile", fake=False)
+        assert code == 0, err
+        assert f"profiles: {results}/profiles" in err
+        (folder,) = (results / "profiles").glob("a-*")
+        files = sorted(folder.iterdir())
+        assert [path.name for path in files] == [
+            f"rank-{r}.{kind}" for r in (0, 1) for kind in ("json", "pickle")
+        ]
+        names = {event["name"] for event in json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"]}
+        assert {"gloo:all_reduce", "aten::mm"} <= names
+        shutil.rmtree(folder)
 
 
 def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
