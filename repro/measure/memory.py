@@ -23,9 +23,6 @@ from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.operators import UncompiledMode, has_wrapper_type
 from repro.parallel import storage
 
-SNAPSHOT_PROTOCOL = 4
-"""Newest protocol of `pickle` that the viewer reads."""
-
 
 class AllocationHistory:
     """Allocations of one device in the format of `torch.cuda.memory._snapshot`, by numbers that the caller chooses."""
@@ -97,7 +94,7 @@ def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> N
     """Write a file for PyTorch's memory viewer."""
     segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
-    path.write_bytes(pickle.dumps(document, SNAPSHOT_PROTOCOL))
+    path.write_bytes(pickle.dumps(document, protocol=4))  # the newest that the viewer reads
 
 
 class _TrackedStorage:

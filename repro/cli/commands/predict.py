@@ -71,12 +71,8 @@ def simulate(
     from repro.report.text.predictions import print_simulation, print_versus
 
     if versus:
-        for option, value in (
-            ("--timeline", timeline),
-            ("--snapshot", snapshot),
-            ("--from", source),
-            ("--launch", launch),
-        ):
+        others = {"--timeline": timeline, "--snapshot": snapshot, "--from": source, "--launch": launch}
+        for option, value in others.items():
             require(not value, "--versus", versus, says=f"is without {option}, which is about one layout")
         return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 

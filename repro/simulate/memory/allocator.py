@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from repro.measure.memory import AllocationHistory
 
 
+@dataclass(eq=False)
 class OutOfMemory(Exception):
     """A request that fits no free block, and exceeds the limit after the release of every empty segment.
 
@@ -45,18 +46,12 @@ class OutOfMemory(Exception):
     `largest_free`, the largest free block of the pool that serves the request; `limit`.
     """
 
-    def __init__(
-        self,
-        requested: int,
-        allocated: int,
-        reserved: int,
-        free_in_blocks: int,
-        largest_free: int,
-        limit: int,
-    ) -> None:
-        super().__init__(requested, allocated, reserved, free_in_blocks, largest_free, limit)
-        self.requested, self.allocated, self.reserved = requested, allocated, reserved
-        self.free_in_blocks, self.largest_free, self.limit = free_in_blocks, largest_free, limit
+    requested: int
+    allocated: int
+    reserved: int
+    free_in_blocks: int
+    largest_free: int
+    limit: int
 
     @property
     def by_fragmentation(self) -> bool:
