@@ -151,6 +151,8 @@ def test_the_page_shows_what_its_command_writes(tmp_path: Path, monkeypatch: pyt
     assert table("device") == devices
     names = re.findall(r"`((?:aten|repro|nccl):[\w:]+)`", "".join(row[1] for row in table("event")))
     assert set(names) <= {event["name"] for event in kernels}
+    (measured,) = re.findall(r"^    repro (run .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert cli.main([*shlex.split(measured), "--dry-run"]) == 0
 
 
 def test_a_snapshot_opens_in_the_viewer_in_a_browser(tmp_path: Path) -> None:
