@@ -45,11 +45,7 @@ def simulate(
     ] = None,
     snapshot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="Write every allocation, for pytorch.org/memory_viz.",
-            metavar="FILE.pickle",
-        ),
+        file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle"),
     ] = None,
     versus: Annotated[
         str,
