@@ -35,6 +35,8 @@ class Job:
     """Whether each turn of a comparison builds and frees its experiment."""
     checkpoints: str = ""
     """Folder of the checkpoints of all experiments of the store; empty without a store."""
+    profiles: str = ""
+    """Folder of the profiles of all experiments; empty without profiles."""
     folder: str = ""
     """Folder of the launch on this machine. A file `stop` in it requests a checkpoint and the end."""
     task: dict[str, Any] = field(default_factory=dict)

@@ -34,12 +34,17 @@ def run_suites(
     rerun: bool,
     evidence: str = MEASURED,
     system: str = "",
+    profile: bool = False,
 ) -> Iterator[RunEnd]:
     """Run the experiments of `suites` without a record, suite after suite, until one is interrupted.
 
     Experiments that need another machine are listed and not started. With `evidence` simulated, `.simulated` traces
-    all of them here.  Raises `ConfigError` before the first start.
+    all of them here. `profile`: run again, and write a profile of each rank.  Raises `ConfigError` before the first
+    start.
     """
+    if profile and evidence == SIMULATED:
+        right = "needs measured runs; `repro simulate --timeline --snapshot` writes a predicted step"
+        raise ConfigError("--profile", evidence, says=right)
     selected = [(suite, plan.select_entries(suite, only)) for suite in load_suites(suites, evidence, system)]
     _require_writable(results)
     if evidence == SIMULATED:
@@ -47,7 +52,7 @@ def run_suites(
         return
     runnable = [_split_runnable(suite, entries) for suite, entries in selected]
     for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
-        found = _run_measured(suite, entries, here, needs, results, rerun)
+        found = _run_measured(suite, entries, here, needs, results, rerun=rerun or profile, profile=profile)
         yield found
         if found.summary["stopped"]:
             return
@@ -81,17 +86,18 @@ def _require_writable(results: Path) -> None:
 
 
 def _run_measured(
-    suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, rerun: bool
+    suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, **how: bool
 ) -> RunEnd:
+    """Run `entries`. `how`: whether they run again, and whether ranks write profiles (`Runner`)."""
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
+        tasks = plan.plan_tasks(suite, here, store, rerun=how["rerun"])
         todo = {experiment.name for task in tasks for experiment in task.experiments}
         with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
-                Runner(recorder, progress, interrupt, local_launcher(results), rerun=rerun).run(tasks)
+                Runner(recorder, progress, interrupt, local_launcher(results), **how).run(tasks)
             except DiskFull as error:
                 failure = str(error)
         summary = summarise_run(suite, entries, store, ran=todo, needs=needs)

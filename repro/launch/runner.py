@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from repro.config import Experiment
 from repro.emulate.network import NoNetwork
@@ -81,10 +81,13 @@ class Runner:
         launcher: Launcher,
         *,
         rerun: bool,
+        profile: bool = False,
     ):
         self.recorder, self.progress, self.launcher = recorder, progress, launcher
         self.store = recorder.store
         self.interrupt, self.rerun = interrupt, rerun
+        self.folders = ["checkpoints", *["profiles"] * profile]
+        """Folders of the store that ranks write to."""
 
     def run(self, tasks: list[Task]) -> None:
         """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
@@ -129,10 +132,10 @@ class Runner:
             )
             rounds = comparison.rounds if comparison is not None and compare else 1
             apart = comparison is not None and compare and comparison.apart
-            checkpoints = str((self.store.root / "checkpoints").absolute())
-            job = Job(
-                experiments=remaining, rounds=rounds, compare=compare, apart=apart, checkpoints=checkpoints
-            )
+            folders: dict[str, Any] = {
+                name: str((self.store.root / name).absolute()) for name in self.folders
+            }
+            job = Job(experiments=remaining, rounds=rounds, compare=compare, apart=apart, **folders)
             remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:

@@ -4,11 +4,15 @@ A dispatch mode tracks the storage of every tensor that an operator returns, unt
 parameters, gradients, optimizer states, checkpoints and communication have marks (`repro.parallel.storage`); other
 allocations of the forward pass are activations.  Bytes are those of storages: views, an allocator's rounding and
 temporaries inside an operator are not counted.  Host memory is a separate category outside the device's total.
+An `AllocationHistory` of counted or simulated allocations is a file for PyTorch's memory viewer.
 """
 
 from __future__ import annotations
 
+import pickle
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,79 @@ from torch.utils._pytree import tree_leaves
 from repro.config.enums import ACCOUNTED, Category, Phase
 from repro.measure.operators import UncompiledMode, has_wrapper_type
 from repro.parallel import storage
+
+
+class AllocationHistory:
+    """Allocations of one device in the format of `torch.cuda.memory._snapshot`, by numbers that the caller chooses."""
+
+    def __init__(self, line: Callable[[], str] = str) -> None:
+        """`line`: function that returns the running source line, as `file:line`."""
+        self.line = line
+        self.events: list[dict[str, Any]] = []
+        self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
+        """Segments at the end: address, size and allocation (None: free) of each block."""
+        self._live: dict[int, dict[str, Any]] = {}
+        self._end = 0
+
+    def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
+        """Add an event, for example `segment_alloc`, and return it."""
+        # The viewer fails on categories among which `unknown` is missing.
+        found = {"action": action, "addr": address, "size": size, "stream": 0}
+        self.events.append({**found, "frames": [], "category": "unknown", **more})
+        return self.events[-1]
+
+    def alloc(
+        self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
+    ) -> None:
+        """Add an allocation. Its stack is its operator with its source line, and its phase."""
+        file, _, at = line.rpartition(":")
+        frames = [
+            {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
+            {"name": str(phase), "filename": "phase", "line": 0},
+        ]
+        self._live[number] = self.add("alloc", address, size, frames=frames, category=str(category))
+
+    def free(self, number: int) -> None:
+        """Add the release of an allocation, unless the history lacks the allocation."""
+        if event := self._live.pop(number, None):
+            for action in ("free_requested", "free_completed"):
+                self.add(action, event["addr"], event["size"], frames=event["frames"])
+
+    def resize(self, number: int, size: int, category: str, operator: str, phase: str) -> None:
+        """Allocate `size` bytes in a segment of their own, or free the allocation if `size` is 0."""
+        event = self._live.get(number)
+        if event is not None and event["size"] == size:
+            event["category"] = str(category)
+            return
+        if event is not None:
+            self.free(number)
+            self.add("segment_free", event["addr"], event["size"])
+        if size:
+            self.add("segment_alloc", self._end, size)
+            self.alloc(number, self._end, size, category, operator, self.line(), phase)
+            self._end += size
+
+    def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
+        """Yield the segments at the end. Without `segments`, each allocation has its own segment."""
+        single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
+        for stretch in self.segments or single:
+            blocks = []
+            for address, size, number in stretch:
+                event = {"size": 0, "frames": []} if number is None else self._live[number]
+                state = "inactive" if number is None else "active_allocated"
+                found = {"address": address, "size": size, "requested_size": event["size"], "state": state}
+                blocks.append({**found, "frames": event["frames"]})
+            total = sum(size for _, size, _ in stretch)
+            live = sum(size for _, size, number in stretch if number is not None)
+            found = {"device": device, "address": stretch[0][0], "total_size": total, "allocated_size": live}
+            yield {**found, "stream": 0, "blocks": blocks}
+
+
+def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:
+    """Write a file for PyTorch's memory viewer."""
+    segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
+    document = {"segments": segments, "device_traces": [history.events for history in devices]}
+    path.write_bytes(pickle.dumps(document, protocol=4))  # the newest that the viewer reads
 
 
 class _TrackedStorage:
@@ -35,8 +112,10 @@ class _TrackedStorage:
 class MemoryTracker(UncompiledMode):
     """Tracks live bytes as a context manager around initialisation and steps; the caller sets `phase`."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: AllocationHistory | None = None) -> None:
+        """`history`: receives every allocation of the device."""
         super().__init__()
+        self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
         """`forward` makes unmarked storages activations; other phases make them `other`."""
         self._live: dict[int, _TrackedStorage] = {}
@@ -108,6 +187,7 @@ class MemoryTracker(UncompiledMode):
             return NotImplemented
         self._update_peaks()
         out = func(*args, **(kwargs or {}))
+        self._operator = str(func.overloadpacket) if self.history else ""
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
@@ -176,6 +256,9 @@ class MemoryTracker(UncompiledMode):
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
         """Move a storage to `category` with `size` bytes."""
+        if self.history is not None:
+            on_device = 0 if category in (Category.HOST, Category.SHAPE) else size
+            self.history.resize(id(seen), on_device, category, self._operator, self.phase)
         if seen.category != Category.SHAPE:
             self._counted[seen.category] -= seen.size
         if category != Category.SHAPE:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from repro.config import Experiment
 from repro.config.errors import ConfigError
 from repro.config.system import System
+from repro.measure.memory import AllocationHistory, write_memory_snapshot
 from repro.model import counts
 from repro.results.record_parts import TrafficRow
 from repro.simulate.memory.allocator import Replay, replay
@@ -170,6 +172,15 @@ def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
         name = getattr(row, key)
         found[name] = found.get(name, 0) + row.sent_bytes
     return found
+
+
+def write_snapshot(path: Path, found: Simulation, *, expandable: bool) -> None:
+    """Write the memory of a step for PyTorch's memory viewer, to its end or to the first failure; roles are devices."""
+    devices = []
+    for traced in found.traces:
+        devices.append(AllocationHistory())
+        replay(traced.events, found.limit_bytes, expandable=expandable, history=devices[-1])
+    write_memory_snapshot(path, devices)
 
 
 @pause_garbage_collection()

@@ -126,9 +126,8 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(results, "print_run", lambda *given, **how: seen.append((*given, how)) or 1)
     assert cli.main(["run", "s.toml", "t.toml", "--only", "a*", "--only", "b", "--rerun", "--json"]) == 1
     suites = [Path("s.toml"), Path("t.toml")]
-    assert seen == [
-        (suites, ["a*", "b"], Path("results"), True, True, False, {"evidence": "measured", "system": ""})
-    ]
+    how = {"evidence": "measured", "system": "", "profile": False}
+    assert seen == [(suites, ["a*", "b"], Path("results"), True, True, False, how)]
 
 
 @pytest.mark.parametrize("arguments", [["runn"], ["run"], ["run", "s.toml", "--jsn"], ["models", "a", "b"]])

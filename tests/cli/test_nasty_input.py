@@ -132,6 +132,13 @@ NASTY = {
         "--timeline = '/nowhere/x.json': must be a file in a folder that exists",
         "simulate --model gpt2-1.5b --system dgx2 --gpus 8 --timeline /nowhere/x.json",
     ),
+    "a snapshot nowhere": Bad(
+        "--snapshot = '/nowhere/x.pickle': must be a file in a folder that exists",
+        "simulate --model gpt2-1.5b --system dgx2 --gpus 8 --snapshot /nowhere/x.pickle",
+    ),
+    "a profile of a simulation": Bad(
+        "--profile = 'simulated': needs measured runs", "run smoke --profile --evidence simulated"
+    ),
     "a timeline that is a folder": Bad(
         "--timeline = '.': must be a file that can be written (Is a directory)",
         "simulate --model gpt2-1.5b --system dgx2 --gpus 8 --timeline .",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 from repro.config import Experiment, Layout, Training
 from repro.config.enums import Phase
+from repro.config.systems import load_system_file
 from repro.engines.native.model_part import learning_rate
 from repro.launch.rank import experiment as experiment_module
 from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
@@ -22,10 +27,15 @@ from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StageWaits, StepClock
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
+from repro.simulate.time.breakdown import trace_events
+from repro.simulate.time.predict import predict
+from tests.launch.runs import experiments, run, write_suite
 from tests.training import tiny
 
 
-def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]:
+def start(
+    experiment: Experiment, profiles: Path | None = None
+) -> tuple[ExperimentRun, list[tuple[int, str]]]:
     torch.set_num_threads(1)
     said: list[tuple[int, str]] = []
     run = ExperimentRun(
@@ -33,6 +43,7 @@ def start(experiment: Experiment) -> tuple[ExperimentRun, list[tuple[int, str]]]
         meshes.single_rank_mesh(),
         torch.device("cpu"),
         lambda step, phase: said.append((step, phase)),
+        profiles=profiles,
     )
     return run, said
 
@@ -64,6 +75,65 @@ def test_a_run_reports_all_that_it_saw() -> None:
         "forward",
         "backward",
     ] * 2 + ["optimizer"]
+
+
+def test_a_profile_has_the_formats_and_names_of_a_predicted_step(tmp_path: Path) -> None:
+    experiment = tiny(Layout(micro_batch=2, global_batch=4, recompute=True), steps=3, untimed_steps=2)
+    results = []
+    for profiles in (None, tmp_path):
+        run, _ = start(experiment, profiles)
+        run.prelude()
+        run.steps(1)
+        results.append(run.result().as_dict())
+    assert [len(result["loss"]) for result in results] == [3, 3], "the profiled step is in no result"
+    assert results[0]["loss"] == results[1]["loss"]
+    assert results[0]["memory"]["peak"] == results[1]["memory"]["peak"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-0.pickle"]
+
+    snapshot = pickle.loads((tmp_path / "rank-0.pickle").read_bytes())
+    (events,) = snapshot["device_traces"]
+    now = peak = 0
+    for event in events:
+        now += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
+        peak = max(peak, now)
+    assert peak == results[1]["memory"]["peak"]["total"]
+    states = dict.fromkeys(results[1]["memory"]["states"], 0)
+    for segment in snapshot["segments"]:
+        (block,) = segment["blocks"]
+        (event,) = (e for e in events if e["action"] == "alloc" and e["addr"] == block["address"])
+        states[event["category"]] = states.get(event["category"], 0) + block["requested_size"]
+    assert results[1]["memory"]["states"].items() <= states.items()
+    assert any(frame["filename"] == "repro/model/gpt.py" for e in events for frame in e["frames"])
+    assert "total_allocated" in _memory_viz.segsum(snapshot)
+    assert "cudaMalloc" in _memory_viz.trace(snapshot)
+
+    trace = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))["traceEvents"]
+    measured = {event["name"]: event["cat"] for event in trace if event["ph"] == "X"}
+    assert {"forward", "backward", "optimizer"} <= {k for k, v in measured.items() if v == "user_annotation"}
+    timeline = predict(experiment, load_system_file("dgx2"), record=True).timeline
+    named = {e["name"] for e in trace_events(timeline.spans, [0]) if e.get("cat") == "kernel"} - {"host"}
+    assert len(named) > 10
+    attention = "aten::_scaled_dot_product_flash_attention"
+    assert named - measured.keys() <= {attention, f"{attention}_backward"}, (
+        "a CPU has other kernels of attention"
+    )
+
+
+@pytest.mark.slow
+def test_profiles_of_each_rank_are_in_a_folder_of_the_store(tmp_path: Path) -> None:
+    suite, results = write_suite(tmp_path, experiments("a")), tmp_path / "results"
+    for _ in range(2):  # the second run has a record
+        code, _, err = run(suite, results, "--profile", fake=False)
+        assert code == 0, err
+        assert f"profiles: {results}/profiles" in err
+        (folder,) = (results / "profiles").glob("a-*")
+        files = sorted(folder.iterdir())
+        assert [path.name for path in files] == [
+            f"rank-{r}.{kind}" for r in (0, 1) for kind in ("json", "pickle")
+        ]
+        names = {event["name"] for event in json.loads(files[0].read_text(encoding="utf-8"))["traceEvents"]}
+        assert {"gloo:all_reduce", "aten::mm"} <= names
+        shutil.rmtree(folder)
 
 
 def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(

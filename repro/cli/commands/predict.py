@@ -43,6 +43,10 @@ def simulate(
         Optional[Path],  # noqa: UP045
         file_option("Write when everything happens, for ui.perfetto.dev.", "FILE.json"),
     ] = None,
+    snapshot: Annotated[
+        Optional[Path],  # noqa: UP045
+        file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle"),
+    ] = None,
     versus: Annotated[
         str,
         typer.Option(
@@ -63,12 +67,13 @@ def simulate(
     from repro.report.text.predictions import print_simulation, print_versus
 
     if versus:
-        for option, value in (("--timeline", timeline), ("--from", source), ("--launch", launch)):
+        others = {"--timeline": timeline, "--snapshot": snapshot, "--from": source, "--launch": launch}
+        for option, value in others.items():
             require(not value, "--versus", versus, says=f"is without {option}, which is about one layout")
         return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 
     files = LaunchFiles(source, launch, output)
-    return print_simulation(model, asked, timeline, json, details, files)
+    return print_simulation(model, asked, timeline, snapshot, json, details, files)
 
 
 @app.command(epilog="Example:  repro fit --system dgx2 --gpus 64 --micro-batch 8 --recompute")

@@ -56,6 +56,12 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, where and how long; start nothing.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Run again, and write traces and memory of each rank to DIR/profiles/KEY."
+        ),
+    ] = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -86,7 +92,8 @@ def run(
         return print_dry_run(found, json, details)
     from repro.report.text.results import print_run
 
-    return print_run(suites, only, results, rerun, json, details, evidence=evidence, system=system)
+    how = {"evidence": evidence, "system": system, "profile": profile}
+    return print_run(suites, only, results, rerun, json, details, **how)
 
 
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")

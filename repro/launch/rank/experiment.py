@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
 from repro.launch.rank.step_data import BatchLoader, Diverged, StepHistory
-from repro.measure.memory import MemoryTracker
+from repro.measure.memory import AllocationHistory, MemoryTracker, write_memory_snapshot
 from repro.measure.operators import CollectiveCounter, KernelCounter
 from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
 from repro.model.data import open_stream
@@ -29,6 +30,7 @@ from repro.parallel import storage
 from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
 from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
+from repro.simulate.trace.recorder import line_of_step
 
 __all__ = ["Diverged", "ExperimentRun"]
 
@@ -49,10 +51,12 @@ class ExperimentRun:
         network: EmulatedNetworkRank | None = None,
         *,
         watched: bool = True,
+        profiles: Path | None = None,
     ):
         """Initialise the engine, and resume from the newest of `checkpoints`.  `network`: the emulated network, if any.
 
         `watched`: measure memory and a library's collectives in the untimed steps, which slows them down.
+        `profiles`: folder of this experiment's profiles, if they are wanted.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
@@ -70,7 +74,14 @@ class ExperimentRun:
         """Bytes that the network transmitted in the timed steps."""
         report(0, Phase.INIT)
         self.watched = watched
-        self.tracker = MemoryTracker() if watched else None
+        self.profiles, history = profiles, None
+        if profiles is not None:
+            profiles.mkdir(parents=True, exist_ok=True)
+            if device.type == "cuda":
+                torch.cuda.memory._record_memory_history()
+            else:
+                history = AllocationHistory(line_of_step)
+        self.tracker = MemoryTracker(history) if watched else None
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
         self.checkpoints: CheckpointManager | None = None
@@ -207,6 +218,8 @@ class ExperimentRun:
         with self._counting(), tracker:
             self._step(observe)
             self.engine.synchronize()
+        if self.profiles is not None:
+            self._write_memory_profile(self.profiles / f"rank-{self.mesh.rank}.pickle", tracker)
         self.engine.mark_states()
         live, most = tracker.live(), tracker.most
         states = {category: live[category] for category in MODEL_STATES}
@@ -220,6 +233,27 @@ class ExperimentRun:
             peak_phase=tracker.peak_phase,
             init_peak_bytes=init_peak,
         )
+
+    def _write_memory_profile(self, path: Path, tracker: MemoryTracker) -> None:
+        """Write the allocations so far for PyTorch's memory viewer."""
+        if tracker.history is not None:
+            write_memory_snapshot(path, [tracker.history])
+            tracker.history = None
+        else:
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _profile_step(self, path: Path) -> None:
+        """Run a step and write its trace by `torch.profiler`."""
+        with torch.profiler.profile() as profile, ExitStack() as annotation:
+
+            def annotate(phase: Phase) -> None:
+                annotation.close()
+                annotation.enter_context(torch.profiler.record_function(str(phase)))
+
+            self._step(annotate)
+            self.engine.synchronize()
+        profile.export_chrome_trace(str(path))
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -257,12 +291,12 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Return all measurements of the experiment."""
+        """Return all measurements of the experiment. Then profile a further step, if profiles are wanted."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         process = process_memory(self.device, self.mesh)
-        return RankResult(
+        found = RankResult(
             rank=self.mesh.rank,
             outcome=outcome,
             reason=reason,
@@ -289,6 +323,9 @@ class ExperimentRun:
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
+        if self.profiles is not None and outcome == "ok":
+            self._profile_step(self.profiles / f"rank-{self.mesh.rank}.json")
+        return found
 
     def _checkpoints(self) -> CheckpointReport | None:
         """Return the report on read and written checkpoints."""

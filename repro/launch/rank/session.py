@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +119,11 @@ class RankSession:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         place = None if self.job.apart else CheckpointPlace.for_experiment(self.job, experiment)
-        return ExperimentRun(experiment, mesh, self.device, report, place, self.network, watched=watched)
+        name = f"{experiment.name}-{experiment.key}"
+        profiles = Path(self.job.profiles) / name if self.job.profiles and watched else None
+        return ExperimentRun(
+            experiment, mesh, self.device, report, place, self.network, watched=watched, profiles=profiles
+        )
 
     def _finish(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """Report the end of an experiment with its result, and return the result."""

@@ -34,7 +34,13 @@ from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, 
 
 
 def print_simulation(
-    model: str, query: LayoutQuery, timeline: Path | None, json: bool, details: bool, files: LaunchFiles
+    model: str,
+    query: LayoutQuery,
+    timeline: Path | None,
+    snapshot: Path | None,
+    json: bool,
+    details: bool,
+    files: LaunchFiles,
 ) -> int:
     """Trace one step of a model and print its requirements; return 1 if it does not fit."""
     files.check(model)
@@ -44,7 +50,7 @@ def print_simulation(
     if limit is not None:
         limit = device_memory_limit(on, limit)
     from repro.report.text.simulated_step import print_simulated_step
-    from repro.simulate.step import NO_STEP_TIME
+    from repro.simulate.step import NO_STEP_TIME, write_snapshot
     from repro.simulate.step import simulate as run
 
     with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
@@ -60,6 +66,8 @@ def print_simulation(
             raise ConfigError("timeline", str(timeline), says=says)
         else:
             write_chrome_trace(timeline, found.time.timeline.spans, [role.role.stage for role in found.roles])
+    if snapshot is not None:
+        write_snapshot(snapshot, found, expandable=query.expandable)
     if json:
         print_json(found.as_dict())
     else:

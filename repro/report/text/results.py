@@ -294,7 +294,7 @@ def _write_curves(found: Sequence[ComparableResults], path: Path) -> None:
 
 
 def print_run(
-    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: str
+    suites: list[Path], only: list[str], results: Path, rerun: bool, json: bool, details: bool, **how: Any
 ) -> int:
     """Run the experiments of `suites` that the store lacks, and print a summary of each suite (`json`: a list).
 
@@ -308,6 +308,8 @@ def print_run(
         found.append(ended)
         if not json:
             print_run_summary(ended.summary, with_table=details or len(suites) == 1, details=details)
+    if how.get("profile"):
+        print(f"profiles: {results}/profiles", file=sys.stderr)
     if json:
         summaries = [ended.summary for ended in found]
         print_json(summaries if len(suites) > 1 else summaries[0])

@@ -7,25 +7,24 @@ does not fit although enough bytes are free inside the segments.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. The sizes (`repro.simulate.memory.pools`) hold from pull
 request 17120 (early 2019) to torch 2.13, which includes torch 1.2 to 1.4 of the ZeRO and Turing-NLG work. Earlier
-versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 44742 (2021) added
-`max_split`, and 96995 (2023) added `expandable`; neither is on by default.
+versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 96995 (2023) added
+`expandable`, which is off by default.
 
-Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, garbage
-collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
+Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, `max_split_size_mb`,
+garbage collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
 an older segment has lower addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from repro.config.enums import Category
 from repro.config.errors import require
 from repro.simulate.memory.pools import (
-    LARGE_BUFFER,
     LIVE,
     SMALL_SIZE,
-    UNLIMITED,
     UNMAPPED,
     DeviceMemory,
     ExpandablePool,
@@ -35,7 +34,11 @@ from repro.simulate.memory.pools import (
 )
 from repro.simulate.trace.events import Alloc, Event, Free, Operator, PhaseStart
 
+if TYPE_CHECKING:
+    from repro.measure.memory import AllocationHistory
 
+
+@dataclass(eq=False)
 class OutOfMemory(Exception):
     """A request that fits no free block, and exceeds the limit after the release of every empty segment.
 
@@ -43,18 +46,12 @@ class OutOfMemory(Exception):
     `largest_free`, the largest free block of the pool that serves the request; `limit`.
     """
 
-    def __init__(
-        self,
-        requested: int,
-        allocated: int,
-        reserved: int,
-        free_in_blocks: int,
-        largest_free: int,
-        limit: int,
-    ) -> None:
-        super().__init__(requested, allocated, reserved, free_in_blocks, largest_free, limit)
-        self.requested, self.allocated, self.reserved = requested, allocated, reserved
-        self.free_in_blocks, self.largest_free, self.limit = free_in_blocks, largest_free, limit
+    requested: int
+    allocated: int
+    reserved: int
+    free_in_blocks: int
+    largest_free: int
+    limit: int
 
     @property
     def by_fragmentation(self) -> bool:
@@ -74,8 +71,7 @@ class OutOfMemory(Exception):
         )
 
 
-@dataclass(frozen=True)
-class AllocatedRange:
+class AllocatedRange(NamedTuple):
     """A block of a segment: address and size in bytes, and the `id` of the allocation (None: free)."""
 
     address: int
@@ -89,24 +85,13 @@ class CachingAllocator:
     limit: bytes that the driver can give (None: unlimited), which is the device's memory less the CUDA context
         and other memory outside the allocator.
     expandable: `expandable_segments:True`.
-    max_split: `max_split_size_mb`, in bytes: blocks of this size and above are not split.
     """
 
-    def __init__(
-        self, limit: int | None = None, *, expandable: bool = False, max_split: int | None = None
-    ) -> None:
+    def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
         require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
-        require(
-            max_split is None or max_split >= LARGE_BUFFER,
-            "max_split",
-            max_split,
-            f"bytes, at least {LARGE_BUFFER} (20 MiB), or nothing",
-        )
         self._device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
-        unsplit = UNLIMITED if max_split is None else max_split
-        self._small = pool(self._device, small=True, max_split=unsplit)
-        self._large = pool(self._device, small=False, max_split=unsplit)
+        self._small, self._large = pool(self._device, small=True), pool(self._device, small=False)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
         """Current and peak bytes of live blocks."""
@@ -164,9 +149,18 @@ class CachingAllocator:
         self._large.release()
         self._small.release()
 
-    def fragmentation(self) -> float:
-        """Share of the reserved bytes that holds no live block, 0 to 1."""
-        return 1 - self.allocated / self.reserved if self.reserved else 0.0
+    def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
+        """Add an allocation, and preceding changes of the reserved memory, to a history."""
+        for action, address, size in self._device.changes:
+            history.add(action, address, size)
+        self._device.changes.clear()
+        place = self._live.get(event.id)
+        if place is not None:
+            history.alloc(
+                event.id, place[1].address, event.bytes, event.category, event.operator, event.line, phase
+            )
+        elif event.bytes:
+            history.add("oom", 0, event.bytes, device_free=self._device.limit - self.reserved)
 
     def segments(self) -> list[list[AllocatedRange]]:
         """Return every segment as its blocks in order of address; an expandable segment gives each mapped stretch."""
@@ -187,8 +181,6 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> MemoryBlock | None:
         block = pool.grow(size)
-        if block is None and pool.release_oversize(size):
-            block = pool.grow(size)
         if block is None:
             self.empty_cache()
             self.retries += 1
@@ -198,21 +190,15 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay, in bytes. A moment is the index of an event, or -1."""
+    """Result of a replay, in bytes."""
 
     peak_allocated: int
     peak_reserved: int
     retries: int
     """Number of releases of all empty segments for a request."""
-    allocated_at: int
-    """First moment with the peak of allocated bytes, before a failure."""
-    reserved_at: int
-    """First moment with the peak of reserved bytes, before a failure."""
     phase: str
     """Phase of the failure, or of the peak of reserved bytes without a failure."""
     out_of_memory: OutOfMemory | None
-    failed_at: int
-    """Moment of the failure."""
 
     @property
     def fragmentation(self) -> float:
@@ -225,20 +211,20 @@ def replay(
     limit: int | None = None,
     *,
     expandable: bool = False,
-    max_split: int | None = None,
+    history: AllocationHistory | None = None,
 ) -> Replay:
     """Replay the allocations of `events` on an empty device, to the end or to the first failure.
 
     `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
+    `history`: receives every allocation.
     """
-    allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
+    allocator = CachingAllocator(limit, expandable=expandable)
     malloc, free = allocator.malloc, allocator.free
     host: set[int] = set()
     now = phase = ""
-    allocated = reserved = 0
-    allocated_at = reserved_at = failed_at = -1
+    reserved = 0
     failure = None
-    for index, event in enumerate(events):
+    for event in events:
         if type(event) is Operator:
             continue
         if type(event) is Alloc:
@@ -248,26 +234,28 @@ def replay(
             try:
                 malloc(event.id, event.bytes)
             except OutOfMemory as error:
-                failure, failed_at, phase = error, index, now
+                failure, phase = error, now
+            if history is not None:
+                allocator.record(history, event, now)
+            if failure is not None:
                 break
-            if allocator.allocated > allocated:
-                allocated, allocated_at = allocator.allocated, index
             if allocator.reserved > reserved:
-                reserved, reserved_at, phase = allocator.reserved, index, now
+                reserved, phase = allocator.reserved, now
         elif type(event) is Free:
             if host and event.id in host:
                 host.remove(event.id)
             else:
                 free(event.id)
+                if history is not None:
+                    history.free(event.id)
         elif type(event) is PhaseStart:
             now = event.name
+    if history is not None:
+        history.segments = allocator.segments()
     return Replay(
         peak_allocated=allocator.peak_allocated,
         peak_reserved=allocator.peak_reserved,
         retries=allocator.retries,
-        allocated_at=allocated_at,
-        reserved_at=reserved_at,
         phase=phase,
         out_of_memory=failure,
-        failed_at=failed_at,
     )

@@ -46,6 +46,8 @@ class DeviceMemory:
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
         self.reserved = self.peak = 0
+        self.changes: list[tuple[str, int, int]] = []
+        """Memory given and received back: action as in a snapshot of torch, address and size."""
         self._end = 0
 
     def take(self, size: int) -> bool:
@@ -56,8 +58,10 @@ class DeviceMemory:
         self.peak = max(self.peak, self.reserved)
         return True
 
-    def give(self, size: int) -> None:
-        self.reserved -= size
+    def give(self, block: MemoryBlock, action: str) -> None:
+        """Receive a block back."""
+        self.reserved -= block.size
+        self.changes.append((action, block.address, block.size))
 
     def place(self, size: int) -> int:
         """Return an address with `size` bytes of address space."""
@@ -96,16 +100,14 @@ class MemoryBlock:
 class Pool:
     """The free blocks for small or for large requests, by size and then by address."""
 
-    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
+    def __init__(self, device: DeviceMemory, *, small: bool) -> None:
         self.device = device
         self.heads: dict[int, MemoryBlock] = {}
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
-        self._max_split = max_split
         self._grows = False
         """Whether blocks grow into the bytes after them, which decides between free blocks."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
-        self._cut_below = max_split
 
     def find(self, size: int) -> MemoryBlock | None:
         """Remove the best-fitting free block for `size` and return it unsplit; None if no block fits."""
@@ -115,12 +117,7 @@ class Pool:
             return None
         if self._grows:
             at = self._best(at)
-        block = free[at][2]
-        # A block that may not be split is retained for requests that nearly fill it.
-        if block.size >= self._max_split and (size < self._max_split or block.size >= size + LARGE_BUFFER):
-            return None
-        del free[at]
-        return block
+        return free.pop(at)[2]
 
     def grow(self, size: int) -> MemoryBlock | None:
         """Return a block of at least `size` from the driver; None if the limit would be exceeded."""
@@ -128,12 +125,13 @@ class Pool:
         if not self.device.take(span):
             return None
         block = MemoryBlock(self.device.place(span), span)
+        self.device.changes.append(("segment_alloc", block.address, span))
         self.heads[block.address] = block
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
         """Mark `block` live; bytes beyond `size` become a free block if they are large enough for one."""
-        if block.size - size >= self._least_rest and size < self._cut_below:
+        if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE
 
@@ -161,21 +159,6 @@ class Pool:
                 retained.append(entry)
         self._free = retained
 
-    def release_oversize(self, size: int) -> bool:
-        """Give the driver unsplittable free segments until `size` is reached, and return whether they were enough."""
-        if self._max_split == UNLIMITED:
-            return False
-        wanted = max(size, self._max_split)
-        at = bisect_left(self._free, (wanted,))
-        if at < len(self._free):
-            self._drop(self._free.pop(at)[2])
-            return True
-        released = 0
-        while released < wanted and self._free and self._free[-1][0] >= self._max_split:
-            released += self._free[-1][0]
-            self._drop(self._free.pop()[2])
-        return released >= wanted
-
     def largest(self) -> int:
         """Return the bytes of the largest free block."""
         return self._free[-1][0] if self._free else 0
@@ -191,7 +174,7 @@ class Pool:
     def _drop(self, block: MemoryBlock) -> None:
         assert block.prev is block.next is None
         del self.heads[block.address]
-        self.device.give(block.size)
+        self.device.give(block, "segment_free")
 
     def _insert(self, block: MemoryBlock) -> None:
         block.state = FREE
@@ -203,15 +186,16 @@ class Pool:
         del self._free[at]
 
 
-ADDRESS_SPACE = LARGE_BUFFER * 2**40
+ADDRESS_SPACE = LARGE_BUFFER * 2**24
+"""Bytes of addresses of an expandable segment. PyTorch's memory viewer rounds addresses above 2**53."""
 
 
 class ExpandablePool(Pool):
     """A `Pool` whose only segment is mapped granule by granule."""
 
-    def __init__(self, device: DeviceMemory, *, small: bool, max_split: int = UNLIMITED) -> None:
-        super().__init__(device, small=small, max_split=max_split)
-        self._least_rest, self._cut_below, self._grows = MIN_BLOCK_SIZE, UNLIMITED, True
+    def __init__(self, device: DeviceMemory, *, small: bool) -> None:
+        super().__init__(device, small=small)
+        self._least_rest, self._grows = MIN_BLOCK_SIZE, True
         self._granule = SMALL_BUFFER if small else LARGE_BUFFER
         self._base = device.place(ADDRESS_SPACE)
         everything = MemoryBlock(self._base, ADDRESS_SPACE, UNMAPPED)
@@ -239,10 +223,6 @@ class ExpandablePool(Pool):
         for _, _, block in list(self._free):
             self._unmap(block)
 
-    def release_oversize(self, size: int) -> bool:
-        """Return False: no part of an expandable segment is a segment of its own."""
-        return False
-
     def _lowest(self, size: int) -> MemoryBlock:
         """Return the first block of the lowest chain of free or unmapped blocks with `size` bytes together."""
         for _, block in self._unmapped:
@@ -263,6 +243,7 @@ class ExpandablePool(Pool):
         span = round_up(size, self._granule)
         if not self.device.take(span):
             return False
+        self.device.changes.append(("segment_map", block.address, span))
         at = bisect_left(self._unmapped, (block.address,))
         del self._unmapped[at]
         if span < block.size:
@@ -284,7 +265,7 @@ class ExpandablePool(Pool):
             block = inside
         if end < stop:
             self._insert(block.split(end - begin))
-        self.device.give(block.size)
+        self.device.give(block, "segment_unmap")
         self._join_unmapped(block)
 
     def _join_unmapped(self, block: MemoryBlock) -> None:

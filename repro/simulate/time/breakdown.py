@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from repro.config.errors import ConfigError
 from repro.simulate.time.device import first_lane
-from repro.simulate.time.program import KINDS, Issue, OperatorBlock
+from repro.simulate.time.program import COMPUTE, KINDS, Issue, OperatorBlock
+from repro.simulate.trace.events import HOST_COPY
 
 STAGE_SEND = "send between stages (pp)"
 
@@ -94,49 +95,77 @@ class Span:
 
     stage: int
     stream: str
-    """`compute`, or the name of a group."""
+    """`COMPUTE`, or the name of a group."""
     name: str
+    """Action of the compute stream, or label of a collective."""
     start: float
     seconds: float
+    block: OperatorBlock | None = None
+    """Operators of the compute stream."""
+
+    def kernels(self) -> Iterator[tuple[str, str, float, float]]:
+        """Yield stream, name, start and seconds of each kernel. A block slowed by other work has slower kernels."""
+        if self.block is None:
+            yield self.stream, self.name, self.start, self.seconds
+            return
+        start, slower = self.start, self.seconds / first_lane(self.block.seconds)
+        for stream, name, seconds in self.block.kernels:
+            if seconds > 0:
+                yield stream, name, start, seconds * slower
+                start += seconds * slower
 
 
 MICROSECONDS = 1e6
+PROFILER_NAMES = {
+    HOST_COPY: "aten::copy_",
+    "all-gather": "nccl:_all_gather_base",
+    "reduce-scatter": "nccl:_reduce_scatter_base",
+    "send": "nccl:recv",
+}
+"""Names of `torch.profiler` that do not follow from an operator's name or from a collective's label."""
 
 
-def trace_events(spans: Sequence[Span], stages: Collection[int]) -> list[dict[str, Any]]:
-    """Return the trace events of `stages`, with times in microseconds from the beginning of the step."""
+def profiler_name(name: str) -> str:
+    """Return the name that `torch.profiler` gives an operator (`aten::mm`) or a collective (`nccl:all_reduce`)."""
+    collective, is_message, _ = name.rpartition(" (")[0].replace(" between ", " of ").partition(" of ")
+    if is_message:
+        return PROFILER_NAMES.get(collective, f"nccl:{collective.replace('-', '_')}")
+    return PROFILER_NAMES.get(name, name.replace(".", "::", 1))
+
+
+def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of `stages`, with times in microseconds from the beginning of the step.
+
+    A stage is a process and a stream is a thread, as in the trace of `torch.profiler`. Events have the names and the
+    categories of that trace: kernels are named by their operators, and an annotation encloses each action.
+    """
     shown = [span for span in spans if span.stage in stages]
     began = min((span.start for span in shown), default=0.0)
     rows: dict[tuple[int, str], int] = {}
-    found: list[dict[str, Any]] = []
-    for stage in sorted(stages):
-        found.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
+
+    def event(
+        stage: int, stream: str, name: str, start: float, seconds: float, **more: Any
+    ) -> dict[str, Any]:
+        row = rows.setdefault((stage, stream), len(rows))
+        times = {"ts": (start - began) * MICROSECONDS, "dur": seconds * MICROSECONDS}
+        return {"ph": "X", "pid": stage, "tid": row, "name": name, **times, **more}
+
+    computed = (span for span in shown if span.stream == COMPUTE)
+    for (stage, name), group in groupby(computed, lambda span: (span.stage, span.name)):
+        parts = list(group)
+        took = parts[-1].start + parts[-1].seconds - parts[0].start
+        yield event(stage, COMPUTE, name, parts[0].start, took, cat="gpu_user_annotation")
     for span in shown:
-        key = (span.stage, span.stream)
-        if key not in rows:
-            rows[key] = len([row for row in rows if row[0] == span.stage])
-            name = {"name": span.stream}
-            found.append(
-                {"ph": "M", "pid": span.stage, "tid": rows[key], "name": "thread_name", "args": name}
-            )
-        found.append(
-            {
-                "ph": "X",
-                "pid": span.stage,
-                "tid": rows[key],
-                "name": span.name,
-                "ts": (span.start - began) * MICROSECONDS,
-                "dur": span.seconds * MICROSECONDS,
-            }
-        )
-    return found
+        for stream, name, start, seconds in span.kernels():
+            more = {"cat": "kernel", "args": {"label": name}}
+            yield event(span.stage, stream, profiler_name(name), start, seconds, **more)
+    for stage in sorted(stages):
+        yield {"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}}
+    for (stage, stream), row in rows.items():
+        yield {"ph": "M", "pid": stage, "tid": row, "name": "thread_name", "args": {"name": stream}}
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
-    """Write the trace of `stages`. Raises `ConfigError` if the file cannot be written."""
-    document = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, stages)}
-    try:
-        path.write_text(json.dumps(document), encoding="utf-8")
-    except OSError as error:
-        what = f"a file that can be written ({error.strerror})"
-        raise ConfigError("timeline", str(path), what) from None
+    """Write the trace of `stages`."""
+    document = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, stages))}
+    path.write_text(json.dumps(document), encoding="utf-8")

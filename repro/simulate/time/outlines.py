@@ -49,6 +49,11 @@ class EventOutlines:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
 
+    def ordered(self, number: int) -> list[Operator]:
+        """Return the operators of a distinct sequence in the order in which they run."""
+        known, sequences = list(self._known), list(self._numbers)
+        return [known[at] for at in sequences[number] if at is not None]
+
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
         """Return `events` as stretches. `keys`: numbers of collectives; other waits follow from the schedule."""
         found: list[Stretch] = []

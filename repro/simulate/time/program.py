@@ -31,12 +31,18 @@ KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
 """Kinds of a device's busy time; `host`: waiting for the host to issue the next operator."""
 
 
+COMPUTE = "compute"
+"""Name of the stream of a stage's operators."""
+
+
 class OperatorBlock(NamedTuple):
     """Consecutive operators, and collectives that are awaited at once."""
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
     """Seconds of the first lane by kind; those of collectives by label."""
+    kernels: tuple[tuple[str, str, float], ...] = ()
+    """Stream, name and seconds of each operator and awaited collective in order, if they are recorded for a drawing."""
 
 
 class Issue(NamedTuple):
@@ -110,15 +116,17 @@ def compile_program(
     messages: MessageCount,
     *,
     captured: bool = False,
+    record: bool = False,
 ) -> StageProgram:
     """Return the program of a trace. `micro_batches`: those of the step, of which a trace has a few.
 
     `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
+    `record`: store the kernels of each block, for a drawing.
     """
     found = StageProgram(micro_batches=traced.layout.accumulation)
     outlines = outlines_of(traced)
     compiler = ProgramCompiler(
-        cost, seconds, traced.keys, traced.role.stage, messages, outlines, captured=captured
+        cost, seconds, traced.keys, traced.role.stage, messages, outlines, captured=captured, record=record
     )
     shown = {found.shown(number, micro_batches - 1) for number in range(micro_batches)}
     for place, action in enumerate(traced.actions):
@@ -150,7 +158,9 @@ class ProgramCompiler:
         outlines: EventOutlines,
         *,
         captured: bool = False,
+        record: bool = False,
     ):
+        self.record = record
         self.cost, self.seconds, self.keys, self.stage = cost, seconds, keys, stage
         self.messages, self.outlines = messages, outlines
         self.host_s = {
@@ -203,10 +213,13 @@ class ProgramCompiler:
         self, entries: tuple[int | Message, ...], last: Message | None, phase: str
     ) -> OperatorBlock | None:
         parts: dict[str, float] = {}
+        kernels: list[tuple[str, str, float]] = []
         host = device = 0.0
 
-        def add(kind: str, seconds: float) -> None:
+        def add(kind: str, seconds: float, stream: str = COMPUTE) -> None:
             parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
+            if self.record:
+                kernels.append((stream, kind, first_lane(seconds)))
 
         for entry in (*entries, last) if self._own and last is not None else entries:
             if isinstance(entry, int):
@@ -216,7 +229,10 @@ class ProgramCompiler:
                 if self._jitter:
                     self._apart += sequence.device
                 for kind, seconds in sequence.parts:
-                    add(kind, seconds)
+                    parts[kind] = parts.get(kind, 0.0) + seconds
+                if self.record:
+                    ordered = self.outlines.ordered(entry)
+                    kernels += [(COMPUTE, one.name, first_lane(self.cost.seconds(one))) for one in ordered]
                 continue
             if self._own:
                 own = self._own_seconds(entry)
@@ -226,7 +242,7 @@ class ProgramCompiler:
             if entry is not last:
                 took = self.seconds(entry) + self._late(entry)
                 self._apart = 0.0
-                add(label_of(entry), took)
+                add(label_of(entry), took, entry.group)
                 device += took
                 host += self.host_s[phase]
         if not parts:
@@ -234,7 +250,7 @@ class ProgramCompiler:
         late = maximum(0.0, host - device)
         if first_lane(late) > 0:
             add(HOST, late)
-        return OperatorBlock(device + late, tuple(parts.items()))
+        return OperatorBlock(device + late, tuple(parts.items()), tuple(kernels))
 
     def _sequence(self, number: int, phase: str) -> _SequenceTime:
         """Return the time of a sequence of operators."""

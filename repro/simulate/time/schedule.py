@@ -75,14 +75,13 @@ def schedule(
     overlap_cost: float = 0.0,
     ranks_per_core: float = 1.0,
     record: bool = False,
-    by_events: bool = False,
 ) -> Timeline:
     """Schedule a step of `layout` in which stage s runs `programs[s]`.
 
-    `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: store every span.
-    `by_events`: schedule every event of every micro-batch, which gives the same times.
+    `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: schedule every event of every
+    micro-batch, which gives the same times, and store every span.
     """
-    by_events = by_events or record or (ranks_per_core > 1 and layout.pp > 1)
+    by_events = record or (ranks_per_core > 1 and layout.pp > 1)
 
     def scheduled(count: int, compare: bool = False) -> tuple[Timeline, ActionTimes | None]:
         """Schedule `count` micro-batches."""
@@ -133,12 +132,10 @@ def schedule_traces(
     kernels: Kernels,
     *,
     record: bool = False,
-    by_events: bool = False,
 ) -> Timeline:
     """Return the schedule of a step.
 
     `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
-    `by_events`: as for `schedule`.
     """
     layout = experiment.layout
     cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)
@@ -148,7 +145,9 @@ def schedule_traces(
 
     captured = layout.cuda_graphs and not capture_obstacle(layout, experiment.training)
     programs = [
-        compile_program(traced, layout.accumulation, cost, seconds, network.messages, captured=captured)
+        compile_program(
+            traced, layout.accumulation, cost, seconds, network.messages, captured=captured, record=record
+        )
         for traced in traces
     ]
     return schedule(
@@ -158,7 +157,6 @@ def schedule_traces(
         overlap_cost=network.overlap_cost,
         ranks_per_core=system.ranks_per_core,
         record=record,
-        by_events=by_events,
     )
 
 

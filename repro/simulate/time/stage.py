@@ -20,6 +20,7 @@ from repro.simulate.time.cross_stage import (
 )
 from repro.simulate.time.device import first_lane, in_any_lane, maximum, minimum
 from repro.simulate.time.program import (
+    COMPUTE,
     GROUPS_ACROSS_STAGES,
     Await,
     Issue,
@@ -163,9 +164,10 @@ class StageStreams:
         start, end = self.all.arrivals[message]
         if self.all.order.receivers[message] == self.stage:
             self.time.received(start, end)
+            tensors = "gradients" if self.all.order.is_backward.flat[message] else "activations"
+            stream = f"pp, {tensors} of stage {message // len(self.all.order.actions[0])}"
+            self._record(stream, STAGE_SEND, start, end - start)
         self.time.waited_for_message(self.now, start, end)
-        if self.recording:
-            self._record("compute", "waiting for a stage", self.now, end - self.now)
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
@@ -205,7 +207,7 @@ class StageStreams:
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
         """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
         self.time.computed(block, seconds, took)
-        self._record("compute", name, self.now, took)
+        self._record(COMPUTE, name, self.now, took, block)
         self.now = self.now + took
 
     def _issue(self, item: Issue) -> None:
@@ -232,9 +234,10 @@ class StageStreams:
             over = over.end
             self.streams[issue.group] = maximum(self.streams[issue.group], over)
             self.latest = maximum(self.latest, over)
+            self._record(issue.group, issue.label, over - issue.seconds, issue.seconds)
         self.time.waited_for(issue, self.now, over, across=issue.group in GROUPS_ACROSS_STAGES)
         self.now = maximum(self.now, over)
 
-    def _record(self, stream: str, name: str, start: float, seconds: float) -> None:
+    def _record(self, stream: str, name: str, start: float, seconds: float, *block: OperatorBlock) -> None:
         if self.recording and first_lane(seconds) > 0:
-            self.spans.append(Span(self.stage, stream, name, first_lane(start), first_lane(seconds)))
+            self.spans.append(Span(self.stage, stream, name, first_lane(start), first_lane(seconds), *block))

@@ -21,9 +21,7 @@ Action = tuple[int, int] | tuple[int]
 CASES = {
     "plain": ({}, None),
     "expandable": ({"expandable": True}, None),
-    "max-split": ({"max_split": 64 * MIB}, None),
     "limit": ({}, 1001 * MIB),
-    "max-split-limit": ({"max_split": 64 * MIB}, 1001 * MIB),
 }
 """Options and limit.  Segments are multiples of 2 MiB, so an odd limit does not hang on how torch rounds it."""
 
@@ -73,8 +71,6 @@ def environment(options: dict[str, int]) -> dict[str, str]:
     parts = []
     if "expandable" in options:
         parts.append("expandable_segments:True")
-    if "max_split" in options:
-        parts.append(f"max_split_size_mb:{options['max_split'] // MIB}")
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return kept | ({names[0]: ",".join(parts)} if parts else {})

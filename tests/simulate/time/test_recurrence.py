@@ -85,6 +85,6 @@ def test_a_random_layout_takes_the_time_of_its_events(experiment: Experiment) ->
     with mock.patch.object(StageStreams, "run_events", side_effect=AssertionError("events were scheduled")):
         found = schedule_traces(experiment, system(), traces, MODELLED_KERNELS)
         in_cases = scheduled_step_seconds(experiment, cases, traces, MODELLED_KERNELS)
-    assert_equal(found, schedule_traces(experiment, system(), traces, MODELLED_KERNELS, by_events=True))
-    by_events = schedule_traces(experiment, cases, traces, MODELLED_KERNELS, by_events=True)
+    assert_equal(found, schedule_traces(experiment, system(), traces, MODELLED_KERNELS, record=True))
+    by_events = schedule_traces(experiment, cases, traces, MODELLED_KERNELS, record=True)
     assert in_cases == pytest.approx(by_events.seconds, rel=1e-9)

@@ -220,7 +220,7 @@ def pipeline(
         tail: list[Any] = [Issue(("end",), "world", "barrier", 0.0), Await(("end",))]
         return StageProgram(segments, tail, micro_batches=3)
 
-    return schedule(layout, [made(stage) for stage in range(p)], messages, by_events=by_events)
+    return schedule(layout, [made(stage) for stage in range(p)], messages, record=by_events)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -347,21 +347,40 @@ def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
     assert found.step_s >= pipeline(layout, wire).step_s - 1e-9
 
 
-def test_a_drawing_has_a_row_for_each_stream(tmp_path: Any) -> None:
-    found = predicted("dp-z2", base_system(), record=True)
-    events = breakdown.trace_events(found.timeline.spans, [0])
-    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"compute", "dp"} <= rows
-    spans = [event for event in events if event["ph"] == "X"]
-    assert min(span["ts"] for span in spans) == 0
-    by_row: dict[int, list[tuple[float, float]]] = {}
-    for span in spans:
-        by_row.setdefault(span["tid"], []).append((span["ts"], span["ts"] + span["dur"]))
-    for row in by_row.values():  # a stream does one thing at a time
-        row.sort()
-        assert all(later[0] >= earlier[1] - 1e-6 for earlier, later in pairwise(row))
-    breakdown.write_chrome_trace(tmp_path / "timeline.json", found.timeline.spans, [0])
-    assert (tmp_path / "timeline.json").stat().st_size > 1000
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
+    """Sums of a stage's rows are the seconds that its breakdown counts, and a stream does one thing at a time."""
+    found = predicted(name, base_system(), record=True)
+    stages = range(LAYOUTS[name].pp)
+    events = list(breakdown.trace_events(found.timeline.spans, stages))
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(set(tracks.items())) == len({(pid, track) for (pid, _), track in tracks.items()})
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = {(stage, "compute"): [] for stage in stages}
+    annotated = dict.fromkeys(stages, 0.0)
+    for event in (e for e in events if e["ph"] == "X"):
+        if event["cat"] == "kernel":
+            rows.setdefault((event["pid"], tracks[event["pid"], event["tid"]]), []).append(event)
+        else:
+            annotated[event["pid"]] += event["dur"] / 1e6
+    for row in rows.values():
+        row.sort(key=lambda event: event["ts"])
+        assert all(b["ts"] >= a["ts"] + a["dur"] - 1e-3 for a, b in pairwise(row))
+    for stage, time in enumerate(found.timeline.stages):
+        drawn: dict[str, float] = {}
+        for (of, _), row in rows.items():
+            for event in row if of == stage else ():
+                label = event["args"]["label"] if event["name"].startswith("nccl:") else "compute"
+                drawn[label] = drawn.get(label, 0.0) + event["dur"] / 1e6
+        assert drawn.pop("compute") == pytest.approx(sum(time.busy.values()))
+        drawn.pop(STAGE_SEND, None)  # in the row of the receiver; a breakdown counts both ends
+        counted = {k: v for k, v in time.communication.items() if v and k != STAGE_SEND}
+        assert drawn == pytest.approx(counted)
+        assert annotated[stage] <= found.step_s * (1 + 1e-9)
+    if len(stages) == 1:
+        (time,) = found.timeline.stages
+        whole = sum(time.busy.values()) + sum(time.exposed.values()) + time.bubble
+        assert found.step_s == pytest.approx(whole)
+        assert min(event["ts"] for event in rows[0, "compute"]) == 0
 
 
 # --- stages that share cores
