@@ -14,8 +14,8 @@ from repro.claims.records import Missing, Records
 from repro.claims.tolerance import (
     NOISELESS_METRICS,
     AcceptedRange,
+    accepted_range_at_scale,
     accepted_range_of_row,
-    agrees_at_scale,
     describe_class_tolerance,
     describe_tolerance,
     published_range,
@@ -121,22 +121,25 @@ def _evaluate_on(
         expected = _in_unit(expected, row.unit)
         point = float(value.value)
         seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)  # noise must not help
-        agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
+        rule = accepted_range_at_scale((float(expected.low), float(expected.high)), evidence.metric)
         expectation = format_value(float(expected.value))
         allowance = describe_class_tolerance(evidence.metric)
         reason = f"{expectation} expected at this scale, {allowance} ({evidence.metric})"
     else:
-        rule = accepted_range_of_row(row, evidence, claim)
-        assert rule is not None
-        reason = rule.because
+        published = accepted_range_of_row(row, evidence, claim)
+        assert published is not None
+        rule, reason = published, published.because
         point = float(value.value)
         # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
-        agrees = rule.meets(*seen)
         reason = _joined(reason, describe_fits(used))
         if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
             reason += "; the interval reaches across the limit"
-    verdict = yes if agrees else no
+    verdict = no
+    if rule.meets(*seen):
+        verdict = yes
+        known = row.printed if expected is None else expected
+        common["margin"] = rule.margin(*seen, float(known.value)) if known is not None else None
     if evidence.kind == SIMULATED and expected is None:
         doubt = propagate_unknowns(evidence, row, read, records, functions)
         if doubt is not None:

@@ -90,6 +90,13 @@ def describe_accepted(row: RowResult) -> str:
     return accepted if rule else OUTCOMES.get(row.row.published, row.row.published)
 
 
+def describe_margin(row: RowResult) -> str:
+    """Return the margins of a row down and up in percent, such as `-8 +22`; an open end has none."""
+    ends = zip("-+", row.margin or (), strict=False)
+    shown = (f"{sign}{100 * end:.2g}" for sign, end in ends if end < float("inf"))
+    return " ".join(shown) or units.NO_VALUE
+
+
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     """Return the machine of each decided value of `rows` that one device measured, each once."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]

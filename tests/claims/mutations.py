@@ -7,8 +7,8 @@ stay in memory. The tool writes `repro/claims/data/mutations.json` and the table
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,12 +33,14 @@ from repro.results.metrics import SPEED
 from repro.results.record_parts import StepSeries
 from repro.results.reference_records import load_reference
 from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.results.select import select
+from repro.results.store import read_records
 from repro.simulate import record as step_record
 from repro.simulate import step
 from repro.simulate.time import predict
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels, first_lane
 from repro.simulate.time.schedule import Timeline, schedule_traces
-from repro.simulate.trace.events import Alloc, Event, Message, Operator, PhaseStart, Wait
+from repro.simulate.trace.events import Alloc, Event, Message, PhaseStart, Wait
 from repro.simulate.trace.roles import PipelineRole, Trace, trace
 from repro.util.processes import pause_garbage_collection
 from repro.util.workers import Workers
@@ -52,7 +54,7 @@ Row = tuple[str, str]
 """Claim and label of a row."""
 EventChange = Callable[[Event, Layout, str], Sequence[Event]]
 """A function of an event, the layout and the phase, which returns the events in its place; none drops the event."""
-MEMORY, TRAFFIC, TIME = "memory", "traffic", "time"
+MEMORY, FIT, TRAFFIC, TIME = "memory", "fit", "traffic", "time"
 """Quantities of a simulation."""
 
 
@@ -117,13 +119,8 @@ def _fp32_gradients(event: Event, layout: Layout, phase: str) -> Sequence[Event]
 
 
 def _waited_for(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
-    is_collective = type(event) is Message and event.peer < 0
-    return (event, Wait(event.work)) if is_collective else (event,)
-
-
-def _free_update(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
-    if type(event) is Operator and phase == Phase.OPTIMIZER:
-        return (event._replace(flops=0, read=0, written=0),)
+    if type(event) is Message and event.peer < 0:
+        return event, Wait(event.work)
     return (event,)
 
 
@@ -150,13 +147,13 @@ def _bubble_times(factor: float) -> Callable[..., Timeline]:
 
 
 CALIBRATED = predict.calibrated_kernels
-NONE = Mutation("", "", "", (MEMORY, TRAFFIC, TIME))
+NONE = Mutation("", "", "", (MEMORY, FIT, TRAFFIC, TIME))
 MUTATIONS = (
     Mutation(
         "fp32 gradients",
         "memory",
         "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
-        (MEMORY, TRAFFIC, TIME),
+        (MEMORY, FIT, TRAFFIC, TIME),
         lambda layout: layout.grad_bytes == 2,
         events=_fp32_gradients,
     ),
@@ -164,7 +161,7 @@ MUTATIONS = (
         "no master copy",
         "memory",
         "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
-        (MEMORY,),
+        (MEMORY, FIT),
         lambda layout: layout.precision != "fp32",
         events=_resized((Category.OPTIMIZER,), lambda layout: 2 / 3),
     ),
@@ -172,21 +169,21 @@ MUTATIONS = (
         "no optimizer states",
         "memory",
         "Only parameters and gradients are model states.",
-        (MEMORY,),
+        (MEMORY, FIT),
         events=_resized((Category.OPTIMIZER,), lambda layout: 0),
     ),
     Mutation(
         "no activations",
         "memory",
         "Activations, checkpoints and temporary tensors need no memory.",
-        (MEMORY,),
+        (MEMORY, FIT),
         events=_resized((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
     ),
     Mutation(
         "optimizer states not partitioned",
         "memory",
         "Every rank has all optimizer states under ZeRO.",
-        (MEMORY,),
+        (MEMORY, FIT),
         lambda layout: layout.zero,
         events=_resized((Category.OPTIMIZER,), lambda layout: layout.copies),
     ),
@@ -194,7 +191,7 @@ MUTATIONS = (
         "gradients not partitioned",
         "memory",
         "Every rank has all gradients under stages 2 and 3 of ZeRO.",
-        (MEMORY,),
+        (MEMORY, FIT),
         lambda layout: layout.zero > 1,
         events=_resized((Category.GRADIENTS,), lambda layout: layout.copies),
     ),
@@ -202,7 +199,7 @@ MUTATIONS = (
         "no recomputation",
         "memory",
         "All activations stay in memory, and nothing is computed twice.",
-        (MEMORY, TRAFFIC, TIME),
+        (MEMORY, FIT, TRAFFIC, TIME),
         lambda layout: layout.recompute,
         layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
     ),
@@ -210,7 +207,7 @@ MUTATIONS = (
         "no sequence parallelism",
         "memory",
         "Every tensor-parallel rank has the activations of the full sequence.",
-        (MEMORY, TIME),
+        (MEMORY, FIT, TIME),
         lambda layout: layout.sp,
         layout=lambda layout: {"sp": False},
     ),
@@ -218,14 +215,14 @@ MUTATIONS = (
         "no fragmentation",
         "memory",
         "The allocator loses no memory to fragments.",
-        (MEMORY,),
+        (MEMORY, FIT),
         settings={"expandable": True},
     ),
     Mutation(
         "no context",
         "memory",
         "The CUDA context and its libraries need no memory.",
-        (MEMORY,),
+        (MEMORY, FIT),
         system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
     ),
     Mutation(
@@ -288,13 +285,6 @@ MUTATIONS = (
         function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
     ),
     Mutation(
-        "free update",
-        "time",
-        "The optimizer computes nothing and moves no bytes.",
-        (TIME,),
-        events=_free_update,
-    ),
-    Mutation(
         "double bubble",
         "schedule",
         "Pipeline stages wait twice as long for each other.",
@@ -306,7 +296,7 @@ MUTATIONS = (
         "no interleaving",
         "schedule",
         "Each pipeline stage has one part of the model instead of several chunks.",
-        (MEMORY, TRAFFIC, TIME),
+        (MEMORY, FIT, TRAFFIC, TIME),
         lambda layout: layout.chunks > 1,
         layout=lambda layout: {"schedule": "1f1b", "chunks": 1, "stage_layers": ()},
     ),
@@ -314,7 +304,7 @@ MUTATIONS = (
         "half the stages",
         "schedule",
         "Each pipeline stage has the layers of two stages.",
-        (MEMORY, TRAFFIC),
+        (MEMORY, FIT, TRAFFIC),
         lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
         layout=lambda layout: {"pp": layout.pp // 2},
     ),
@@ -353,6 +343,8 @@ class MutatedSimulation:
         self.experiment, self.suite, self.reads = experiment, suite, reads
         self.traces: dict[PipelineRole, Trace] = {}
         self.memory: dict[tuple[Any, ...], Any] = {}
+        self.base: dict[str, float] = {}
+        """Metrics without a mutation, which is the first one."""
 
     def record(self, mutation: Mutation) -> ExperimentRecord | None:
         """Return the record under `mutation`; None if the mutation changes nothing that is read."""
@@ -365,12 +357,12 @@ class MutatedSimulation:
             return None
         if mutation.layout is not None:
             run = replace(run, layout=replace(run.layout, **mutation.layout(run.layout)))
-        memory_is_changed = MEMORY in mutation.moves and MEMORY in self.reads
+        moved = {*mutation.moves} & {*self.reads} if self.base else {MEMORY, FIT, *self.reads}
         with ExitStack() as stack:
             stack.enter_context(patch.object(step, "trace", partial(self._trace, mutation)))
             stack.enter_context(patch.object(step_record, "_series", lambda *_: StepSeries()))
-            if not memory_is_changed or mutation is NONE:
-                for name in ("measure_live_bytes", "replay"):
+            for name, quantities in (("measure_live_bytes", {MEMORY}), ("replay", {FIT})):
+                if not self.base or not quantities & moved:
                     known = partial(self._known_memory, getattr(step, name), Counter())
                     stack.enter_context(patch.object(step, name, known))
             if mutation.function is not None:
@@ -379,10 +371,13 @@ class MutatedSimulation:
                 run,
                 machine,
                 memory_limit=run.limits.memory_bytes or None,
-                time=TIME in self.reads,
+                time=TIME in moved,
                 **mutation.settings,
             )
-            return step_record.simulated_record(run, found, machine, suite=self.suite, wall_s=0.0)
+            record = step_record.simulated_record(run, found, machine, suite=self.suite, wall_s=0.0)
+        record = replace(record, metrics={**self.base, **record.metrics})
+        self.base = self.base or record.metrics
+        return record
 
     def _trace(self, mutation: Mutation, experiment: Experiment, role: PipelineRole, *, gloo: bool) -> Trace:
         if mutation.layout is not None:
@@ -436,8 +431,11 @@ def quantities_read(rows: Iterable[RowResult]) -> dict[str, set[str]]:
             metrics = [text for _, texts in calls for text in texts if text not in names]
             found = {TIME for name in metrics if name.startswith(SPEED)}
             found |= {TRAFFIC for name in metrics if name.startswith("comm.")}
-            if not metrics or not all(name.startswith((*SPEED, "comm.")) for name in metrics):
-                found.add(MEMORY)
+            found |= {MEMORY for name in metrics if name.startswith("memory.")}
+            if any(function not in ("metric", "rising") for function, _ in calls) or any(
+                name.startswith("memory.reserved") for name in metrics
+            ):
+                found.add(FIT)
             for name in names:
                 read[name] |= found
     return read
@@ -466,15 +464,25 @@ def _suite(name: str) -> Suite:
     return load_suite(ROOT / f"suites/{name}.toml")
 
 
-def verdict_changes(ledger: Ledger, workers: Workers, mutations: Sequence[str] = ()) -> MutationTable:
-    """Judge `ledger` without a mutation and under each of `mutations`, by default all."""
+def verdict_changes(
+    ledger: Ledger, workers: Workers, mutations: Sequence[str] = (), store: Path | None = None
+) -> MutationTable:
+    """Judge `ledger` without a mutation and under each of `mutations`, by default all.
+
+    `store`: simulations without a mutation, which are read and not written; missing ones are made.
+    """
     references = load_reference()
+    base = {} if store is None else {one.label: one for one in select(read_records(store)).simulated}
+    base = {label: replace(record, interval=None) for label, record in base.items()}
 
     def judged(records: Mapping[str, ExperimentRecord]) -> dict[Row, RowResult]:
         results = judge(ledger, records.values(), references)
         return {(one.claim.id, row.row.label): row for one in results for row in one.rows}
 
-    base = simulate_all(quantities_read(judged({}).values()), [""], workers)[""]
+    missing = {
+        name: reads for name, reads in quantities_read(judged({}).values()).items() if name not in base
+    }
+    base |= simulate_all(missing, [""], workers)[""]
     agreeing = {row: found for row, found in judged(base).items() if found.verdict == REPRODUCED}
     tested = {row: found for row, found in agreeing.items() if found.basis == SIMULATED}
     mutated = simulate_all(
@@ -494,8 +502,12 @@ def verdict_changes(ledger: Ledger, workers: Workers, mutations: Sequence[str] =
 
 def main() -> int:
     """Write the table of all mutations, and print the number of changed verdicts by mutation."""
-    with Workers(int(os.environ.get("WORKERS", "0"))) as workers:
-        table = verdict_changes(load_ledger(), workers)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="store of `make simulate`, which is only read")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores allow")
+    given = parser.parse_args()
+    with Workers(given.workers) as workers:
+        table = verdict_changes(load_ledger(), workers, store=given.results)
     document: dict[str, Any] = {
         "agreeing": table.agreeing,
         "mutations": {one.name: one.fault for one in MUTATIONS},
