@@ -171,7 +171,7 @@ def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -
 
 @cache
 def load_mutations() -> dict[str, dict[str, list[str]]]:
-    """Return the mutations that change a verdict by claim and label of the row, as `make mutations` wrote them."""
+    """Return the mutations that change a verdict by claim and label of the row, as `make mutation-table` wrote them."""
     document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
     found: dict[str, dict[str, list[str]]] = document["claims"]
     return found

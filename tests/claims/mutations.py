@@ -1,4 +1,4 @@
-"""`make mutations`: the published experiments under known faults of a simulator, and the verdicts that change.
+"""`make mutation-table`: the published experiments under known faults of a simulator, and the verdicts that change.
 
 A mutation changes the layout, the system, the traced events or one function of the time model. The tool simulates each
 experiment that an agreeing value reads, again under every mutation, and judges the ledger on these records. The records
@@ -48,6 +48,7 @@ from repro.util.workers import Workers
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "repro/claims/data/mutations.json"
 PAGE = ROOT / "docs/mutations.md"
+MARKER = "<!-- Tables that `make mutation-table` writes. -->"
 SLOWER = 1.25
 """Factor of the time of all kernels under "slower kernels"."""
 Row = tuple[str, str]
@@ -190,10 +191,10 @@ MUTATIONS = (
     Mutation(
         "gradients not partitioned",
         "memory",
-        "Every rank has all gradients under stages 2 and 3 of ZeRO.",
+        "Stage 2 of ZeRO behaves as stage 1.",
         (MEMORY, FIT),
-        lambda layout: layout.zero > 1,
-        events=_resized((Category.GRADIENTS,), lambda layout: layout.copies),
+        lambda layout: layout.zero == 2,
+        layout=lambda layout: {"zero": 1},
     ),
     Mutation(
         "no recomputation",
@@ -448,7 +449,7 @@ def simulate_all(
     work = []
     for name, reads in read.items():
         suite, _, experiment = name.partition("/")
-        work.append((_suite(suite).entry(experiment).experiment, suite, sorted(reads), mutations))
+        work.append((load_suite_of(suite).entry(experiment).experiment, suite, sorted(reads), mutations))
     work = [one for one in work if not missing_for_simulation(one[0])]
     found: dict[str, dict[str, ExperimentRecord]] = {name: {} for name in mutations}
     for number, records in enumerate(workers.completed(simulate_mutations, work), 1):
@@ -460,7 +461,7 @@ def simulate_all(
 
 
 @cache
-def _suite(name: str) -> Suite:
+def load_suite_of(name: str) -> Suite:
     return load_suite(ROOT / f"suites/{name}.toml")
 
 
@@ -500,6 +501,45 @@ def verdict_changes(
     )
 
 
+def document_of(table: MutationTable) -> dict[str, Any]:
+    """Return the table as the data of `repro/claims/data/mutations.json`."""
+    claims: dict[str, dict[str, list[str]]] = {}
+    for (claim, label), names in table.changed_by.items():
+        claims.setdefault(claim, {})[label] = names
+    return {"agreeing": table.agreeing, "mutations": [one.name for one in MUTATIONS], "claims": claims}
+
+
+def page_tables(document: Mapping[str, Any]) -> str:
+    """Return the tables of the page: totals, mutations with their changed verdicts, and unchanged values."""
+    rows = [row for rows in document["claims"].values() for row in rows.values()]
+    counts = Counter(name for names in rows for name in names)
+    changed = sum(map(bool, rows))
+    share = 100 * changed / document["agreeing"]
+    lines = [
+        "| agreeing values that are tests | simulated | changed by a mutation | share of all (%) |",
+        "|---|---|---|---|",
+        f"| {document['agreeing']} | {len(rows)} | {changed} | {share:.1f} |",
+        "",
+        "| mutation | area | fault of a simulator | changed verdicts |",
+        "|---|---|---|---|",
+        *(f"| {one.name} | {one.area} | {one.fault} | {counts[one.name]} |" for one in MUTATIONS),
+        "",
+        "| claim | values that no mutation changes |",
+        "|---|---|",
+    ]
+    for claim, labels in document["claims"].items():
+        unchanged = [label for label, names in labels.items() if not names]
+        if unchanged:
+            lines.append(f"| `{claim}` | {'; '.join(unchanged)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Return the page with the tables of `document` after its marker."""
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
+    return f"{text}{MARKER}\n{page_tables(document)}"
+
+
 def main() -> int:
     """Write the table of all mutations, and print the number of changed verdicts by mutation."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -508,19 +548,10 @@ def main() -> int:
     given = parser.parse_args()
     with Workers(given.workers) as workers:
         table = verdict_changes(load_ledger(), workers, store=given.results)
-    document: dict[str, Any] = {
-        "agreeing": table.agreeing,
-        "mutations": {one.name: one.fault for one in MUTATIONS},
-        "claims": {},
-    }
-    for (claim, label), names in table.changed_by.items():
-        document["claims"].setdefault(claim, {})[label] = names
+    document = document_of(table)
     DATA.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    counts = Counter(name for names in table.changed_by.values() for name in names)
-    for one in MUTATIONS:
-        print(f"{counts[one.name]:4} {one.name}")
-    changed = sum(bool(names) for names in table.changed_by.values())
-    print(f"{changed} of {len(table.changed_by)} simulated and {table.agreeing} agreeing values changed")
+    PAGE.write_text(page(document), encoding="utf-8")
+    print(page_tables(document))
     return 0
 
 

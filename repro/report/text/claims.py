@@ -307,6 +307,7 @@ def _evidence_table(result: ClaimResult) -> Table:
             for part in (
                 row.row.note,
                 f"Given: {row.row.given}." * bool(row.row.given),
+                headlines.describe_strength(row),
                 "[supporting value]" * (not row.row.main),
                 f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),
