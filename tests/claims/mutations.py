@@ -509,6 +509,18 @@ def document_of(table: MutationTable) -> dict[str, Any]:
     return {"agreeing": table.agreeing, "mutations": [one.name for one in MUTATIONS], "claims": claims}
 
 
+def write_data(document: Mapping[str, Any]) -> None:
+    """Write the data file, with one line per value."""
+    claims = ",\n".join(
+        f"  {json.dumps(claim)}: {{\n"
+        + ",\n".join(f"   {json.dumps(label)}: {json.dumps(names)}" for label, names in rows.items())
+        + "\n  }"
+        for claim, rows in document["claims"].items()
+    )
+    head = json.dumps({key: document[key] for key in ("agreeing", "mutations")}, indent=1)
+    DATA.write_text(f'{head[:-2]},\n "claims": {{\n{claims}\n }}\n}}\n', encoding="utf-8")
+
+
 def page_tables(document: Mapping[str, Any]) -> str:
     """Return the tables of the page: totals, mutations with their changed verdicts, and unchanged values."""
     rows = [row for rows in document["claims"].values() for row in rows.values()]
@@ -549,7 +561,7 @@ def main() -> int:
     with Workers(given.workers) as workers:
         table = verdict_changes(load_ledger(), workers, store=given.results)
     document = document_of(table)
-    DATA.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_data(document)
     PAGE.write_text(page(document), encoding="utf-8")
     print(page_tables(document))
     return 0
