@@ -389,13 +389,18 @@ class MutatedSimulation:
         return known if mutation.events is None else changed_trace(known, mutation.events)
 
     def _known_memory(
-        self, function: Callable[..., Any], calls: Counter[str], *arguments: Any, **settings: Any
+        self,
+        function: Callable[..., Any],
+        calls: Counter[str],
+        events: list[Event],
+        *rest: Any,
+        **settings: Any,
     ) -> Any:
-        """Return the result for the role of this call without a mutation."""
+        """Return the result for the role of this call without a mutation; that of no events if nobody reads it."""
         key = function.__name__, calls["role"]
         calls["role"] += 1
         if key not in self.memory:
-            self.memory[key] = function(*arguments, **settings)
+            self.memory[key] = function(events if {MEMORY, FIT} & {*self.reads} else [], *rest, **settings)
         return self.memory[key]
 
 
