@@ -11,10 +11,12 @@ import pytest
 from repro.claims.headlines import describe_margin, describe_strength
 from repro.claims.judge import judge
 from repro.claims.reader import load_ledger
+from repro.claims.table import totals
 from repro.claims.tolerance import AcceptedRange
 from repro.claims.verdicts import NOT_REPRODUCED, REPRODUCED, RowResult
 from tests.claims.made_up import record
 from tests.claims.test_judge import HEAD
+from tests.records import made_up
 
 
 def row_result(tmp_path: Path, row: str, value: float, evidence: str = "", steps: str = "") -> RowResult:
@@ -88,3 +90,32 @@ def test_the_verdict_changes_just_beyond_the_margin(tmp_path: Path, bound: str, 
 def test_an_interval_may_move_until_all_of_it_has_left() -> None:
     accepted = AcceptedRange(10, 20, False, False, "")
     assert accepted.margin(9, 12, 10) == pytest.approx((0.2, 1.1))
+
+
+@pytest.mark.parametrize(
+    ("mutations", "weakness", "strength"),
+    [
+        ({"a-claim": {"x": []}}, "no mutation changes it", "Margin -12 +12 %. Weak: no mutation changes it."),
+        ({"a-claim": {"x": ["no bubble"]}}, "", "Margin -12 +12 %. Would fail with: no bubble."),
+        ({}, "", "Margin -12 +12 %."),
+    ],
+)
+def test_a_simulated_value_that_no_mutation_changes_is_weak(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mutations: dict[str, dict[str, list[str]]],
+    weakness: str,
+    strength: str,
+) -> None:
+    monkeypatch.setattr("repro.claims.judge.load_mutations", lambda: mutations)
+    keys = 'published = "2.0", simulated = { value = \'metric("s/full", "speed")\' }'
+    (tmp_path / "test.toml").write_text(f'{HEAD}{{ label = "x", {keys} }},\n]\n')
+    store = [made_up("full", evidence="simulated", metrics={"speed": 2.0})]
+    (result,) = judge(load_ledger(tmp_path), store)
+    assert (result.rows[0].weakness, describe_strength(result.rows[0])) == (weakness, strength)
+    assert f"1 agree ({bool(weakness):d} weak)" in totals([result])
+
+
+def test_a_measured_value_needs_no_mutation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("repro.claims.judge.load_mutations", lambda: {"a-claim": {"x": []}})
+    assert row_result(tmp_path, 'published = "2.0"', 2.0).weakness == ""
