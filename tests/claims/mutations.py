@@ -42,8 +42,7 @@ from repro.simulate.time.device import MODELLED_KERNELS, Kernels, first_lane
 from repro.simulate.time.schedule import Timeline, schedule_traces
 from repro.simulate.trace.events import Alloc, Event, Message, PhaseStart, Wait
 from repro.simulate.trace.roles import PipelineRole, Trace, trace
-from repro.util.processes import pause_garbage_collection
-from repro.util.workers import Workers
+from repro.util.processes import Workers, pause_garbage_collection
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "repro/claims/data/mutations.json"

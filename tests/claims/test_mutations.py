@@ -9,7 +9,7 @@ import pytest
 
 from repro.claims.judge import load_mutations
 from repro.results.schema import SIMULATED
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 from tests import committed
 from tests.claims.mutations import (
     BY_NAME,
