@@ -297,8 +297,8 @@ MUTATIONS = (
         "schedule",
         "Each pipeline stage has one part of the model instead of several chunks.",
         (MEMORY, FIT, TRAFFIC, TIME),
-        lambda layout: layout.chunks > 1,
-        layout=lambda layout: {"schedule": "1f1b", "chunks": 1, "stage_layers": ()},
+        lambda layout: layout.chunks > 1 and not layout.stage_layers,
+        layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
     ),
     Mutation(
         "half the stages",
@@ -532,11 +532,11 @@ def page_tables(document: Mapping[str, Any]) -> str:
     changed = sum(map(bool, rows))
     share = 100 * changed / document["agreeing"]
     lines = [
-        "| agreeing values that are tests | simulated | changed by a mutation | share of all (%) |",
+        "| tests that agree (values) | simulated (values) | changed by a mutation (values) | share of all tests (%) |",
         "|---|---|---|---|",
         f"| {document['agreeing']} | {len(rows)} | {changed} | {share:.1f} |",
         "",
-        "| mutation | area | fault of a simulator | changed verdicts |",
+        "| mutation | area | fault of a simulator | changed verdicts (values) |",
         "|---|---|---|---|",
         *(f"| {one.name} | {one.area} | {one.fault} | {counts[one.name]} |" for one in MUTATIONS),
         "",
