@@ -41,7 +41,7 @@ DEFINITIONS: tuple[str, ...] = (
     "simulated: with a 90 % interval. possible: a miss, but the interval contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
-MAX_CLAIM_ROWS = 7
+MAX_CLAIM_ROWS = 6
 """Maximum number of values that one claim shows, those that disagree first."""
 MAX_STRENGTH_TEXT = 195
 """Maximum length of the margins of a claim's values, in characters: two lines."""
