@@ -13,6 +13,7 @@
 # make check       formatter, linter, type checker, size of the packages
 # make structure   files and lines of each package, beside its budget in tests/structure.toml
 # make mutants     faults in the lines that have changed since BASE, or in a PACKAGE: do the tests notice them?
+# make mutation-table  the published experiments of the store RESULTS under faults of a simulator: which verdicts change? ten minutes
 # make readability 60 docstrings, comments and messages at random, to be read without the code; SEED names the draw
 # make benchmarks  pytest-benchmark comparisons
 # make docs        the documentation as a site, build/docs/index.html; a broken link is an error
@@ -279,6 +280,9 @@ structure: $(INSTALLED_TEST)
 # Resumes where it was broken off; what survived is tried again.
 mutants: $(INSTALLED_MUTANTS)
 	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) --base $(BASE) $(PACKAGE:%=--package %) $(SAMPLE:%=--sample %) $(SEED:%=--seed %)
+
+mutation-table: $(INSTALLED_TEST)
+	$(BIN)/python -m tests.claims.mutations --workers $(WORKERS) $(RESULTS)
 
 readability: $(INSTALLED_TEST)
 	@$(BIN)/python -m tests.readability $(or $(SEED),1)

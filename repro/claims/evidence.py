@@ -14,8 +14,8 @@ from repro.claims.records import Missing, Records
 from repro.claims.tolerance import (
     NOISELESS_METRICS,
     AcceptedRange,
+    accepted_range_at_scale,
     accepted_range_of_row,
-    agrees_at_scale,
     describe_class_tolerance,
     describe_tolerance,
     published_range,
@@ -96,47 +96,34 @@ def _evaluate_on(
         return Finding(verdict=NOT_RUN, reason=f"cannot be computed: {error}", **common)
     if isinstance(value.value, str) or (expected and isinstance(expected.value, str)):
         right = expected.value if expected else row.published
-        verdict = yes if value.value == right else no
-        return Finding(
-            verdict=verdict,
-            reason=_joined(f"expected {right}", describe_fits(used)),
-            value=value.value,
-            expected=right,
-            text=str(value.value),
-            **common,
-        )
+        reason = _joined(f"expected {right}", describe_fits(used))
+        common |= {"value": value.value, "text": str(value.value), "expected": right}
+        return Finding(verdict=yes if value.value == right else no, reason=reason, **common)
     value = _in_unit(value, row.unit)
-    low, high = float(value.low), float(value.high)
+    low, high, point = float(value.low), float(value.high), float(value.value)
     if calibration:
-        return Finding(
-            verdict=NOT_COMPARABLE,
-            reason=calibration,
-            value=value.value,
-            low=value.low,
-            high=value.high,
-            text=_text(value, row),
-            **common,
-        )
+        return Finding(verdict=NOT_COMPARABLE, reason=calibration, **common, **_numbers(value, row))
     if expected is not None:
         expected = _in_unit(expected, row.unit)
-        point = float(value.value)
+        common["expected"] = expected.value
         seen = (low, high) if evidence.metric in NOISELESS_METRICS else (point, point)  # noise must not help
-        agrees = agrees_at_scale(seen, (float(expected.low), float(expected.high)), evidence.metric)
+        rule = accepted_range_at_scale((float(expected.low), float(expected.high)), evidence.metric)
         expectation = format_value(float(expected.value))
         allowance = describe_class_tolerance(evidence.metric)
         reason = f"{expectation} expected at this scale, {allowance} ({evidence.metric})"
     else:
-        rule = accepted_range_of_row(row, evidence, claim)
-        assert rule is not None
-        reason = rule.because
-        point = float(value.value)
+        published = accepted_range_of_row(row, evidence, claim)
+        assert published is not None
+        rule, reason = published, _joined(published.because, describe_fits(used))
         # Noise must not help: the point decides, but at a bound, which the evidence's own interval widens.
         seen = (low, high) if evidence.kind == "analytic" or row.bound else (point, point)
-        agrees = rule.meets(*seen)
-        reason = _joined(reason, describe_fits(used))
         if evidence.kind != "analytic" and _crosses_limit(rule, low, high):
             reason += "; the interval reaches across the limit"
-    verdict = yes if agrees else no
+    verdict = no
+    if rule.meets(*seen):
+        verdict = yes
+        known = row.printed if expected is None else expected
+        common["margin"] = rule.margin(*seen, float(known.value)) if known is not None else None
     if evidence.kind == SIMULATED and expected is None:
         doubt = propagate_unknowns(evidence, row, read, records, functions)
         if doubt is not None:
@@ -144,16 +131,12 @@ def _evaluate_on(
             value = Result(value.value, doubt.low, doubt.high)
             if verdict == NOT_REPRODUCED:
                 verdict, reason, common["deciding"] = _judge_miss(doubt, row, claim, reason)
-    return Finding(
-        verdict=verdict,
-        reason=reason,
-        value=value.value,
-        low=value.low,
-        high=value.high,
-        expected=expected.value if expected else None,
-        text=_text(value, row),
-        **common,
-    )
+    return Finding(verdict=verdict, reason=reason, **common, **_numbers(value, row))
+
+
+def _numbers(value: Result, row: Row) -> dict[str, Any]:
+    """Return the fields of a finding that contain its number."""
+    return {"value": value.value, "low": value.low, "high": value.high, "text": _text(value, row)}
 
 
 def _joined(reason: str, detail: str) -> str:

@@ -90,6 +90,25 @@ def describe_accepted(row: RowResult) -> str:
     return accepted if rule else OUTCOMES.get(row.row.published, row.row.published)
 
 
+def describe_margin(row: RowResult) -> str:
+    """Return the margins of a row down and up in percent, such as `-8 +22`; an open end has none."""
+    if row.margin == (0, 0):
+        return "0"
+    ends = zip("-+", row.margin or (), strict=False)
+    shown = (f"{sign}{100 * end:.2g}" for sign, end in ends if end < float("inf"))
+    return " ".join(shown) or units.NO_VALUE
+
+
+def describe_strength(row: RowResult) -> str:
+    """Return the margin of a reproduced row, why its test is weak, and one mutation that would change the verdict."""
+    parts = (
+        f"Margin {describe_margin(row)} %." if row.margin else "",
+        f"Weak: {row.weakness}." if row.weakness else "",
+        f"Would fail with: {row.mutations[0]}." if row.mutations else "",
+    )
+    return " ".join(filter(None, parts))
+
+
 def measuring_machines(rows: Sequence[RowResult]) -> tuple[str, ...]:
     """Return the machine of each decided value of `rows` that one device measured, each once."""
     measured = [one for row in rows for one in row.findings if one.decided and one.measured_on]

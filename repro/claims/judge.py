@@ -16,9 +16,12 @@ Weaker evidence that disagrees with the strongest is listed.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from repro.claims.evidence import evaluate_evidence
@@ -144,12 +147,34 @@ def _judge_row(row: Row, claim: Claim, records: Records) -> RowResult:
             best = failed or next((f for f in equals if f.verdict == POSSIBLE), equals[0])
             if row.erratum and best.verdict == INCONSISTENT:
                 return RowResult(row, tuple(findings), ERRATUM, _name(best), row.erratum)
-            return RowResult(row, tuple(findings), best.verdict, _name(best), best.reason)
+            return _with_margin(
+                RowResult(row, tuple(findings), best.verdict, _name(best), best.reason), equals, claim
+            )
     if row.not_comparable:
         return RowResult(row, tuple(findings), NOT_COMPARABLE, "", row.not_comparable)
     if not speaking:
         return RowResult(row, tuple(findings), NO_TEST, "", row.needs)
     return RowResult(row, tuple(findings), NOT_RUN, "", next(f.reason for f in speaking))
+
+
+def _with_margin(result: RowResult, deciding: Sequence[Finding], claim: Claim) -> RowResult:
+    """Return `result` with its margin and its mutations, if tests reproduce the row."""
+    if result.verdict != REPRODUCED:
+        return result
+    margins = [one.margin for one in deciding if one.margin is not None]
+    margin = (min(one[0] for one in margins), min(one[1] for one in margins)) if margins else None
+    mutations = (
+        load_mutations().get(claim.id, {}).get(result.row.label) if result.basis == SIMULATED else None
+    )
+    return replace(result, margin=margin, mutations=None if mutations is None else tuple(mutations))
+
+
+@cache
+def load_mutations() -> dict[str, dict[str, list[str]]]:
+    """Return the mutations that change a verdict by claim and label of the row, as `make mutation-table` wrote them."""
+    document = json.loads((Path(__file__).parent / "data/mutations.json").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, list[str]]] = document["claims"]
+    return found
 
 
 def _describe_differing_readings(findings: Sequence[Finding]) -> str:

@@ -76,7 +76,8 @@ def totals(results: Sequence[ClaimResult]) -> str:
     kinds = ", ".join(f"{sum(basis.startswith(kind) for basis in tested)} {kind}" for kind in KINDS[1:])
     counted = sum(basis.startswith(KINDS[0]) for basis in tested)
     return (
-        f"{len(rows)} values: {kinds}, {counted} counted: {count[REPRODUCED]} agree, {count[NOT_REPRODUCED]} miss, "
+        f"{len(rows)} values: {kinds}, {counted} counted: {count[REPRODUCED]} agree "
+        f"({sum(bool(row.weakness) for row in rows)} weak), {count[NOT_REPRODUCED]} miss, "
         f"{count[POSSIBLE] + count[DEPENDS]} open. No tests: {count[FOLLOWS]} follow from formulas, "
         f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
         f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."
@@ -205,6 +206,9 @@ def _row(result: RowResult) -> dict[str, Any]:
         "given": row.given,
         "blind": None if row.blind is None else row.blind.value,
         "note": row.note,
+        "margin": None if result.margin is None else [_json(end) for end in result.margin],
+        "mutations": result.mutations,
+        "weakness": result.weakness,
         "evidence": [_finding(finding) for finding in result.findings],
         "disagreements": len(result.disagrees),
     }

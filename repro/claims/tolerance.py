@@ -28,6 +28,8 @@ class is `exact`, `exact-padding` or `parity`, or `share` if the formula gives t
 measurements have noise, the measured point decides and not its interval; a bound uses the interval.
 
 No row of the ledger has a tolerance of its own.
+
+The margin of an agreeing value is its distance to both ends of the accepted values, relative to the published number.
 """
 
 from __future__ import annotations
@@ -101,6 +103,15 @@ class AcceptedRange:
         above = high > self.low if self.open_low else high >= self.low - slack
         below = low < self.high if self.open_high else low <= self.high + slack
         return above and below
+
+    def margin(self, low: float, high: float, published: float) -> tuple[float, float]:
+        """Return how far an agreeing interval `[low, high]` may move down and up, as shares of `published`."""
+        slack = _ROUNDING * max(abs(low), abs(high))
+        ends = (high - self.low, self.high - low)
+        down, up = (
+            0.0 if end <= slack else end / abs(published) if published else float("inf") for end in ends
+        )
+        return down, up
 
 
 def accepted_range(
@@ -177,12 +188,11 @@ def statement_of(
     return EVENT if calls & EVENT_FUNCTIONS or published in ("ok", "oom") else VALUE
 
 
-def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
-    """Return whether the intervals of a scaled twin and of the formula at its scale overlap under `metric`."""
-    slack = max(RELATIVE_TOLERANCE[metric], _ROUNDING) * max(
-        abs(expected[0]), abs(expected[1])
-    ) + TOLERANCE_POINTS.get(metric, 0)
-    return value[1] >= expected[0] - slack and value[0] <= expected[1] + slack
+def accepted_range_at_scale(expected: tuple[float, float], metric: str) -> AcceptedRange:
+    """Return the values that agree under `metric` with the interval of a formula at a twin's scale."""
+    relative = max(RELATIVE_TOLERANCE[metric], _ROUNDING)
+    slack = relative * max(map(abs, expected)) + TOLERANCE_POINTS.get(metric, 0)
+    return AcceptedRange(expected[0] - slack, expected[1] + slack, False, False, metric)
 
 
 def describe_class_tolerance(metric: str) -> str:

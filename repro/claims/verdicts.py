@@ -9,6 +9,8 @@ from repro.claims.expression import Value
 from repro.claims.ledger import CLOSED_FORM, ITSELF, Claim, Row
 from repro.results.interval import possible_range
 
+MAX_MARGIN = 0.25
+"""Maximum margin of a test that is not weak, relative to the published number."""
 MIN_SHOWN_SHARE = 0.02
 """Minimum share of the uncertainty of an unknown that is shown."""
 
@@ -118,6 +120,9 @@ class Finding:
     """Whether the value comes from reference records and not from the reader's own."""
     doubt: InputUncertainty | None = None
     """Uncertainty of a predicted time from unknown inputs, in the row's unit."""
+    margin: tuple[float, float] | None = None
+    """Distance of an agreeing number to the low and the high end of the accepted values, relative to the expected
+    number; None for words."""
     deciding: tuple[str, ...] = ()
     """Unknown that alone explains the published value, or the two with the largest effects; for `possible` only."""
 
@@ -160,6 +165,17 @@ class RowResult:
     basis: str
     """Kind and scale of the deciding evidence; empty when nothing is decided."""
     reason: str
+    margin: tuple[float, float] | None = None
+    """Smallest margins down and up of the tests that decide a `reproduced` row; None for words and other verdicts."""
+    mutations: tuple[str, ...] | None = None
+    """Mutations of the simulated system that change the verdict; None if the committed table lacks the row."""
+
+    @property
+    def weakness(self) -> str:
+        """Return why the test of a `reproduced` row is weak; empty if it is not."""
+        finite = [one for one in self.margin or () if one < float("inf") or not self.row.bound]
+        wide = f"may move by more than {MAX_MARGIN:.0%}" if max(finite, default=0) > MAX_MARGIN else ""
+        return " and ".join(filter(None, (wide, "no mutation changes it" if self.mutations == () else "")))
 
     @property
     def disagrees(self) -> tuple[Finding, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from repro.claims import verdicts
+from repro.claims.headlines import describe_strength
 from repro.claims.ledger import CERTAINTIES, ITSELF, KINDS, PUBLISHED_SCALE
 from repro.claims.published import append_unit
 from repro.claims.run_commands import device_commands, evaluation_commands, experiments_of
@@ -101,6 +102,8 @@ def row_view(result: RowResult, claim: Claim) -> dict[str, Any]:
         **{key: getattr(row, key) for key in ("certainty", "note", "given", "main")},
         "verdict": result.verdict,
         "reason": "" if result.reason == claim.needs or result.findings else result.reason,
+        "is_weak": bool(result.weakness),
+        "strength": describe_strength(result),
         "blind": append_unit(row.blind.text, row.unit) if row.blind else "",
         "findings": [_finding(finding, result) for finding in result.findings],
     }

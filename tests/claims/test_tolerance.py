@@ -13,7 +13,7 @@ from repro.claims.tolerance import (
     RELATIVE_TOLERANCE,
     TOLERANCE_POINTS,
     accepted_range,
-    agrees_at_scale,
+    accepted_range_at_scale,
     describe_class_tolerance,
     statement_of,
 )
@@ -282,6 +282,10 @@ def test_an_interval_agrees_where_it_overlaps() -> None:
     rule = accepted_range(parse_printed_number("40"), "exact", closed_form=True, bound="over")
     assert rule.meets(38.7, 40.2)
     assert not rule.meets(38.7, 39.3)
+
+
+def agrees_at_scale(value: tuple[float, float], expected: tuple[float, float], metric: str) -> bool:
+    return accepted_range_at_scale(expected, metric).meets(*value)
 
 
 @given(st.integers(1, 10**12), st.integers(2, 1024))

@@ -41,8 +41,10 @@ DEFINITIONS: tuple[str, ...] = (
     "simulated: with a 90 % interval. possible: a miss, but the interval contains the published value.",
 )
 """Meaning of columns and verdicts, one line each."""
-MAX_CLAIM_ROWS = 8
+MAX_CLAIM_ROWS = 6
 """Maximum number of values that one claim shows, those that disagree first."""
+MAX_STRENGTH_TEXT = 195
+"""Maximum length of the margins of a claim's values, in characters: two lines."""
 MAX_CLAIM_TEXT = 290
 """Maximum length of a cause or of conditions, in characters: three lines."""
 ALL_CLAIMS_COLUMNS = 25, 25, 14
@@ -166,6 +168,8 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
     console.print()
     console.print(grid)
     console.print()
+    for line in _strength_lines(shown):
+        console.print(_shortened(line, MAX_STRENGTH_TEXT), markup=False)
     for machine in measuring_machines(main):
         console.print(f"Measured: {machine}.")
     hidden = {
@@ -195,6 +199,17 @@ def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
         what = "measurement" if MEASURED in known else "emulation"
         found.append((what, run))
     return found
+
+
+def _strength_lines(rows: Sequence[RowResult]) -> list[str]:
+    """Return the margins of reproduced rows, weak ones first, and the mutations that would change them."""
+    rows = sorted((row for row in rows if row.margin or row.mutations), key=lambda row: not row.weakness)
+    margins = [
+        f"{row.row.label} {headlines.describe_margin(row)}{', weak' * bool(row.weakness)}" for row in rows
+    ]
+    changed = dict.fromkeys(row.mutations[0] for row in rows if row.mutations)
+    lines = {"Margin (%)": "; ".join(margins), "Would fail with": ", ".join(changed)}
+    return [f"{name}: {text}." for name, text in lines.items() if text]
 
 
 def _cause(result: ClaimResult) -> str:
@@ -292,6 +307,7 @@ def _evidence_table(result: ClaimResult) -> Table:
             for part in (
                 row.row.note,
                 f"Given: {row.row.given}." * bool(row.row.given),
+                headlines.describe_strength(row),
                 "[supporting value]" * (not row.row.main),
                 f"[predicted blind: {row.row.blind.text}]" if row.row.blind else "",
                 f"[{row.row.certainty}]" * (row.row.certainty != result.claim.certainty),

@@ -1,0 +1,575 @@
+"""`make mutation-table`: the published experiments under known faults of a simulator, and the verdicts that change.
+
+A mutation changes the layout, the system, the traced events or one function of the time model. The tool simulates each
+experiment that an agreeing value reads, again under every mutation, and judges the ledger on these records. The records
+stay in memory. The tool writes `repro/claims/data/mutations.json` and the tables of `docs/mutations.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from repro.claims.expression import arguments
+from repro.claims.judge import experiments_read, judge
+from repro.claims.ledger import Ledger
+from repro.claims.reader import load_ledger
+from repro.claims.verdicts import REPRODUCED, RowResult
+from repro.config import Experiment, Layout
+from repro.config.enums import Category, Phase
+from repro.config.suites import Suite, load_suite
+from repro.config.system import Quantity, System
+from repro.launch.simulated import missing_for_simulation, simulated_system
+from repro.results.metrics import SPEED
+from repro.results.record_parts import StepSeries
+from repro.results.reference_records import load_reference
+from repro.results.schema import SIMULATED, ExperimentRecord
+from repro.results.select import select
+from repro.results.store import read_records
+from repro.simulate import record as step_record
+from repro.simulate import step
+from repro.simulate.time import predict
+from repro.simulate.time.device import MODELLED_KERNELS, Kernels, first_lane
+from repro.simulate.time.schedule import Timeline, schedule_traces
+from repro.simulate.trace.events import Alloc, Event, Message, PhaseStart, Wait
+from repro.simulate.trace.roles import PipelineRole, Trace, trace
+from repro.util.processes import Workers, pause_garbage_collection
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "repro/claims/data/mutations.json"
+PAGE = ROOT / "docs/mutations.md"
+MARKER = "<!-- Tables that `make mutation-table` writes. -->"
+SLOWER = 1.25
+"""Factor of the time of all kernels under "slower kernels"."""
+Row = tuple[str, str]
+"""Claim and label of a row."""
+EventChange = Callable[[Event, Layout, str], Sequence[Event]]
+"""A function of an event, the layout and the phase, which returns the events in its place; none drops the event."""
+MEMORY, FIT, TRAFFIC, TIME = "memory", "fit", "traffic", "time"
+"""Quantities of a simulation."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault of a simulator."""
+
+    name: str
+    area: str
+    """`memory`, `communication`, `time` or `schedule`."""
+    fault: str
+    """The fault, as a sentence about a simulator."""
+    moves: tuple[str, ...]
+    """Quantities that the mutation changes."""
+    applies: Callable[[Layout], object] = lambda layout: True
+    """Whether a layout has the feature that the mutation changes."""
+    layout: Callable[[Layout], dict[str, Any]] | None = None
+    """Changed fields of a layout."""
+    system: Callable[[System], System] | None = None
+    events: EventChange | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `repro.simulate.step.simulate`."""
+    function: tuple[str, Callable[..., Any]] | None = None
+    """Name of a function of `repro.simulate.time.predict`, and its replacement."""
+
+
+def _slower_link(system: System, links: Collection[str]) -> System:
+    """Return `system` with half the bandwidth of `links`."""
+    half = {
+        name: replace(link, bandwidth=Quantity(value=link.bandwidth.value / 2, source="mutation"))
+        for name, link in system.links.items()
+        if name in links and link.bandwidth.value is not None
+    }
+    return replace(system, links={**system.links, **half}) if half else system
+
+
+def _resized(categories: Collection[Category], factor: Callable[[Layout], float]) -> EventChange:
+    """Return a change of the size of all allocations of `categories`, to at least one byte."""
+
+    def change(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
+        if type(event) is Alloc and event.category in categories:
+            return (event._replace(bytes=max(1, int(event.bytes * factor(layout)))),)
+        return (event,)
+
+    return change
+
+
+def _dropped(group: str, purpose: str = "", only_in: str = "") -> EventChange:
+    """Return a change that drops the collectives of a group, of one purpose or in one phase."""
+
+    def change(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
+        is_meant = type(event) is Message and event.group == group and purpose in ("", event.purpose)
+        return () if is_meant and only_in in ("", phase) else (event,)
+
+    return change
+
+
+def _fp32_gradients(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
+    if type(event) is Message and event.purpose == "gradients" and event.group == "dp":
+        return (event._replace(payload=2 * event.payload, sent=2 * event.sent),)
+    return _resized((Category.GRADIENTS,), lambda _: 2)(event, layout, phase)
+
+
+def _waited_for(event: Event, layout: Layout, phase: str) -> Sequence[Event]:
+    if type(event) is Message and event.peer < 0:
+        return event, Wait(event.work)
+    return (event,)
+
+
+def _kernels_slower(generation: Any) -> Kernels:
+    kernels = CALIBRATED(generation)
+    return kernels._replace(
+        products=kernels.products * SLOWER,
+        others=kernels.others * SLOWER,
+        passes=kernels.passes * SLOWER,
+        attention=kernels.attention / SLOWER,
+    )
+
+
+def _bubble_times(factor: float) -> Callable[..., Timeline]:
+    """Return `schedule_traces` with `factor` times the wait of the slowest pipeline stage."""
+
+    def schedule(experiment: Experiment, *arguments: Any, **settings: Any) -> Timeline:
+        found = schedule_traces(experiment, *arguments, **settings)
+        work = max(sum(stage.busy.values()) + sum(stage.exposed.values()) for stage in found.stages)
+        bubble = max(0.0, first_lane(found.seconds) - work) if experiment.layout.pp > 1 else 0.0
+        return replace(found, seconds=found.seconds + (factor - 1) * bubble)
+
+    return schedule
+
+
+CALIBRATED = predict.calibrated_kernels
+NONE = Mutation("", "", "", (MEMORY, FIT, TRAFFIC, TIME))
+MUTATIONS = (
+    Mutation(
+        "fp32 gradients",
+        "memory",
+        "Gradients and their messages have 4 bytes a parameter in 16-bit training.",
+        (MEMORY, FIT, TRAFFIC, TIME),
+        lambda layout: layout.grad_bytes == 2,
+        events=_fp32_gradients,
+    ),
+    Mutation(
+        "no master copy",
+        "memory",
+        "Optimizer states have 8 bytes a parameter, because the fp32 parameters are missing.",
+        (MEMORY, FIT),
+        lambda layout: layout.precision != "fp32",
+        events=_resized((Category.OPTIMIZER,), lambda layout: 2 / 3),
+    ),
+    Mutation(
+        "no optimizer states",
+        "memory",
+        "Only parameters and gradients are model states.",
+        (MEMORY, FIT),
+        events=_resized((Category.OPTIMIZER,), lambda layout: 0),
+    ),
+    Mutation(
+        "no activations",
+        "memory",
+        "Activations, checkpoints and temporary tensors need no memory.",
+        (MEMORY, FIT),
+        events=_resized((Category.ACTIVATIONS, Category.CHECKPOINTS, Category.OTHER), lambda layout: 0),
+    ),
+    Mutation(
+        "optimizer states not partitioned",
+        "memory",
+        "Every rank has all optimizer states under ZeRO.",
+        (MEMORY, FIT),
+        lambda layout: layout.zero,
+        events=_resized((Category.OPTIMIZER,), lambda layout: layout.copies),
+    ),
+    Mutation(
+        "gradients not partitioned",
+        "memory",
+        "Stage 2 of ZeRO behaves as stage 1.",
+        (MEMORY, FIT),
+        lambda layout: layout.zero == 2,
+        layout=lambda layout: {"zero": 1},
+    ),
+    Mutation(
+        "no recomputation",
+        "memory",
+        "All activations stay in memory, and nothing is computed twice.",
+        (MEMORY, FIT, TRAFFIC, TIME),
+        lambda layout: layout.recompute,
+        layout=lambda layout: {"recompute": False, "pa": False, "pa_cpu": False},
+    ),
+    Mutation(
+        "no sequence parallelism",
+        "memory",
+        "Every tensor-parallel rank has the activations of the full sequence.",
+        (MEMORY, FIT, TIME),
+        lambda layout: layout.sp,
+        layout=lambda layout: {"sp": False},
+    ),
+    Mutation(
+        "no fragmentation",
+        "memory",
+        "The allocator loses no memory to fragments.",
+        (MEMORY, FIT),
+        settings={"expandable": True},
+    ),
+    Mutation(
+        "no context",
+        "memory",
+        "The CUDA context and its libraries need no memory.",
+        (MEMORY, FIT),
+        system=lambda system: replace(system, context_bytes=Quantity(value=0, source="mutation")),
+    ),
+    Mutation(
+        "gradients not reduced",
+        "communication",
+        "The collective that sums gradients over replicas is missing.",
+        (TRAFFIC, TIME),
+        lambda layout: layout.copies > 1,
+        events=_dropped("dp", "gradients"),
+    ),
+    Mutation(
+        "parameters not gathered",
+        "communication",
+        "The all-gather of parameters under ZeRO is missing.",
+        (TRAFFIC, TIME),
+        lambda layout: layout.zero,
+        events=_dropped("dp", "parameters"),
+    ),
+    Mutation(
+        "no tensor-parallel collective in backward",
+        "communication",
+        "The collectives of tensor parallelism run in the forward pass only.",
+        (TRAFFIC, TIME),
+        lambda layout: layout.tp > 1,
+        events=_dropped("tp", only_in=Phase.BACKWARD),
+    ),
+    Mutation(
+        "half the bandwidth between nodes",
+        "communication",
+        "Links between nodes have half of their bandwidth.",
+        (TIME,),
+        system=lambda system: _slower_link(system, ("inter-node",)),
+    ),
+    Mutation(
+        "half the bandwidth inside a node",
+        "communication",
+        "Links inside a node have half of their bandwidth.",
+        (TIME,),
+        system=lambda system: _slower_link(system, ("nvlink", "pcie", "memory")),
+    ),
+    Mutation(
+        "no overlap",
+        "communication",
+        "The computation waits for every collective.",
+        (TIME,),
+        events=_waited_for,
+    ),
+    Mutation(
+        "slower kernels",
+        "time",
+        f"Every kernel takes {SLOWER} times its calibrated time.",
+        (TIME,),
+        function=("calibrated_kernels", _kernels_slower),
+    ),
+    Mutation(
+        "ideal kernels",
+        "time",
+        "Kernels are not calibrated and reach the modelled roofline.",
+        (TIME,),
+        function=("calibrated_kernels", lambda generation: MODELLED_KERNELS),
+    ),
+    Mutation(
+        "double bubble",
+        "schedule",
+        "Pipeline stages wait twice as long for each other.",
+        (TIME,),
+        lambda layout: layout.pp > 1,
+        function=("schedule_traces", _bubble_times(2)),
+    ),
+    Mutation(
+        "no interleaving",
+        "schedule",
+        "Each pipeline stage has one part of the model instead of several chunks.",
+        (MEMORY, FIT, TRAFFIC, TIME),
+        lambda layout: layout.chunks > 1 and not layout.stage_layers,
+        layout=lambda layout: {"schedule": "1f1b", "chunks": 1},
+    ),
+    Mutation(
+        "half the stages",
+        "schedule",
+        "Each pipeline stage has the layers of two stages.",
+        (MEMORY, FIT, TRAFFIC),
+        lambda layout: layout.pp % 4 == 0 and not layout.stage_layers,
+        layout=lambda layout: {"pp": layout.pp // 2},
+    ),
+)
+BY_NAME = {one.name: one for one in (NONE, *MUTATIONS)}
+
+
+def changed_trace(traced: Trace, change: EventChange) -> Trace:
+    """Return a trace with changed events; a dropped collective takes its waits with it."""
+    events: list[Event] = []
+    dropped: set[int] = set()
+    phase, ends = "", {}
+    for number, event in enumerate(traced.events):
+        if number in (traced.step_start, traced.step_stop):
+            ends[number] = len(events)
+        if type(event) is PhaseStart:
+            phase = event.name
+        if type(event) is Wait and event.work in dropped:
+            continue
+        found = change(event, traced.layout, phase)
+        if not found and type(event) is Message:
+            dropped.add(event.work)
+        events += found
+    start, stop = (ends.get(number, len(events)) for number in (traced.step_start, traced.step_stop))
+    return replace(traced, events=events, step_start=start, step_stop=stop)
+
+
+class MutatedSimulation:
+    """One experiment under several mutations, which share its traces.
+
+    `reads`: the quantities that the ledger reads from the experiment. Mutations of other quantities are left out, and
+    memory that nobody reads is that without a mutation.
+    """
+
+    def __init__(self, experiment: Experiment, suite: str, reads: Collection[str] = NONE.moves):
+        self.experiment, self.suite, self.reads = experiment, suite, reads
+        self.traces: dict[PipelineRole, Trace] = {}
+        self.memory: dict[tuple[Any, ...], Any] = {}
+        self.base: dict[str, float] = {}
+        """Metrics without a mutation, which is the first one."""
+
+    def record(self, mutation: Mutation) -> ExperimentRecord | None:
+        """Return the record under `mutation`; None if the mutation changes nothing that is read."""
+        run = self.experiment
+        system = simulated_system(run)
+        if not (mutation.applies(run.layout) and set(mutation.moves) & set(self.reads)):
+            return None
+        machine = mutation.system(system) if mutation.system is not None else system
+        if mutation.system is not None and machine == system:
+            return None
+        if mutation.layout is not None:
+            run = replace(run, layout=replace(run.layout, **mutation.layout(run.layout)))
+        moved = {*mutation.moves} & {*self.reads} if self.base else {MEMORY, FIT, *self.reads}
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(step, "trace", partial(self._trace, mutation)))
+            stack.enter_context(patch.object(step_record, "_series", lambda *_: StepSeries()))
+            for name, quantities in (("measure_live_bytes", {MEMORY}), ("replay", {FIT})):
+                if not self.base or not quantities & moved:
+                    known = partial(self._known_memory, getattr(step, name), Counter())
+                    stack.enter_context(patch.object(step, name, known))
+            if mutation.function is not None:
+                stack.enter_context(patch.object(predict, *mutation.function))
+            found = step.simulate(
+                run,
+                machine,
+                memory_limit=run.limits.memory_bytes or None,
+                time=TIME in moved,
+                **mutation.settings,
+            )
+            record = step_record.simulated_record(run, found, machine, suite=self.suite, wall_s=0.0)
+        record = replace(record, metrics={**self.base, **record.metrics})
+        self.base = self.base or record.metrics
+        return record
+
+    def _trace(self, mutation: Mutation, experiment: Experiment, role: PipelineRole, *, gloo: bool) -> Trace:
+        if mutation.layout is not None:
+            return trace(experiment, role, gloo=gloo)
+        if role not in self.traces:
+            self.traces[role] = trace(experiment, role, gloo=gloo)
+        known = self.traces[role]
+        return known if mutation.events is None else changed_trace(known, mutation.events)
+
+    def _known_memory(
+        self,
+        function: Callable[..., Any],
+        calls: Counter[str],
+        events: list[Event],
+        *rest: Any,
+        **settings: Any,
+    ) -> Any:
+        """Return the result for the role of this call without a mutation; that of no events if nobody reads it."""
+        key = function.__name__, calls["role"]
+        calls["role"] += 1
+        if key not in self.memory:
+            self.memory[key] = function(events if {MEMORY, FIT} & {*self.reads} else [], *rest, **settings)
+        return self.memory[key]
+
+
+@pause_garbage_collection()
+def simulate_mutations(
+    experiment: Experiment, suite: str, reads: Collection[str], mutations: Sequence[str]
+) -> dict[str, ExperimentRecord]:
+    """Return the record of `experiment` under each of `mutations` that changes what is read; "" is no mutation."""
+    simulation = MutatedSimulation(experiment, suite, reads)
+    simulation.record(NONE)
+    found = {name: simulation.record(BY_NAME[name]) for name in mutations}
+    return {name: record for name, record in found.items() if record is not None}
+
+
+@dataclass(frozen=True)
+class MutationTable:
+    """Agreeing values that a simulation decides, and the mutations that change each verdict."""
+
+    changed_by: Mapping[Row, list[str]]
+    """Mutations by row, with the mutation that changes the fewest rows first."""
+    agreeing: int
+    """All agreeing values that are tests, with measured and counted ones."""
+
+
+def quantities_read(rows: Iterable[RowResult]) -> dict[str, set[str]]:
+    """Return the quantities that the simulated evidence of `rows` reads, by `suite/name` of the experiment."""
+    read: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        for one in row.row.evidence:
+            if one.kind != SIMULATED:
+                continue
+            names = experiments_read(one.value, row.row.variables)
+            calls = arguments(one.value, row.row.variables)
+            metrics = [text for _, texts in calls for text in texts if text not in names]
+            found = {TIME for name in metrics if name.startswith(SPEED)}
+            found |= {TRAFFIC for name in metrics if name.startswith("comm.")}
+            found |= {MEMORY for name in metrics if name.startswith("memory.")}
+            if any(function not in ("metric", "rising") for function, _ in calls) or any(
+                name.startswith("memory.reserved") for name in metrics
+            ):
+                found.add(FIT)
+            for name in names:
+                read[name] |= found
+    return read
+
+
+def simulate_all(
+    read: Mapping[str, Collection[str]], mutations: Sequence[str], workers: Workers
+) -> dict[str, dict[str, ExperimentRecord]]:
+    """Return the records of the experiments in `read` by mutation and by name."""
+    work = []
+    for name, reads in read.items():
+        suite, _, experiment = name.partition("/")
+        work.append((load_suite_of(suite).entry(experiment).experiment, suite, sorted(reads), mutations))
+    work = [one for one in work if not missing_for_simulation(one[0])]
+    found: dict[str, dict[str, ExperimentRecord]] = {name: {} for name in mutations}
+    for number, records in enumerate(workers.completed(simulate_mutations, work), 1):
+        if sys.stderr.isatty() or not number % 50:
+            print(f"{number} of {len(work)} experiments", file=sys.stderr, flush=True)
+        for mutation, record in records.items():
+            found[mutation][record.label] = record
+    return found
+
+
+@cache
+def load_suite_of(name: str) -> Suite:
+    return load_suite(ROOT / f"suites/{name}.toml")
+
+
+def verdict_changes(
+    ledger: Ledger, workers: Workers, mutations: Sequence[str] = (), store: Path | None = None
+) -> MutationTable:
+    """Judge `ledger` without a mutation and under each of `mutations`, by default all.
+
+    `store`: simulations without a mutation, which are read and not written; missing ones are made.
+    """
+    references = load_reference()
+    base = {} if store is None else {one.label: one for one in select(read_records(store)).simulated}
+    base = {label: replace(record, interval=None) for label, record in base.items()}
+
+    def judged(records: Mapping[str, ExperimentRecord]) -> dict[Row, RowResult]:
+        results = judge(ledger, records.values(), references)
+        return {(one.claim.id, row.row.label): row for one in results for row in one.rows}
+
+    missing = {
+        name: reads for name, reads in quantities_read(judged({}).values()).items() if name not in base
+    }
+    base |= simulate_all(missing, [""], workers)[""]
+    agreeing = {row: found for row, found in judged(base).items() if found.verdict == REPRODUCED}
+    tested = {row: found for row, found in agreeing.items() if found.basis == SIMULATED}
+    mutated = simulate_all(
+        quantities_read(tested.values()), mutations or [one.name for one in MUTATIONS], workers
+    )
+    changed: dict[Row, list[str]] = {row: [] for row in tested}
+    for mutation, records in mutated.items():
+        found = judged({**base, **records})
+        for row in tested:
+            if found[row].verdict != REPRODUCED:
+                changed[row].append(mutation)
+    counts = Counter(name for names in changed.values() for name in names)
+    return MutationTable(
+        {row: sorted(names, key=counts.__getitem__) for row, names in changed.items()}, len(agreeing)
+    )
+
+
+def document_of(table: MutationTable) -> dict[str, Any]:
+    """Return the table as the data of `repro/claims/data/mutations.json`."""
+    claims: dict[str, dict[str, list[str]]] = {}
+    for (claim, label), names in table.changed_by.items():
+        claims.setdefault(claim, {})[label] = names
+    return {"agreeing": table.agreeing, "mutations": [one.name for one in MUTATIONS], "claims": claims}
+
+
+def write_data(document: Mapping[str, Any]) -> None:
+    """Write the data file, with one line per value."""
+    claims = ",\n".join(
+        f"  {json.dumps(claim)}: {{\n"
+        + ",\n".join(f"   {json.dumps(label)}: {json.dumps(names)}" for label, names in rows.items())
+        + "\n  }"
+        for claim, rows in document["claims"].items()
+    )
+    head = json.dumps({key: document[key] for key in ("agreeing", "mutations")}, indent=1)
+    DATA.write_text(f'{head[:-2]},\n "claims": {{\n{claims}\n }}\n}}\n', encoding="utf-8")
+
+
+def page_tables(document: Mapping[str, Any]) -> str:
+    """Return the tables of the page: totals, mutations with their changed verdicts, and unchanged values."""
+    rows = [row for rows in document["claims"].values() for row in rows.values()]
+    counts = Counter(name for names in rows for name in names)
+    changed = sum(map(bool, rows))
+    share = 100 * changed / document["agreeing"]
+    lines = [
+        "| tests that agree (values) | simulated (values) | changed by a mutation (values) | share of all tests (%) |",
+        "|---|---|---|---|",
+        f"| {document['agreeing']} | {len(rows)} | {changed} | {share:.1f} |",
+        "",
+        "| mutation | area | fault of a simulator | changed verdicts (values) |",
+        "|---|---|---|---|",
+        *(f"| {one.name} | {one.area} | {one.fault} | {counts[one.name]} |" for one in MUTATIONS),
+        "",
+        "| claim | values that no mutation changes |",
+        "|---|---|",
+    ]
+    for claim, labels in document["claims"].items():
+        unchanged = [label for label, names in labels.items() if not names]
+        if unchanged:
+            lines.append(f"| `{claim}` | {'; '.join(unchanged)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Return the page with the tables of `document` after its marker."""
+    text, _, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
+    return f"{text}{MARKER}\n{page_tables(document)}"
+
+
+def main() -> int:
+    """Write the table of all mutations, and print the number of changed verdicts by mutation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="store of `make simulate`, which is only read")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: as many as cores allow")
+    given = parser.parse_args()
+    with Workers(given.workers) as workers:
+        table = verdict_changes(load_ledger(), workers, store=given.results)
+    document = document_of(table)
+    write_data(document)
+    PAGE.write_text(page(document), encoding="utf-8")
+    print(page_tables(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
