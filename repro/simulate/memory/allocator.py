@@ -102,11 +102,11 @@ class CachingAllocator:
             max_split,
             f"bytes, at least {LARGE_BUFFER} (20 MiB), or nothing",
         )
-        self._device = DeviceMemory(limit)
+        self.device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
         unsplit = UNLIMITED if max_split is None else max_split
-        self._small = pool(self._device, small=True, max_split=unsplit)
-        self._large = pool(self._device, small=False, max_split=unsplit)
+        self._small = pool(self.device, small=True, max_split=unsplit)
+        self._large = pool(self.device, small=False, max_split=unsplit)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
         """Current and peak bytes of live blocks."""
@@ -117,12 +117,12 @@ class CachingAllocator:
     @property
     def reserved(self) -> int:
         """Bytes that the driver has given and not received back."""
-        return self._device.reserved
+        return self.device.reserved
 
     @property
     def peak_reserved(self) -> int:
         """Peak of reserved bytes: Figure 7's "max cached" of 1910.02054."""
-        return self._device.peak
+        return self.device.peak
 
     def malloc(self, id: int, size: int) -> None:
         """Allocate `size` bytes under `id`; 0 bytes take no memory. Raises `OutOfMemory`."""
@@ -140,7 +140,7 @@ class CachingAllocator:
                 self.reserved,
                 self.reserved - self.allocated,
                 pool.largest(),
-                self._device.limit,
+                self.device.limit,
             )
         if block.size == size:
             block.state = LIVE
@@ -232,7 +232,7 @@ def replay(
     `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
     """
     allocator = CachingAllocator(limit, expandable=expandable, max_split=max_split)
-    malloc, free = allocator.malloc, allocator.free
+    malloc, free, device = allocator.malloc, allocator.free, allocator.device
     host: set[int] = set()
     now = phase = ""
     allocated = reserved = 0
@@ -252,8 +252,8 @@ def replay(
                 break
             if allocator.allocated > allocated:
                 allocated, allocated_at = allocator.allocated, index
-            if allocator.reserved > reserved:
-                reserved, reserved_at, phase = allocator.reserved, index, now
+            if device.reserved > reserved:
+                reserved, reserved_at, phase = device.reserved, index, now
         elif type(event) is Free:
             if host and event.id in host:
                 host.remove(event.id)
