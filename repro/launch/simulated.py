@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def _simulate_suite(
             recorder = Recorder(suite, store, progress, SIMULATED)
             try:
                 recorder.adopt([entry for entry in can if entry not in todo])
-                with _hold_simulation_lock(store, progress, interrupt, bool(todo)):
+                with _hold_simulation_lock(store, progress, interrupt) if todo else nullcontext():
                     left = todo if rerun else missing_entries(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
                     _simulate_entries(left, on, recorder, interrupt, workers)
@@ -165,28 +165,21 @@ def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], r
     """Return the entries without a conclusive record of the present system."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
-    """Facts of each system, by its identity, and of a generation of kernels."""
 
     def known(experiment: Experiment) -> bool:
-        record, system = latest.get(experiment.key), on[experiment.name]
+        record, system, kernels = latest.get(experiment.key), on[experiment.name], experiment.layout.kernels
         if record is None or not record.conclusive:
             return False
-        key = id(system), experiment.layout.kernels
-        if key not in facts:
-            facts[key] = simulation_facts(system, experiment.layout.kernels)
-        return record.simulated_on == facts[key]
+        if (id(system), kernels) not in facts:
+            facts[id(system), kernels] = simulation_facts(system, kernels)
+        return record.simulated_on == facts[id(system), kernels]
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 
 
 @contextmanager
-def _hold_simulation_lock(
-    store: Store, progress: Progress, interrupt: Interrupt, needed: bool
-) -> Iterator[None]:
-    """Hold the store's one lock on simulations inside the context, if `needed`.  Raises `DiskFull`."""
-    if not needed:
-        yield
-        return
+def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt) -> Iterator[None]:
+    """Hold the store's one lock on simulations inside the context.  Raises `DiskFull`."""
     locks = ExperimentLocks(store.root)
     with disk_full_errors(store.root):
         store.prepare()

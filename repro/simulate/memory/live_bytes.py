@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
 COLUMNS = {category: column for column, category in enumerate(ACCOUNTED)}
-"""Column of each category."""
 
 
 class LiveBytes:
     """Live bytes after every number of changes of a trace, as arrays.
 
-    An allocation is one change, and so is a release. A new category of a storage is two changes: the storage leaves
-    the old category and enters the new one.
+    An allocation or a release is one change. A new category of a storage is two, a release and an allocation.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -36,27 +34,25 @@ class LiveBytes:
         self.changes_before: list[int] = []
         """Number of changes before each operator."""
         live: dict[int, tuple[int, int]] = {}
-        columns, sizes = [0], [0]
+        changes = [(0, 0)]
         for event in events:
             if type(event) is Operator:
                 self.operators.append(event)
-                self.changes_before.append(len(sizes) - 1)
+                self.changes_before.append(len(changes) - 1)
             elif type(event) is Alloc:
-                self.allocations[len(sizes)] = event
-                live[event.id] = column, size = COLUMNS[event.category], event.bytes
-                columns.append(column)
-                sizes.append(size)
+                self.allocations[len(changes)] = event
+                live[event.id] = change = COLUMNS[event.category], event.bytes
+                changes.append(change)
             elif type(event) is Free:
                 column, size = live.pop(event.id)
-                columns.append(column)
-                sizes.append(-size)
+                changes.append((column, -size))
             elif type(event) is Mark:
                 column, size = live[event.id]
-                live[event.id] = new, _ = COLUMNS[event.category], size
-                columns += column, new
-                sizes += -size, size
+                live[event.id] = change = COLUMNS[event.category], size
+                changes += (column, -size), change
             elif type(event) is PhaseStart:
-                self.phases.append((len(sizes) - 1, len(self.operators), event))
+                self.phases.append((len(changes) - 1, len(self.operators), event))
+        columns, sizes = np.array(changes, dtype=np.int64).T
         self.by_category = np.zeros((len(sizes), len(COLUMNS)), dtype=np.int64)
         """Live bytes of each category, [1 + changes, categories]."""
         self.by_category[np.arange(len(sizes)), columns] = sizes
@@ -110,8 +106,8 @@ class RoleMemory:
 def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
     """Return the live bytes of a trace."""
     live = LiveBytes(events)
-    last = live.after(-1)
-    found = RoleMemory(live, most=live.most, states={category: last[category] for category in MODEL_STATES})
+    states = {category: size for category, size in live.after(-1).items() if category in MODEL_STATES}
+    found = RoleMemory(live, most=live.most, states=states)
     if found.host_bytes:
         found.host_reserved_bytes = page_locked_bytes(events)
     on_device = [at for at, event in live.allocations.items() if event.category is not Category.HOST]
@@ -119,8 +115,7 @@ def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
     ends = [(changes, event.name) for changes, _, event in live.phases]
     for (_, name), (end, _) in pairwise([*ends, (len(live.total), "")]):
         if name == "init":
-            count = int(np.searchsorted(on_device, end, side="right"))
-            found.init_peak_bytes = int(totals[:count].max(initial=0))
+            found.init_peak_bytes = int(totals[: np.searchsorted(on_device, end, "right")].max(initial=0))
     if totals.any():
         peak = on_device[int(totals.argmax())]
         found.peak_bytes, found.by_category = int(totals.max()), live.after(peak)
@@ -169,16 +164,15 @@ def live_bytes_over_step(
     chosen = slice(before[Operator], before[Operator] + within[Operator])
     operators, changes_before = live.operators[chosen], live.changes_before[chosen]
     took = {key: seconds(operator) for key, operator in {id(one): one for one in operators}.items()}
-    """Seconds by operator. Layers share operators."""
     spent = np.cumsum([took[id(operator)] for operator in operators] or [0.0])
     share = spent / spent[-1] if spent[-1] else np.zeros_like(spent)
     parts = np.minimum(TIMELINE_POINTS - 1, (share * TIMELINE_POINTS).astype(int))
-    """Part of each operator."""
     firsts = np.searchsorted(parts, np.arange(1, parts[-1] + 1))
     bounds = [begin, *(changes_before[first] for first in firsts), end]
     fullest = [low + int(live.total[low : high + 1].argmax()) for low, high in pairwise(bounds)]
     unit = max(1, int(live.total[fullest].max()) // TIMELINE_RESOLUTION)
-    rows = np.rint(live.by_category[fullest] / unit).astype(int).T.tolist()
+    rows = zip(COLUMNS, live.by_category[fullest].T, strict=True)
+    scaled = {category: np.rint(row / unit).astype(int).tolist() for category, row in rows if row.any()}
     phases: dict[int, tuple[str, int]] = {}
     for number, (_, preceding, event) in enumerate(live.phases[before[PhaseStart] :][: within[PhaseStart]]):
         preceding -= before[Operator]
@@ -186,10 +180,6 @@ def live_bytes_over_step(
         phases.setdefault(min(TIMELINE_POINTS - 1, part), (event.name, event.micro_batch))
     return {
         "unit": unit,
-        "bytes": {
-            category: row[:1] if len(set(row)) == 1 else row
-            for (category, column), row in zip(COLUMNS.items(), rows, strict=True)
-            if live.by_category[fullest, column].any()
-        },
+        "bytes": {key: row[:1] if len(set(row)) == 1 else row for key, row in scaled.items()},
         "phases": [[part, name, micro_batch] for part, (name, micro_batch) in phases.items()],
     }
