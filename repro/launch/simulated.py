@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from repro.config import Experiment, systems
+from repro.config import Experiment, OperatorSet, systems
 from repro.config.errors import ConfigError
 from repro.config.suites import Entry, Suite
 from repro.config.system import Device, Link, Quantity, System
@@ -24,6 +24,7 @@ from repro.launch.progress import Progress
 from repro.launch.rank.program import describe_error
 from repro.launch.recorder import DiskFull, Recorder, RunEnd, disk_full_errors, run_end, summarise_run
 from repro.measure.local_system import load_system
+from repro.results.record_parts import SimulatedOn
 from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
@@ -42,9 +43,9 @@ def simulate_suites(
         moves = [(suite, move_to_system(entries, system)) for suite, entries in selected]
         selected = [(replace(suite, entries=tuple(entries)), entries) for suite, entries in moves]
     prepared = [(suite, entries, *_prepare_systems(suite, entries)) for suite, entries in selected]
-    with Workers() as workers:
+    with Workers() as workers, Store(results) as store:
         for suite, entries, on, missing in prepared:
-            found = _simulate_suite(suite, entries, on, missing, results, rerun, workers)
+            found = _simulate_suite(suite, entries, on, missing, store, rerun, workers)
             yield found
             if found.summary["stopped"]:
                 return
@@ -69,20 +70,20 @@ def _simulate_suite(
     entries: list[Entry],
     on: dict[str, System],
     missing: dict[str, str],
-    results: Path,
+    store: Store,
     rerun: bool,
     workers: Workers,
 ) -> RunEnd:
     can = [entry for entry in entries if not missing[entry.experiment.name]]
     failure = ""
-    with Store(results) as store, Interrupt() as interrupt:
+    with Interrupt() as interrupt:
         todo = missing_entries(can, store, on, rerun)
         ran = {entry.experiment.name for entry in todo}
         with Progress(total=len(todo), known=len(can) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress, SIMULATED)
             try:
                 recorder.adopt([entry for entry in can if entry not in todo])
-                with _hold_simulation_lock(store, progress, interrupt, bool(todo)):
+                with _hold_simulation_lock(store, progress, interrupt) if todo else nullcontext():
                     left = todo if rerun else missing_entries(todo, store, on, rerun)
                     progress.elsewhere(len(todo) - len(left))
                     _simulate_entries(left, on, recorder, interrupt, workers)
@@ -163,24 +164,22 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
     """Return the entries without a conclusive record of the present system."""
     latest = by_key(store.records(), SIMULATED)
+    facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 
     def known(experiment: Experiment) -> bool:
-        record = latest.get(experiment.key)
+        record, system, kernels = latest.get(experiment.key), on[experiment.name], experiment.layout.kernels
         if record is None or not record.conclusive:
             return False
-        return record.simulated_on == simulation_facts(on[experiment.name], experiment.layout.kernels)
+        if (id(system), kernels) not in facts:
+            facts[id(system), kernels] = simulation_facts(system, kernels)
+        return record.simulated_on == facts[id(system), kernels]
 
     return [entry for entry in entries if rerun or not known(entry.experiment)]
 
 
 @contextmanager
-def _hold_simulation_lock(
-    store: Store, progress: Progress, interrupt: Interrupt, needed: bool
-) -> Iterator[None]:
-    """Hold the store's one lock on simulations inside the context, if `needed`.  Raises `DiskFull`."""
-    if not needed:
-        yield
-        return
+def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt) -> Iterator[None]:
+    """Hold the store's one lock on simulations inside the context.  Raises `DiskFull`."""
     locks = ExperimentLocks(store.root)
     with disk_full_errors(store.root):
         store.prepare()

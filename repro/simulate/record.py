@@ -131,15 +131,15 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
     from repro.simulate.time.device import DeviceCost
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
-    traced = simulation.traces[fullest]
+    traced, live = simulation.traces[fullest], simulation.fullest.memory.live
     if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
         return StepSeries(
-            memory=live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
+            memory=live_bytes_over_step(traced, live, lambda operator: operator.read + operator.written)
         )
     cost = DeviceCost(system, experiment.layout.precision, prediction.kernels, experiment.layout.world)
     slowest = prediction.slowest
     return StepSeries(
-        memory=live_bytes_over_step(traced, cost.seconds),
+        memory=live_bytes_over_step(traced, live, cost.seconds),
         seconds={"busy": dict(slowest.busy), "exposed": dict(slowest.exposed)},
     )
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,8 @@ from repro.launch import simulated
 from repro.launch.job import Interrupt
 from repro.launch.progress import Progress
 from repro.launch.recorder import Recorder
-from repro.results.schema import SIMULATED
+from repro.results import store
+from repro.results.schema import SIMULATED, read_record
 from repro.results.store import Store
 from repro.simulate import record
 from repro.simulate.record import simulation_facts
@@ -76,6 +78,17 @@ def test_every_scale_is_simulated_here_once(tmp_path: Path, capsys: pytest.Captu
     assert len(lines(tmp_path / "results")) == 3
     run(suite, tmp_path / "results", capsys, "--rerun", "--only", "full")
     assert len(lines(tmp_path / "results")) == 4
+
+
+def test_a_run_of_several_suites_reads_each_record_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write_suite(tmp_path, experiments("a", "b"), name=name) for name in ("one", "two", "three")]
+    command = ["run", *map(str, files), "--evidence", "simulated", "--results", str(tmp_path / "results")]
+    assert main(command) == 0
+    with mock.patch.object(store, "read_record", side_effect=read_record) as read:
+        assert main(command) == 0
+    assert read.call_count == len(lines(tmp_path / "results"))
 
 
 def test_the_record_has_a_measured_ones_shape_and_more(

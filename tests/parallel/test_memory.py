@@ -135,13 +135,11 @@ def test_buckets_beside_the_gradients_are_one_copy_more_to_the_byte(two: RankPoo
     """torch's DDP of 2020 kept 2 Psi beside 16 Psi, from the start to the end; counted, and simulated."""
     layout = Layout(dp=2, cb=cb, gradient_as_bucket_view=False, precision="bf16", bucket_bytes=20_000)
     experiment = tiny(layout, replace(MODEL, layers=2))
-    simulated = LiveBytes()
-    for event in trace(experiment, roles(experiment)[0], gloo=True).events:
-        simulated.see(event)
+    simulated = LiveBytes(trace(experiment, roles(experiment)[0], gloo=True).events).after(-1)
     for seen in two.run(watch, experiment, 2):
         psi = seen["psi"] + seen["padding"]
         assert len(seen["buckets"]) > 1 or not cb
-        for live in (seen["born"], seen["rest"], simulated.now):
+        for live in (seen["born"], seen["rest"], simulated):
             held = {c: live[c] / psi for c in (*MODEL_STATES, Category.COMMUNICATION)}
             assert held == {"parameters": 2, "gradients": 2, "optimizer": 12, "communication": 2}
         # What is fused without C_B is a third copy, in fp32, while it is reduced.

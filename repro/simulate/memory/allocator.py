@@ -89,9 +89,9 @@ class CachingAllocator:
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
         require(limit is None or limit >= 0, "limit", limit, "bytes, 0 or more")
-        self._device = DeviceMemory(limit)
+        self.device = DeviceMemory(limit)
         pool = ExpandablePool if expandable else Pool
-        self._small, self._large = pool(self._device, small=True), pool(self._device, small=False)
+        self._small, self._large = pool(self.device, small=True), pool(self.device, small=False)
         self._live: dict[int, tuple[Pool, MemoryBlock] | None] = {}
         self.allocated = self.peak_allocated = 0
         """Current and peak bytes of live blocks."""
@@ -102,12 +102,12 @@ class CachingAllocator:
     @property
     def reserved(self) -> int:
         """Bytes that the driver has given and not received back."""
-        return self._device.reserved
+        return self.device.reserved
 
     @property
     def peak_reserved(self) -> int:
         """Peak of reserved bytes: Figure 7's "max cached" of 1910.02054."""
-        return self._device.peak
+        return self.device.peak
 
     def malloc(self, id: int, size: int) -> None:
         """Allocate `size` bytes under `id`; 0 bytes take no memory. Raises `OutOfMemory`."""
@@ -125,7 +125,7 @@ class CachingAllocator:
                 self.reserved,
                 self.reserved - self.allocated,
                 pool.largest(),
-                self._device.limit,
+                self.device.limit,
             )
         if block.size == size:
             block.state = LIVE
@@ -151,16 +151,16 @@ class CachingAllocator:
 
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
         """Add an allocation, and preceding changes of the reserved memory, to a history."""
-        for action, address, size in self._device.changes:
+        for action, address, size in self.device.changes:
             history.add(action, address, size)
-        self._device.changes.clear()
+        self.device.changes.clear()
         place = self._live.get(event.id)
         if place is not None:
             history.alloc(
                 event.id, place[1].address, event.bytes, event.category, event.operator, event.line, phase
             )
         elif event.bytes:
-            history.add("oom", 0, event.bytes, device_free=self._device.limit - self.reserved)
+            history.add("oom", 0, event.bytes, device_free=self.device.limit - self.reserved)
 
     def segments(self) -> list[list[AllocatedRange]]:
         """Return every segment as its blocks in order of address; an expandable segment gives each mapped stretch."""
@@ -219,7 +219,7 @@ def replay(
     `history`: receives every allocation.
     """
     allocator = CachingAllocator(limit, expandable=expandable)
-    malloc, free = allocator.malloc, allocator.free
+    malloc, free, device = allocator.malloc, allocator.free, allocator.device
     host: set[int] = set()
     now = phase = ""
     reserved = 0
@@ -239,8 +239,8 @@ def replay(
                 allocator.record(history, event, now)
             if failure is not None:
                 break
-            if allocator.reserved > reserved:
-                reserved, phase = allocator.reserved, now
+            if device.reserved > reserved:
+                reserved, phase = device.reserved, now
         elif type(event) is Free:
             if host and event.id in host:
                 host.remove(event.id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from repro.config.enums import ACCOUNTED, MODEL_STATES, Category
 from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, PhaseStart
@@ -14,44 +16,65 @@ from repro.simulate.trace.events import Alloc, Event, Free, Mark, Operator, Phas
 if TYPE_CHECKING:
     from repro.simulate.trace.roles import Trace
 
+COLUMNS = {category: column for column, category in enumerate(ACCOUNTED)}
+
 
 class LiveBytes:
-    """Live bytes after the recorded events: by category, and the total of the device."""
+    """Live bytes after every number of changes of a trace, as arrays.
 
-    def __init__(self) -> None:
-        self.now: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
-        self.most: dict[str, int] = dict.fromkeys(ACCOUNTED, 0)
+    An allocation or a release is one change. A new category of a storage is two, a release and an allocation.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.allocations: dict[int, Alloc] = {}
+        """Allocations by the number of changes up to them."""
+        self.phases: list[tuple[int, int, PhaseStart]] = []
+        """Starts of phases, with the numbers of preceding changes and operators."""
+        self.operators: list[Operator] = []
+        self.changes_before: list[int] = []
+        """Number of changes before each operator."""
+        live: dict[int, tuple[int, int]] = {}
+        changes = [(0, 0)]
+        for event in events:
+            if type(event) is Operator:
+                self.operators.append(event)
+                self.changes_before.append(len(changes) - 1)
+            elif type(event) is Alloc:
+                self.allocations[len(changes)] = event
+                live[event.id] = change = COLUMNS[event.category], event.bytes
+                changes.append(change)
+            elif type(event) is Free:
+                column, size = live.pop(event.id)
+                changes.append((column, -size))
+            elif type(event) is Mark:
+                column, size = live[event.id]
+                live[event.id] = change = COLUMNS[event.category], size
+                changes += (column, -size), change
+            elif type(event) is PhaseStart:
+                self.phases.append((len(changes) - 1, len(self.operators), event))
+        columns, sizes = np.array(changes, dtype=np.int64).T
+        self.by_category = np.zeros((len(sizes), len(COLUMNS)), dtype=np.int64)
+        """Live bytes of each category, [1 + changes, categories]."""
+        self.by_category[np.arange(len(sizes)), columns] = sizes
+        self.by_category.cumsum(axis=0, out=self.by_category)
+        self.total = self.by_category.sum(axis=1) - self.by_category[:, COLUMNS[Category.HOST]]
+        """Live bytes of the device, without `Category.HOST`, [1 + changes]."""
+
+    def after(self, changes: int) -> dict[str, int]:
+        """Return the live bytes by category after so many changes; -1 stands for all changes."""
+        return dict(zip(COLUMNS, self.by_category[changes].tolist(), strict=True))
+
+    @property
+    def most(self) -> dict[str, int]:
         """Peak of each category."""
-        self.total = 0
-        """Live bytes of the device, without `Category.HOST`."""
-        self._live: dict[int, tuple[Category, int]] = {}
-
-    def see(self, event: Event) -> None:
-        """Record the next event of a trace; events without an allocation or a release change nothing."""
-        if type(event) is Alloc:
-            self._live[event.id] = event.category, event.bytes
-            self._add(event.category, event.bytes)
-        elif type(event) is Free:
-            category, size = self._live.pop(event.id)
-            self._add(category, -size)
-        elif type(event) is Mark:
-            category, size = self._live[event.id]
-            self._live[event.id] = event.category, size
-            self._add(category, -size)
-            self._add(event.category, size)
-
-    def _add(self, category: Category, size: int) -> None:
-        now = self.now[category] = self.now[category] + size
-        if now > self.most[category]:
-            self.most[category] = now
-        if category is not Category.HOST:
-            self.total += size
+        return dict(zip(COLUMNS, self.by_category.max(axis=0).tolist(), strict=True))
 
 
 @dataclass
 class RoleMemory:
     """Live bytes of one role over initialisation and one step: of the device, unless a name begins with `host`."""
 
+    live: LiveBytes = field(repr=False, compare=False)
     peak_bytes: int = 0
     by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
     """Live bytes at the peak."""
@@ -80,54 +103,43 @@ class RoleMemory:
         return self.most[Category.HOST]
 
 
-def measure_live_bytes(events: Iterable[Event]) -> RoleMemory:
+def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
     """Return the live bytes of a trace."""
-    found, live, pinned, phase = RoleMemory(), LiveBytes(), PinnedMemory(), ""
-    peak: Alloc | None = None
-    """The allocation of the highest total so far, while no other event has followed."""
-    for event in chain(events, (PhaseStart("", -1),)):
-        if type(event) is Operator:
-            continue
-        if type(event) is Alloc and event.category is not Category.HOST:
-            live.see(event)
-            if live.total > found.peak_bytes:
-                found.peak_bytes, peak = live.total, event
-            continue
-        if peak is not None:
-            found.by_category, found.phase = live.now.copy(), phase
-            found.line, found.operator, peak = peak.line, peak.operator, None
-        live.see(event)
-        pinned.see(event)
-        if type(event) is PhaseStart:
-            if phase == "init":
-                found.init_peak_bytes = found.peak_bytes
-            phase = event.name
-    found.most, found.host_reserved_bytes = live.most, pinned.reserved
-    found.states = {category: live.now[category] for category in MODEL_STATES}
+    live = LiveBytes(events)
+    states = {category: size for category, size in live.after(-1).items() if category in MODEL_STATES}
+    found = RoleMemory(live, most=live.most, states=states)
+    if found.host_bytes:
+        found.host_reserved_bytes = page_locked_bytes(events)
+    on_device = [at for at, event in live.allocations.items() if event.category is not Category.HOST]
+    totals = live.total[on_device]
+    ends = [(changes, event.name) for changes, _, event in live.phases]
+    for (_, name), (end, _) in pairwise([*ends, (len(live.total), "")]):
+        if name == "init":
+            found.init_peak_bytes = int(totals[: np.searchsorted(on_device, end, "right")].max(initial=0))
+    if totals.any():
+        peak = on_device[int(totals.argmax())]
+        found.peak_bytes, found.by_category = int(totals.max()), live.after(peak)
+        found.phase = next((name for before, name in reversed(ends) if before < peak), "")
+        found.line, found.operator = live.allocations[peak].line, live.allocations[peak].operator
     return found
 
 
-class PinnedMemory:
-    """Allocator of page-locked host memory, which rounds sizes up to powers of two and reuses freed blocks."""
+def page_locked_bytes(events: Sequence[Event]) -> int:
+    """Return the bytes that an allocator of page-locked host memory reserves.
 
-    def __init__(self) -> None:
-        self.reserved = 0
-        """Bytes reserved after the recorded events."""
-        self._size: dict[int, int] = {}
-        self._free: Counter[int] = Counter()
-
-    def see(self, event: Event) -> None:
-        """Record the next event of a trace; events without host memory change nothing."""
-        if type(event) is Alloc:
-            if event.category is Category.HOST and event.bytes:
-                size = 1 << (event.bytes - 1).bit_length()
-                self._size[event.id] = size
-                if self._free[size]:
-                    self._free[size] -= 1
-                else:
-                    self.reserved += size
-        elif self._size and type(event) is Free and event.id in self._size:
-            self._free[self._size.pop(event.id)] += 1
+    The allocator rounds sizes up to powers of two and reuses released blocks.
+    """
+    reserved, size_of, free = 0, dict[int, int](), Counter[int]()
+    for event in events:
+        if isinstance(event, Alloc) and event.category is Category.HOST and event.bytes:
+            size = size_of[event.id] = 1 << (event.bytes - 1).bit_length()
+            if free[size]:
+                free[size] -= 1
+            else:
+                reserved += size
+        elif isinstance(event, Free) and event.id in size_of:
+            free[size_of.pop(event.id)] += 1
+    return reserved
 
 
 TIMELINE_POINTS = 96
@@ -135,50 +147,37 @@ TIMELINE_RESOLUTION = 10_000
 """Parts of the device's peak to which a record rounds bytes."""
 
 
-def live_bytes_over_step(traced: Trace, seconds: Callable[[Operator], float]) -> dict[str, Any]:
+def live_bytes_over_step(
+    traced: Trace, live: LiveBytes, seconds: Callable[[Operator], float]
+) -> dict[str, Any]:
     """Return the live bytes in `TIMELINE_POINTS` equal parts of the device's busy time, at the fullest moment of each.
 
-    `seconds` gives the time of an operator on the device; messages take no time here. The result has three keys. `unit`
-    is in bytes. `bytes` holds units by category: one number if the category never changes, no entry if it is empty.
-    `phases` holds the part in which each phase begins, its name and micro-batch, for the first phase of each part. The
-    largest sum is the role's peak, unless the peak is in the initialisation.
+    `live`: those of the trace. `seconds` gives the time of an operator on the device; messages take no time here. The
+    result has three keys. `unit` is in bytes. `bytes` holds units by category: one number if the category never
+    changes, no entry if it is empty. `phases` holds the part in which each phase begins, its name and micro-batch, for
+    the first phase of each part. The largest sum is the role's peak, unless the peak is in the initialisation.
     """
     step = traced.events[traced.step_start : traced.step_stop]
-    took: dict[int, float] = {}
-    """Seconds by operator. Layers share operators."""
-    step_s = 0.0
-    for event in step:
-        if type(event) is Operator:
-            if id(event) not in took:
-                took[id(event)] = seconds(event)
-            step_s += took[id(event)]
-    live = LiveBytes()
-    found: list[dict[str, int]] = []
+    before, within = (Counter(map(type, part)) for part in (traced.events[: traced.step_start], step))
+    begin = before[Alloc] + before[Free] + 2 * before[Mark]
+    end = begin + within[Alloc] + within[Free] + 2 * within[Mark]
+    chosen = slice(before[Operator], before[Operator] + within[Operator])
+    operators, changes_before = live.operators[chosen], live.changes_before[chosen]
+    took = {key: seconds(operator) for key, operator in {id(one): one for one in operators}.items()}
+    spent = np.cumsum([took[id(operator)] for operator in operators] or [0.0])
+    share = spent / spent[-1] if spent[-1] else np.zeros_like(spent)
+    parts = np.minimum(TIMELINE_POINTS - 1, (share * TIMELINE_POINTS).astype(int))
+    firsts = np.searchsorted(parts, np.arange(1, parts[-1] + 1))
+    bounds = [begin, *(changes_before[first] for first in firsts), end]
+    fullest = [low + int(live.total[low : high + 1].argmax()) for low, high in pairwise(bounds)]
+    unit = max(1, int(live.total[fullest].max()) // TIMELINE_RESOLUTION)
+    rows = zip(COLUMNS, live.by_category[fullest].T, strict=True)
+    scaled = {category: np.rint(row / unit).astype(int).tolist() for category, row in rows if row.any()}
     phases: dict[int, tuple[str, int]] = {}
-    most, spent = -1, 0.0
-    for event in traced.events[: traced.step_start]:
-        live.see(event)
-    for event in step:
-        if type(event) is Operator:
-            spent += took[id(event)]
-            part = min(TIMELINE_POINTS - 1, int(spent / step_s * TIMELINE_POINTS)) if step_s else 0
-            while len(found) <= part:
-                found.append(live.now.copy())
-                most = live.total
-            continue
-        if type(event) is PhaseStart:
-            phases.setdefault(min(TIMELINE_POINTS - 1, len(found)), (event.name, event.micro_batch))
-        live.see(event)
-        if not found:
-            found.append({})
-        if live.total > most:  # the fullest moment of the part
-            found[-1], most = live.now.copy(), live.total
-    unit = max(1, max(sum(point.values()) - point[Category.HOST] for point in found) // TIMELINE_RESOLUTION)
-    scaled = {
-        category: [round(point[category] / unit) for point in found]
-        for category in ACCOUNTED
-        if any(point[category] for point in found)
-    }
+    for number, (_, preceding, event) in enumerate(live.phases[before[PhaseStart] :][: within[PhaseStart]]):
+        preceding -= before[Operator]
+        part = int(parts[preceding - 1]) + 1 if preceding else int(number > 0 or event is not step[0])
+        phases.setdefault(min(TIMELINE_POINTS - 1, part), (event.name, event.micro_batch))
     return {
         "unit": unit,
         "bytes": {key: row[:1] if len(set(row)) == 1 else row for key, row in scaled.items()},

@@ -191,15 +191,16 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
     return points.get(kernels) or (points.get(other) if other else None) or uncalibrated_kernels(system)
 
 
-def uncalibrated_kernels(system: System) -> MeasuredKernels:
-    """Return kernels that are as efficient on the system's device as calibrated kernels are on theirs.
+@cache
+def uncalibrated_efficiency() -> MeasuredKernels:
+    """Return the median, the least and the most of all generations; `attention` is a share of the device's peak."""
+    entry = read_toml(CALIBRATION_FILE)["uncalibrated"]
+    return build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name)
 
-    The entry `uncalibrated` of the file has the median, the least and the most of all generations. Its `attention` is a
-    share of the device's peak.
-    """
-    found = build_dataclass(
-        MeasuredKernels, read_toml(CALIBRATION_FILE)["uncalibrated"], file=CALIBRATION_FILE.name
-    )
+
+def uncalibrated_kernels(system: System) -> MeasuredKernels:
+    """Return kernels that are as efficient on the system's device as calibrated kernels are on theirs."""
+    found = uncalibrated_efficiency()
     peaks = (system.device.peak_flops.get(precision) for precision in ("bf16", "fp16"))
     peak = next((peak.value for peak in peaks if peak is not None and peak.value), 0.0)
     low, share, high = found.attention.ends

@@ -78,10 +78,7 @@ def megatron_core(layers: int, tp: int, kernels: str = "megatron-2025") -> LiveB
     keys: dict[str, Any] = {"precision": "bf16", "grad_dtype": "fp32", "zero": 1, "overlap": False}
     layout = Layout(kernels=kernels, tp=tp, sp=tp > 1, micro_batch=1, **keys)
     experiment = tiny(layout, model, dropout=0, attention_dropout=0)
-    live = LiveBytes()
-    for event in trace(experiment, roles(experiment)[0]).events:
-        live.see(event)
-    return live
+    return LiveBytes(trace(experiment, roles(experiment)[0]).events)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -103,7 +100,7 @@ def test_a_rank_of_megatron_core_retains_a_gradient_of_each_shape(tp: int) -> No
     """`get_dummy_wgrad` stores one 16-bit tensor for each shape, whatever the number of layers."""
     h, inner, keys_and_values, f, vocab = 64, 64, 2 * 32, 160, 256
     shapes = {(inner + keys_and_values) * h, h * inner, 2 * f * h, h * f, vocab * h}
-    retained = [megatron_core(2, tp, kernels).now["other"] for kernels in ("megatron-2025", "fused")]
+    retained = [megatron_core(2, tp, kernels).after(-1)["other"] for kernels in ("megatron-2025", "fused")]
     assert retained[0] - retained[1] == 2 * sum(shapes) // tp
 
 

@@ -8,7 +8,12 @@ import pytest
 
 from repro.config import Experiment, Layout, Model, systems
 from repro.config.enums import Category
-from repro.simulate.memory.live_bytes import TIMELINE_POINTS, TIMELINE_RESOLUTION, live_bytes_over_step
+from repro.simulate.memory.live_bytes import (
+    TIMELINE_POINTS,
+    TIMELINE_RESOLUTION,
+    LiveBytes,
+    live_bytes_over_step,
+)
 from repro.simulate.record import simulated_record
 from repro.simulate.step import simulate
 from repro.simulate.trace.events import Alloc, Event, Free, PhaseStart
@@ -49,7 +54,9 @@ def test_without_time_the_step_is_laid_out_by_the_bytes_that_it_moves() -> None:
     series = simulated_record(e, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0).series
     assert set(series.as_dict()) == {"memory"}
     traced = found.traces[found.roles.index(found.fullest)]
-    assert series.memory == live_bytes_over_step(traced, lambda operator: operator.read + operator.written)
+    live = found.fullest.memory.live
+    moved = live_bytes_over_step(traced, live, lambda operator: operator.read + operator.written)
+    assert series.memory == moved
     starts = [part for part, _, _ in series.memory["phases"]]
     assert starts == sorted(set(starts))
 
@@ -64,6 +71,6 @@ def test_of_the_moments_of_a_part_the_one_that_holds_most_on_the_device_is_kept(
         Alloc(3, 1000, Category.HOST, "empty", "offload.py:3"),
     ]
     traced = SimpleNamespace(events=step, step_start=0, step_stop=len(step))
-    found = live_bytes_over_step(traced, lambda operator: 1.0)  # type: ignore[arg-type]
+    found = live_bytes_over_step(traced, LiveBytes(step), lambda operator: 1.0)  # type: ignore[arg-type]
     assert found["unit"] == 1
     assert {key: row[0] for key, row in found["bytes"].items()} == {"parameters": 20, "activations": 10}

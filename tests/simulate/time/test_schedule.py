@@ -290,6 +290,29 @@ def test_a_steady_state_stands_for_all_its_micro_batches(
             assert getattr(mine, name) == pytest.approx(getattr(its, name), rel=1e-9, abs=1e-9)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.floats(0.2, 3.0), min_size=2, max_size=5),
+    st.tuples(st.integers(1, 4), st.integers(1, 6)),
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.floats(0.0, 4.0),
+    st.booleans(),
+)
+def test_fewer_micro_batches_never_have_a_smaller_share_of_bubble(
+    pace: list[float], groups: tuple[int, int], name: str, wire: float, overlap: bool
+) -> None:
+    """A stage computes as long for each micro-batch, so the law is that the rest does not grow with their number."""
+
+    def seconds_per_micro_batch(m: int) -> float:
+        chunks = 2 if name == "interleaved" else 1
+        layout = Layout(pp=len(pace), global_batch=m, schedule=name, chunks=chunks, overlap=overlap)
+        return pipeline(layout, wire, pace).step_s / m
+
+    few, further = groups
+    fewer, more = len(pace) * few, len(pace) * (few + further)
+    assert seconds_per_micro_batch(fewer) >= seconds_per_micro_batch(more) * (1 - 1e-9)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_few_micro_batches_are_scheduled_however_many_there_are(overlap: bool) -> None:
     """64 p micro-batches ask the network for as many messages as 8 p do."""
