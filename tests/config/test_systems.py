@@ -58,7 +58,7 @@ def test_every_system_loads_and_every_number_has_a_source(name: str) -> None:
 
 def test_published_numbers() -> None:
     dgx = {"dgx1-v100-16gb", "dgx1-v100-32gb", "dgx2", "dgx2h", "dgx-a100-40gb", "dgx-h100", "dgx-h200"}
-    today = {"llama3-h100", "grand-teton", "dgx-b200", "gb200-nvl72", "mi300x"}
+    today = {"llama3-h100", "grand-teton", "a100-pcie", "dgx-b200", "gb200-nvl72", "mi300x"}
     clusters = {"lowbw-v100", "jean-zay", "oneflow-v100", "selene", "vtrain-a100", "yuan"}
     assert dgx | today | clusters | {"local"} == set(system_names())
     dgx2 = load_system_file("dgx2")
