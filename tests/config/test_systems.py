@@ -93,7 +93,7 @@ def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
 def test_like_what_is_not_known_is_one_line(write: Any) -> None:
     for name in ("dgx3", "local", "mine.toml"):
         with pytest.raises(
-            ConfigError, match=rf"mine\.toml: like = '{name}': must be one of dgx-a100-40gb, .*, yuan"
+            ConfigError, match=rf"mine\.toml: like = '{name}': must be one of a100-pcie, .*, yuan"
         ):
             load_system_file(write(f'like = "{name}"'))
     with pytest.raises(

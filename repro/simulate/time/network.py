@@ -286,7 +286,8 @@ class Network:
         rate, start, half, within, between, chunk = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
         if placed.inside:
             link = self.placement.link_of(group, self._placed.neighbours(group))
-            rate = reduce(minimum, (self._rate_inside(link, *each) for each in placed.inside))
+            leaves = self._leaves_pod(group, link)
+            rate = reduce(minimum, (self._rate_inside(link, *each, leaves) for each in placed.inside))
             within, start, half = (self.number(link, key) for key in ("latency_s", "start_s", "half_bytes"))
         if placed.between:
             rate = minimum(rate, self._rate_between(placed.between, placed.uplink_users, counts))
@@ -295,12 +296,25 @@ class Network:
             half = maximum(half, self.number(BETWEEN_NODES, "half_bytes"))
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
-    def _rate_inside(self, link: str, groups: int, ranks: int) -> float:
+    def _leaves_pod(self, group: str, link: str) -> bool:
+        """Return whether a ring of an axis leaves the devices that share a host bridge (`pod` of PCIe), if known."""
+        on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value
+        if on is None or link != PCIE or not pod:
+            return True
+        bridges = on.members % self.placement.devices_per_node // int(pod)
+        return bool((bridges != bridges[:, :1]).any())
+
+    def _rate_inside(self, link: str, groups: int, ranks: int, leaves_pod: bool = True) -> float:
         """Return the bytes/s of a ring in a node in which `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
             return self.peak(link) / ranks
-        if link == PCIE:  # all rings of a node pass the same host bridges and the link of its sockets
-            return self.peak(link) / groups
+        if (
+            link == PCIE
+        ):  # rings that leave a pod pass the link of the sockets; without pods, all rings pass it
+            if not (pod := self.system.links[link].pod.value):
+                return self.peak(link) / groups
+            uplink = self.peak(link) * pod / self.number(link, "oversubscription")
+            return minimum(self.peak(link), uplink / groups) if leaves_pod else self.peak(link)
         others = max(ranks / groups, 2) - 1
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
