@@ -1,4 +1,4 @@
-"""Runs of SimuMax on eight B200 and eight A100: layouts from its scripts, and predictions within the promised errors."""
+"""Runs of SimuMax on eight B200 and A100: layouts from its scripts, and predictions within the promised errors."""
 
 from __future__ import annotations
 
