@@ -82,8 +82,7 @@ class OperatorSet(StrEnum):
     """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
     softmax in one operator; operations on gradients are separate passes (`in_passes`)."""
     TORCHTITAN_2024 = "torchtitan-2024"
-    """torchtitan of December 2024, whose layers are compiled: operators of `fused`, with the loss by torch's own from
-    fp32 copies of all logits (`computes_loss_at_once`)."""
+    """torchtitan of December 2024: operators of `fused`, with the loss by torch's own from fp32 copies of logits."""
     UNFUSED = "unfused"
     """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
     biases, dropouts and residuals as separate operators; operations on gradients are separate passes (`in_passes`)."""
@@ -106,11 +105,6 @@ class OperatorSet(StrEnum):
         returns to autograd instead (`get_dummy_wgrad`).
         """
         return self is OperatorSet.MEGATRON_2025
-
-    @property
-    def computes_loss_at_once(self) -> bool:
-        """Return whether the loss copies all logits to fp32 and retains the logarithms of all probabilities."""
-        return self is OperatorSet.TORCHTITAN_2024
 
     @property
     def in_passes(self) -> bool:

@@ -241,21 +241,21 @@ class _LossParallel(torch.autograd.Function):
         shifted = logits - maximum
         total = shifted.exp().sum(1, keepdim=True)
         tp.all_reduce(total, SUM, "cross-entropy").wait()
-        probabilities = shifted - total.log()  # their logarithms
+        logarithms = shifted - total.log()
         local = (targets - tp.rank * logits.shape[1]).unsqueeze(1)
         outside = (local < 0) | (local >= logits.shape[1])
-        local = local.masked_fill(outside, 0)
-        loss = -probabilities.gather(1, local).masked_fill(outside, 0.0).squeeze(1)
+        chosen = logarithms.gather(1, local.masked_fill_(outside, 0))
+        loss = -chosen.masked_fill(outside, 0.0).squeeze(1)
         tp.all_reduce(loss, SUM, "cross-entropy").wait()
-        ctx.save_for_backward(probabilities, local, outside)
+        ctx.save_for_backward(logarithms, local, outside)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, local, outside = ctx.saved_tensors
-        gradient = torch.zeros_like(probabilities).scatter_(1, local, outside.float() - 1)
-        return (gradient + probabilities.exp()) * gradients[0].unsqueeze(1), None, None
+        logarithms, local, outside = ctx.saved_tensors
+        gradient = torch.zeros_like(logarithms).scatter_(1, local, outside.float() - 1)
+        return (gradient + logarithms.exp()) * gradients[0].unsqueeze(1), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -266,9 +266,8 @@ def vocab_parallel_cross_entropy(
     No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.  `at_once`:
     copy the logits to fp32 and retain the logarithms of all probabilities instead.
     """
-    if at_once:
-        wide = logits.float()
-        if tp.size == 1:
-            return F.cross_entropy(wide, targets, reduction="none")
-        return _LossParallel.apply(wide, targets, tp)
-    return _CrossEntropy.apply(logits, targets, tp, plain)
+    if not at_once:
+        return _CrossEntropy.apply(logits, targets, tp, plain)
+    if tp.size > 1:
+        return _LossParallel.apply(logits.float(), targets, tp)
+    return F.cross_entropy(logits.float(), targets, reduction="none")

@@ -168,21 +168,12 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
     return tuple(sorted(found, key=lambda point: len(point.card)))
 
 
-OTHER_GENERATION = {
-    OperatorSet.UNFUSED: OperatorSet.SOFTMAX,
-    OperatorSet.SOFTMAX: OperatorSet.UNFUSED,
-    OperatorSet.TORCHTITAN_2024: OperatorSet.FUSED_2024,
-}
-"""Operators whose calibration also serves other operators."""
-
-
 def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | None:
     """Return the calibration of a layout's kernels on a system's device; None for a device with measured operators.
 
     Measured kernels have priority over published points, and a point of the device's card over other points.
     Megatron-LM's two generations differ by operators, which the trace shows. If one has no point on a device, the point
-    of the other generation is used, for example `unfused` on an A100 to predict the gain of fusing.  torchtitan's
-    layers are compiled, as those of `fused-2024`.
+    of the other generation is used, for example `unfused` on an A100 to predict the gain of fusing.
     A device without any calibration has `uncalibrated_kernels`.
     """
     if system.device.operators:
@@ -196,7 +187,7 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
         for known in calibration_points()
         if known.compute_capability == device.compute_capability and device.name.startswith(known.card)
     }
-    other = OTHER_GENERATION.get(kernels)
+    other = {OperatorSet.UNFUSED: OperatorSet.SOFTMAX, OperatorSet.SOFTMAX: OperatorSet.UNFUSED}.get(kernels)
     return points.get(kernels) or (points.get(other) if other else None) or uncalibrated_kernels(system)
 
 
