@@ -134,6 +134,8 @@ def test_commands_and_options_exist(page: Path, example: Example) -> None:
         assert words[0] in group.commands, example.command
         group = group.commands[words.pop(0)]
     known = {option for parameter in group.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    # An argument with spaces is a text of options of its own.
+    words = [part for word in words for part in word.split()]
     asked = {word.strip("[]").split("=")[0] for word in words if word.strip("[]").startswith("--")}
     assert asked <= known
 

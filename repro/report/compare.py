@@ -1,9 +1,8 @@
 """`repro compare A B`: changes between two stores or two commits, judged as better or worse.
 
 The two sides are two sets of records of the same experiments. A launch differs from the next one by more than its steps
-differ from each other. The interval of a ratio therefore comes from the variation between launches, and a speed with
-few launches is not decided. With `--suite` the command runs two commits in turns, so that a disturbance affects both.
-`--tolerance` sets the relative change that is ignored.
+differ from each other, so the interval of a ratio comes from pairs of launches. A launch counts by its shortest step,
+because other programs can only lengthen a step. `--tolerance` sets the relative change that is ignored.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from math import exp, log, sqrt
 from pathlib import Path
-from statistics import mean, median, variance
+from statistics import median
 
 import repro
 from repro.config.errors import ConfigError, require
 from repro.config.suites import load_suite
 from repro.config.words import count_noun
-from repro.measure.statistics import CONFIDENCE
+from repro.measure.statistics import RatioInterval, ratio_interval
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key, launches_by_key
 from repro.results.store import read_records
@@ -33,8 +31,11 @@ from repro.util import units
 from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
-MIN_LAUNCHES = 3
-"""Minimum number of launches on each side for a decision about speed."""
+MIN_LAUNCHES = 6
+"""Minimum number of launches on each side for a decision about speed. With n pairs the interval of a median, which is
+within the sample, misses with a probability of at least 2^(1-n): 3 %."""
+MAX_LAUNCHES = 30
+"""Default maximum number of launches of each commit."""
 MAX_CHANGES = 8
 """Maximum number of printed changes without `--details`; each may have two lines."""
 
@@ -49,7 +50,7 @@ class Change:
     before: str
     after: str
     judged: str
-    """`worse`, `same`, `better`, or `not decided` with fewer than `MIN_LAUNCHES` launches."""
+    """`worse`, `same`, `better`, or `not decided` with few launches or a wide interval."""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -94,6 +95,11 @@ def compare_results(
     before: list[Record], after: list[Record], *, tolerance: float, own: Sequence[Path] = ()
 ) -> list[Change]:
     """Return the changes of every experiment measured on both sides, then of the claims' verdicts."""
+    changes = _compare_experiments(before, after, tolerance)
+    return changes + _verdicts(before, after, own) if changes else []
+
+
+def _compare_experiments(before: list[Record], after: list[Record], tolerance: float) -> list[Change]:
     # An interrupted run does not show a change of its side.
     old, new = (by_key(records, without=("interrupted",)) for records in (before, after))
     launches = [launches_by_key(records) for records in (before, after)]
@@ -101,7 +107,7 @@ def compare_results(
     for key in (key for key in new if key in old):
         speeds = [side.get(key, []) for side in launches]
         changes += _experiment(old[key], new[key], speeds, tolerance)
-    return changes + _verdicts(before, after, own) if changes else []
+    return changes
 
 
 def _experiment(
@@ -115,17 +121,12 @@ def _experiment(
     changes = []
     ratio = speed_ratio(*launches)
     if ratio is not None:
-        value, low, high = ratio
-        if low is None or high is None:
-            judged = UNDECIDED
-        else:
-            judged = WORSE if high < 1 - tolerance else BETTER if low > 1 + tolerance else SAME
+        changed = judge_speed(ratio, tolerance)
         before, after = (
-            f"{units.number(median(r.metrics['samples_per_s'] for r in side))} samples/s, "
-            f"{count_noun(len(side), 'launch')}"
+            f"{units.seconds(median(map(shortest_step, side)))} a step, {count_noun(len(side), 'launch')}"
             for side in launches
         )
-        changes.append(Change("speed", name, before, after, judged, value, low, high))
+        changes.append(Change("speed", name, before, after, changed, *ratio))
     sizes = [record.metrics.get("memory.peak_bytes", 0) for record in (old, new)]
     if all(sizes):
         grown = sizes[1] / sizes[0]
@@ -135,39 +136,43 @@ def _experiment(
     return changes
 
 
-def speed_ratio(
-    old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]
-) -> tuple[float, float | None, float | None] | None:
-    """Return the ratio new/old of samples/s with the 95 % interval of Welch's t-test, from the launches of each side.
+def judge_speed(ratio: RatioInterval, tolerance: float) -> str:
+    """Return `same` only if the interval is within the tolerance."""
+    if ratio.low is None or ratio.high is None:
+        return UNDECIDED
+    if ratio.high < 1 - tolerance:
+        return WORSE
+    if ratio.low > 1 + tolerance:
+        return BETTER
+    return SAME if 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance else UNDECIDED
 
-    A launch counts by the logarithm of its median step time. The interval is None with fewer than `MIN_LAUNCHES`
-    launches on a side, and the result is None if a side has no step times.
+
+def speed_ratio(old: Sequence[ExperimentRecord], new: Sequence[ExperimentRecord]) -> RatioInterval | None:
+    """Return the ratio new/old of the speeds of shortest steps, with its 95 % interval, from launches in pairs.
+
+    The first launch of one side forms a pair with the first launch of the other, and so on. There is no interval with
+    fewer than `MIN_LAUNCHES` pairs, and no ratio if a side has no step times.
     """
-    logs = [[log(median(steps)) for steps in map(_step_seconds, side) if steps] for side in (old, new)]
-    if not all(logs):
+    pairs = list(zip(map(shortest_step, new), map(shortest_step, old), strict=False))
+    if not pairs or not all(map(all, pairs)):
         return None
-    centre = mean(logs[0]) - mean(logs[1])
-    if min(map(len, logs)) < MIN_LAUNCHES:
-        return exp(centre), None, None
-    errors = [variance(side) / len(side) for side in logs]
-    if not (total := sum(errors)):
-        return exp(centre), exp(centre), exp(centre)
-    from scipy import stats
-
-    freedom = total**2 / sum(e**2 / (len(side) - 1) for e, side in zip(errors, logs, strict=True))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * sqrt(total)
-    return exp(centre), exp(centre - half), exp(centre + half)
+    found = ratio_interval(pairs)
+    return found if len(pairs) >= MIN_LAUNCHES else RatioInterval(found.ratio, None, None)
 
 
-def _step_seconds(record: ExperimentRecord) -> list[float]:
-    return [seconds for turn in record.series.step_seconds or () for seconds in turn]
+def shortest_step(record: ExperimentRecord) -> float:
+    """Return the seconds of the shortest timed step of a launch; 0 without step times."""
+    return min((seconds for turn in record.series.step_seconds or () for seconds in turn), default=0.0)
 
 
-def run_commits(commits: Sequence[str], suite: Path, launches: int, results: Path) -> list[str]:
+def run_commits(
+    commits: Sequence[str], suite: Path, launches: int, results: Path, tolerance: float
+) -> list[str]:
     """Run a suite in two commits of this checkout, in turns, and return the two new stores in `results`/compare.
 
     Each commit gets a temporary git worktree, from which this interpreter imports it. The order changes from launch to
-    launch (A B, B A, ...). Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
+    launch (A B, B A, ...). The runs end when all speeds are decided, or after `launches` of each commit.
+    Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
     """
     load_suite(suite)
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
@@ -181,6 +186,9 @@ def run_commits(commits: Sequence[str], suite: Path, launches: int, results: Pat
             for commit, tree, store in sides[:: -1 if launch % 2 else 1]:
                 print(f"launch {launch + 1} of {launches}: {commit}", file=sys.stderr, flush=True)
                 _run_suite(commit, tree, suite.resolve(), store)
+            before, after = (read_records(store) for _, _, store in sides)
+            if all(c.judged != UNDECIDED for c in _compare_experiments(before, after, tolerance)):
+                break
     finally:
         for _, tree, _ in sides:
             if tree.is_dir():
@@ -245,16 +253,16 @@ def print_comparison(
     details: bool,
     own: Sequence[Path] = (),
     suite: Path | None = None,
-    launches: int = MIN_LAUNCHES,
+    launches: int = MAX_LAUNCHES,
 ) -> int:
     """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side.
 
-    `suite`: run this suite `launches` times in the commits `first` and `second` before the comparison.
+    `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
     """
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     require(launches >= 1, "--launches", launches, "1 or more")
     if suite is not None:
-        first, second = run_commits((first, second), suite, launches, results)
+        first, second = run_commits((first, second), suite, launches, results, tolerance)
     changes = changes_of(first, second, results, tolerance, own)
     worse = sum(change.judged == WORSE for change in changes)
     if json:
@@ -275,7 +283,9 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
         ratio = units.ratio(c.ratio, c.low, c.high) if c.ratio else ""
         made.add_row(c.judged, c.kind, c.name, ratio, c.before, c.after)
     more = "--details lists all changes, and equal speeds." if most is not None else ""
-    few = f"Not decided: speeds need {MIN_LAUNCHES} launches on each side. `repro compare COMMIT COMMIT --suite FILE "
-    few += f"--launches {MIN_LAUNCHES}` runs them in turns."
+    few = (
+        f"Not decided: fewer than {MIN_LAUNCHES} launches on a side, or an interval wider than --tolerance. "
+    )
+    few += "`repro compare COMMIT COMMIT --suite FILE` launches both in turns until all speeds are decided."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
     print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, few * is_undecided, more)

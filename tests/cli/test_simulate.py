@@ -177,3 +177,50 @@ def test_more_than_anybody_had_is_said(gpus: str, said: str, capsys: pytest.Capt
     cli.main(["simulate", *GPT2, "--gpus", gpus, "--json"])
     err = capsys.readouterr().err
     assert err.startswith(said) if said else not err
+
+
+STEP = ("--model", "gpt2-1.5b", "--system", "dgx2", "--gpus", "16", "--micro-batch", "2", "--recompute")
+
+
+def test_two_layouts_differ_as_their_own_simulations_do(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = [
+        json.loads(run(capsys, "simulate", *STEP, *options, "--json")[1])
+        for options in (("--zero", "1"), ("--zero", "1", "--pp", "4", "--global-batch", "32"))
+    ]
+    code, out = run(capsys, "simulate", *STEP, "--zero", "1", "--versus", "--pp 4", "--json")
+    both = json.loads(out)
+    assert code == 0
+    for name, document in zip("AB", alone, strict=True):
+        both[name].pop("trace_seconds")
+        assert both[name].items() <= document.items()
+    code, out = run(capsys, "simulate", *STEP, "--zero", "1", "--versus", "--pp 4")
+    row = next(line for line in out.splitlines() if line.startswith("step time (s)")).split()
+    steps = [document["time"]["step_s"] for document in alone]
+    ratio = alone[1]["time"]["samples_per_s"] / alone[0]["time"]["samples_per_s"]
+    assert row[-3:-1] == [f"{step:,.2f}" for step in steps]
+    assert f"B trains {units.number(ratio)} times as many samples/s as A (90 % interval: " in out
+    assert len(out.splitlines()) <= 24
+
+
+def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "simulate", *STEP, "--versus", "--model turing-nlg-17b")
+    assert code == 1
+    assert "B does not fit: " in out
+    assert "samples/s" not in out
+    assert "parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("versus", "more", "message"),
+    [
+        ("--details", (), "--versus = '--details': takes the model and options of the query, not --details"),
+        ("8", (), "--versus = '8': takes the model and options of the query, not 8"),
+        ("--tp 3", (), "--gpus = 16: must be a multiple of tp x pp = 3 x 1 = 3"),
+        ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': is without --timeline"),
+    ],
+)
+def test_invalid_alternatives(
+    capsys: pytest.CaptureFixture[str], versus: str, more: tuple[str, ...], message: str
+) -> None:
+    assert cli.main(["simulate", *STEP, "--versus", versus, *more]) == 2
+    assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable, Container
 from itertools import pairwise
@@ -236,11 +237,7 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> int:
-        given = {parameter.name: values.pop(parameter.name) for parameter in QUESTION}
-        layout = {key: given.pop(key) for key in LAYOUT}
-        if given.pop("recompute_selective"):
-            layout["recompute"] = SELECTIVE
-        asked = LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
+        asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
         try:
             return command(**values, asked=asked)
         except ConfigError as error:
@@ -249,6 +246,31 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
     with_options.__signature__ = signature  # type: ignore[attr-defined]
     with_options.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return with_options
+
+
+def _layout_query(given: dict[str, Any]) -> LayoutQuery:
+    layout = {key: given.pop(key) for key in LAYOUT}
+    if given.pop("recompute_selective"):
+        layout["recompute"] = SELECTIVE
+    return LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
+
+
+def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:
+    """Return the model and the query of the running command after the options in `text` replace its own.
+
+    Raises `ConfigError` about `option`, which has this text, if it contains anything else.
+    """
+    values, names = dict(context.params), ("model", *(parameter.name for parameter in QUESTION))
+    given, rest, order = context.command.make_parser(context).parse_args(shlex.split(text))
+    others = [*rest, *(f"--{p.name}" for p in order if p.name not in names)]
+    require(
+        not others, option, text, says=f"takes the model and options of the query, not {' '.join(others)}"
+    )
+    for parameter in order:
+        values[parameter.name] = parameter.process_value(context, given[parameter.name])
+    if "recompute" in given:
+        values["recompute_selective"] = False
+    return values["model"], _layout_query({name: values[name] for name in names[1:]})
 
 
 def as_option(error: ConfigError, options: Container[str]) -> ConfigError:

@@ -23,6 +23,7 @@ from repro.cli.commands.options import (
     check_count,
     check_writable_file,
     question_options,
+    read_alternative,
 )
 from repro.config.errors import require
 from repro.simulate.plan.candidates import DEFAULT_PLAN_ROWS, DEFAULT_RANK, RANK_QUANTILES, LayoutQuery
@@ -35,6 +36,7 @@ app = typer.Typer()
 )
 @question_options
 def simulate(
+    context: typer.Context,
     asked: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
@@ -45,6 +47,12 @@ def simulate(
             metavar="FILE.json",
         ),
     ] = None,
+    versus: Annotated[
+        str,
+        typer.Option(
+            help="Compare with the layout after these changes: '--tp 4 --zero 1'.", metavar="OPTIONS"
+        ),
+    ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
     output: LaunchFolder = None,
@@ -56,7 +64,12 @@ def simulate(
     Exit code 1: the step does not fit.
     """
     from repro.engines.frameworks.files import LaunchFiles
-    from repro.report.text.predictions import print_simulation
+    from repro.report.text.predictions import print_simulation, print_versus
+
+    if versus:
+        for option, value in (("--timeline", timeline), ("--from", source), ("--launch", launch)):
+            require(not value, "--versus", versus, says=f"is without {option}, which is about one layout")
+        return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 
     files = LaunchFiles(source, launch, output)
     return print_simulation(model, asked, timeline, json, details, files)

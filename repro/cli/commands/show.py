@@ -140,7 +140,7 @@ def artifact(
     return write_appendix(output, tuple(ledger or ()))
 
 
-@app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml --launches 5")
+@app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml")
 def compare(
     first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
     second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
@@ -155,8 +155,10 @@ def compare(
     ] = None,
     launches: Annotated[
         int,
-        typer.Option(help="With --suite: runs of each commit; fewer than 3 decide no speed.", metavar="N"),
-    ] = 3,
+        typer.Option(
+            help="With --suite: most runs of each commit, until all speeds are decided.", metavar="N"
+        ),
+    ] = 30,
     ledger: Ledger = None,
     details: Details = False,
     json: Json = False,

@@ -68,6 +68,32 @@ def print_simulation(
     return 0 if found.fits else 1
 
 
+def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery], json: bool) -> int:
+    """Simulate two queries, each a model and a layout, and print their differences; return 1 if one does not fit.
+
+    The second has the global batch of the first unless it names one.
+    """
+    from repro.report.text.simulated_step import print_step_differences
+    from repro.simulate.step import Simulation
+    from repro.simulate.step import simulate as run
+
+    found: list[Simulation] = []
+    for model, query in (first, second):
+        on, limit = _system(query), parse_memory_size(query.memory_limit)
+        batch = {"global_batch": found[0].experiment.layout.global_batch} if found else {}
+        experiment = _experiment(model, on, replace(query, layout={**batch, **query.layout}))
+        limit = None if limit is None else device_memory_limit(on, limit)
+        with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
+            found.append(
+                run(experiment, on, memory_limit=limit, expandable=query.expandable, time=True, interval=True)
+            )
+    if json:
+        print_json({name: simulation.as_dict() for name, simulation in zip("AB", found, strict=True)})
+    else:
+        print_step_differences(*found)
+    return 0 if all(simulation.fits for simulation in found) else 1
+
+
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
     """Return the experiment of another framework's file, and note what its prediction leaves out; None without one."""
     found, notes = files.read(model, query.gpus, query.layout, query.seq)

@@ -9,6 +9,7 @@ from rich.table import Table
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.config.system import System
+from repro.results.interval import likely_range
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
@@ -27,6 +28,8 @@ TIME_PARTS = {
 """Names of the parts of a step, by key of its time."""
 MIN_SHOWN_SHARE = 0.005
 """Minimum share of a total for which a part has a row in a table."""
+MIN_SHOWN_DIGIT = 0.005
+"""Minimum GB or seconds for a row of two steps; smaller values print as 0.00."""
 SHOWN_INPUTS = 5
 """Maximum number of uncertain inputs with a row."""
 
@@ -70,6 +73,63 @@ def print_simulated_step(
         ),
         command=f"repro plan {question}{batch}",
     )
+
+
+def print_step_differences(a: Simulation, b: Simulation) -> None:
+    """Print the differences of two simulated steps: speed and its cause, memory, time and traffic."""
+    documents = [simulation.as_dict() for simulation in (a, b)]
+    lines = [
+        f"{name}: {simulation.experiment.model.name} on {simulation.experiment.layout.world:,} GPUs of "
+        f"{simulation.system}, {words.describe_layout(simulation.experiment.layout, batches=True)}."
+        for name, simulation in (("A", a), ("B", b))
+    ]
+    has_times = all(document["time"] for document in documents)
+    first, second = (_compared_values(document, has_times) for document in documents)
+    pairs = {name: (first.get(name, 0.0), second.get(name, 0.0)) for name in {**first, **second}}
+    rows = (
+        (name, f"{one:,.2f}", f"{other:,.2f}", f"{other - one:+,.2f}")
+        for name, (one, other) in pairs.items()
+        if max(one, other) >= MIN_SHOWN_DIGIT
+    )
+    table = new_table("", "A", "B", "B - A", rows=rows)
+    print_page(stdout(PAGE_COLUMNS), *lines, *_describe_differences(a, b, documents), table)
+
+
+def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, float]:
+    """Return GB and seconds of a step by the name of their row; parts are indented below their sum."""
+    memory, time = document["memory"], document["time"]
+    found = {"reserved memory at the peak (GB)": memory["reserved_bytes"] / units.GB}
+    found |= {f"  {term}": memory["by_category"][key] / units.GB for key, term in TERMS.items()}
+    if has_times:
+        found["step time (s)"] = time["step_s"]
+        found |= {f"  {term}": time[key] for key, term in TIME_PARTS.items()}
+    sent = document["comm"]["bytes_by_link"].items()
+    return found | {f"sent by a rank, {link} (GB)": size / units.GB for link, size in sent}
+
+
+def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str, Any]]) -> list[str]:
+    """Return which step is faster, by how much and because of what, or why there is no comparison of times."""
+    for name, simulation, document in zip("AB", (a, b), documents, strict=True):
+        if not simulation.fits:
+            return [f"{name} does not fit: {units.readable(simulation.reason)}."]
+        if document["time"] is None:
+            return [f"No step time of {name} is predicted: {document['no_time']}."]
+    first, second = (document["time"] for document in documents)
+    ratio = second["samples_per_s"] / first["samples_per_s"]
+    text, intervals = f"B trains {units.number(ratio)} times as many samples/s as A", ""
+    if a.system == b.system and a.time and b.time and a.time.interval and b.time.interval:
+        per_step = b.experiment.layout.global_batch / a.experiment.layout.global_batch
+        draws = zip(a.time.interval.draws, b.time.interval.draws, strict=True)
+        low, high = likely_range([per_step * one / other for one, other in draws], ratio)
+        intervals = f" (90 % interval: {units.number(low)} to {units.number(high)})"
+    changes = {term: second[key] - first[key] for key, term in TIME_PARTS.items()}
+    key = max(changes, key=lambda term: abs(changes[term]))
+    cause = f"The step changes by {sum(changes.values()):+.3g} s. Largest part: {key}, {changes[key]:+.3g} s"
+    if key == TIME_PARTS["exposed_s"]:
+        kinds = [time["exposed_by_kind"] for time in (first, second)]
+        by_kind = {kind: kinds[1].get(kind, 0) - kinds[0].get(kind, 0) for kind in {**kinds[0], **kinds[1]}}
+        cause += f", mostly {max(by_kind, key=lambda kind: abs(by_kind[kind]))}"
+    return [f"{text}{intervals}.", f"{cause}."]
 
 
 def _describe_fit(simulation: Simulation, system: System, memory: dict[str, Any]) -> list[str]:
