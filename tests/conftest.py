@@ -17,10 +17,10 @@ import pytest
 
 from repro.emulate import lab
 from repro.engines import missing_library
-from repro.util import workers
+from repro.util import processes
 from tests.pool import PRELOADED, RankPool
 
-workers.PRELOADED = PRELOADED  # ranks and workers are forks of one process, whoever asks for it first
+processes.PRELOADED = PRELOADED  # ranks and workers are forks of one process, whoever asks for it first
 
 # How long an example takes, or is looked for, says more of the machine than of the code; the same ones every time.
 hypothesis.settings.register_profile(

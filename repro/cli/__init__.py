@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from repro import __version__
-from repro.cli.commands import cluster, lab, predict, quality, run, show
+from repro.cli.commands import cluster, predict, quality, run, show
 from repro.config.errors import ConfigError, short
 from repro.util.extras import missing_package_hint
 
@@ -62,7 +62,7 @@ for topic, module in TOPICS.items():
     for registered in module.app.registered_commands:
         registered.rich_help_panel = topic
     app.registered_commands += module.app.registered_commands
-app.add_typer(lab.app, name="lab", cls=_Group, rich_help_panel="Runs on this machine")
+app.add_typer(cluster.lab, name="lab", cls=_Group, rich_help_panel="Runs on this machine")
 
 # typer brings its own copy of click or uses the installed one, depending on its version.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -103,9 +103,9 @@ def _older_torch() -> str:
 def import_libraries(engine: str, device_type: str) -> None:
     """Import the libraries of this engine, so that a memory limit set afterwards does not count them."""
     if engine == "deepspeed":
-        from repro.engines.deepspeed import library
+        from repro.engines.deepspeed.engine import import_deepspeed
 
-        library.import_deepspeed(device_type)
+        import_deepspeed(device_type)
     elif engine in _LIBRARIES:
         importlib.import_module(_LIBRARIES[engine])
 

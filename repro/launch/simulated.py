@@ -28,8 +28,7 @@ from repro.results.schema import SIMULATED, ExperimentRecord
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.simulate.record import failed_record, simulated_record, simulation_facts
-from repro.util.processes import pause_garbage_collection
-from repro.util.workers import WorkerDied, Workers
+from repro.util.processes import WorkerDied, Workers, pause_garbage_collection
 
 
 def simulate_suites(

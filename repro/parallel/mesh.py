@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel.comm import Group
-from repro.parallel.gloo_ring import GlooRing, needs_ring, ranks_per_node
 from repro.parallel.ledger import CommLedger
-from repro.parallel.transports import Channels, GlooTransport, NcclTransport, NoTransport, Transport
+from repro.parallel.transports import (
+    Channels,
+    GlooRing,
+    GlooTransport,
+    NcclTransport,
+    NoTransport,
+    Transport,
+    needs_ring,
+    ranks_per_node,
+)
 
 
 def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:

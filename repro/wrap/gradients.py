@@ -17,7 +17,7 @@ from torch import Tensor
 from repro.parallel.comm import MAX, SUM, Group
 from repro.parallel.zero.stage3_checks import METADATA_FUNCTIONS
 from repro.parallel.zero.stages import ShardedModule
-from repro.wrap.optimizer_states import Shard
+from repro.wrap.state_dicts import Shard
 
 
 class ShardedGradient(Tensor):

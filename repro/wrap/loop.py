@@ -18,9 +18,8 @@ from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 from repro.parallel.zero.stages import ShardedModule
 from repro.wrap.gradients import GradScalerSupport, UserGradients
-from repro.wrap.module_states import WrappedModule
-from repro.wrap.optimizer_states import OptimizerStates, Shard
 from repro.wrap.refusals import UnchangedModuleCheck
+from repro.wrap.state_dicts import OptimizerStates, Shard, WrappedModule
 
 
 class StepAgreement:

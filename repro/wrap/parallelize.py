@@ -27,8 +27,8 @@ from repro.parallel.zero.grad_reduce import broadcast_parameters
 from repro.parallel.zero.partition import default_units
 from repro.parallel.zero.stage3_checks import UnitAgreement
 from repro.wrap.loop import StockLoop
-from repro.wrap.module_states import WrappedModule
 from repro.wrap.refusals import check_clip, check_module, check_narrow, check_optimizer
+from repro.wrap.state_dicts import WrappedModule
 
 
 def parallelize(

@@ -12,9 +12,9 @@ from tests.launch.slurm.conftest import site, slurm, submitted  # noqa: F401
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker is started: there is one core."""
-    from repro.util import workers
+    from repro.util import processes
 
-    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
 @pytest.fixture

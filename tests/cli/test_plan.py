@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("in_process")
 PLANS = """
 import sys
 import repro.cli
-from repro.util import workers
+from repro.util import processes
 if __name__ == "__main__":
-    workers.usable_cores = lambda: 2
-    workers.available_bytes = lambda: 2**40
+    processes.usable_cores = lambda: 2
+    processes.available_bytes = lambda: 2**40
     plan = "plan --model gpt2-1.5b --system dgx1-v100-32gb --gpus 8 --tp 1 --pp 4 --zero 1 --micro-batch 1 --top 1"
     print(repro.cli.main([*plan.split(), "--json"]), "torch" in sys.modules, file=sys.stderr)
 """

@@ -9,9 +9,9 @@ import pytest
 
 from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.occupancy import parse_resources
 from repro.kernels.cuda.program import Program, Unavailable
 from repro.kernels.families import size_classes
+from repro.launch.doctor.kernels import parse_resources
 
 try:
     ARCHITECTURES = compiler.supported_architectures()

@@ -19,7 +19,7 @@ import ctypes, json, sys
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)  # or NVIDIA's bindings find the environment's own
 from repro.kernels import families
 from repro.kernels.cuda import compile as compiler
-from repro.kernels.cuda.occupancy import parse_resources
+from repro.launch.doctor.kernels import parse_resources
 found = {}
 programs = {(program.source, program.kernels): program for program in reversed(families.example_programs())}
 for program in programs.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from repro.kernels import gelu, layernorm
-from repro.kernels.cuda.occupancy import GPUS, KernelResources, occupancy_of, requested_bytes, resident_blocks
+from repro.launch.doctor.kernels import GPUS, KernelResources, occupancy_of, requested_bytes, resident_blocks
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from repro.launch.job import STOP_TIMEOUT_S, Interrupt
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 from tests.launch.runs import wait_for
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -67,10 +67,10 @@ def test_workers_are_not_waited_for_by_who_stops() -> None:
 
 USES_WORKERS = """
 import os, time
-from repro.util import workers
-workers.PRELOADED.clear()
+from repro.util import processes
+processes.PRELOADED.clear()
 if __name__ == "__main__":
-    with workers.Workers() as some:
+    with processes.Workers() as some:
         some.count = 2
         print(*some.completed(os.getpid, [()] * 2), flush=True)
         list(some.completed(time.sleep, [(100,)] * 2))

@@ -22,7 +22,7 @@ from repro.results.store import Store
 from repro.simulate import record
 from repro.simulate.record import simulation_facts
 from repro.simulate.time import calibration
-from repro.util import workers
+from repro.util import processes
 from tests.launch.runs import experiments, write_suite
 from tests.launch.runs import run as run_process
 from tests.records import latest, lines
@@ -37,7 +37,7 @@ LIMIT = '[[experiment]]\nname = "limit"\nexpect = "oom"\nlimits.memory_bytes = 1
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a worker costs more than the small steps here."""
-    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
 def run(
@@ -216,7 +216,7 @@ def test_one_that_fails_is_an_outcome(
     (row,) = summary["experiments"]
     assert (row["outcome"], row["reason"]) == ("error", "RuntimeError: no such shape")
     monkeypatch.undo()
-    monkeypatch.setattr(workers, "usable_cores", lambda: 1)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
     assert run(suite, tmp_path / "results", capsys)[0] == 0, "an error is tried again"
 
 
@@ -224,7 +224,7 @@ def test_one_that_fails_is_an_outcome(
 def test_workers_share_a_suite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 2)
     suite = write_suite(tmp_path, experiments("a", "b", "c"))
     code, summary = run(suite, tmp_path / "results", capsys)
     assert code == 0
@@ -262,7 +262,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
 
         recorder.simulated = then_stop  # type: ignore[method-assign]
         on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in suite.entries}
-        simulated._simulate_entries(list(suite.entries), on, recorder, interrupt, workers.Workers(1))
+        simulated._simulate_entries(list(suite.entries), on, recorder, interrupt, processes.Workers(1))
         assert [record.name for record in store.records()] == ["a"]
 
 

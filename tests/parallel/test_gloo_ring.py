@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from repro.config import Layout
 from repro.parallel import mesh as meshes
-from repro.parallel.gloo_ring import GlooRing, needs_ring
-from repro.parallel.transports import GlooTransport
+from repro.parallel.transports import GlooRing, GlooTransport, needs_ring
 from tests.pool import RankPool
 from tests.training import tiny, train
 

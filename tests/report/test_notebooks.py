@@ -14,10 +14,10 @@ import pytest
 from repro.config import ConfigError, models, systems
 from repro.report import evidence
 from repro.report.evidence import STORE_VARIABLE, default_store, simulated_step
-from repro.report.page import notebooks
+from repro.report.page import build
 
 pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in the extra test")
-SOURCES = notebooks.find_notebooks()
+SOURCES = build.find_notebooks()
 NAMES = (
     "01_memory", "02_model_size", "03_throughput", "04_turing_nlg",
     "05_megatron", "06_yuan", "07_kernels", "08_your_cluster",
@@ -45,7 +45,7 @@ def test_one_runs_on_a_store_and_becomes_a_page(synthetic_results: Path, tmp_pat
     """In a kernel of its own, as all of them do in continuous integration on the store of `make smoke`."""
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     shutil.copy(SOURCES[0], tmp_path)
-    ((page_file, title),) = notebooks.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
+    ((page_file, title),) = build.write_notebooks(synthetic_results, tmp_path / "notebooks", tmp_path)
     page = page_file.read_text(encoding="utf-8")
     text = page.partition("</style>")[2]
     for foreign in ("<script", 'src="http', "<link", "Traceback"):
@@ -66,7 +66,7 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(path.parent)
     with matplotlib.rc_context({"backend": "agg"}):
         scope: dict[str, Any] = {"__name__": "__main__"}
-        for number, cell in enumerate(notebooks.read_notebook(path).cells):
+        for number, cell in enumerate(build.read_notebook(path).cells):
             if cell.cell_type == "code":
                 exec(compile(cell.source, f"{path.name}:{number}", "exec"), scope)
         import matplotlib.pyplot as plt
@@ -77,10 +77,10 @@ def test_runs_on_an_empty_store(path: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_is_a_notebook_that_opens_and_says_what_it_is(path: Path) -> None:
-    notebook = notebooks.read_notebook(path)
+    notebook = build.read_notebook(path)
     assert notebook.metadata["kernelspec"]["name"] == "python3"
     assert notebook.cells[0].cell_type == "markdown"
-    assert notebooks.title_of(notebook, path) != path.stem
+    assert build.title_of(notebook, path) != path.stem
     assert all(len(cell.source.splitlines()) <= 45 for cell in notebook.cells)
     assert any("## Change something" in cell.source or "BEFORE" in cell.source for cell in notebook.cells)
 
@@ -89,8 +89,8 @@ def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="nbclient runs the notebooks; it is in the extra test")
     path = tmp_path / "01_bad.py"
     path.write_text("# %% [markdown]\n# # Bad\n\n# %%\n1 + 1\n\n# %%\nraise KeyError('no such record')\n")
-    with pytest.raises(notebooks.CellFailed) as caught:
-        notebooks.execute(path, tmp_path)
+    with pytest.raises(build.CellFailed) as caught:
+        build.execute(path, tmp_path)
     assert (
         str(caught.value)
         == f"{path}: code cell 2 (raise KeyError('no such record')): KeyError: 'no such record'"
@@ -99,7 +99,7 @@ def test_a_cell_that_fails_is_one_line_with_its_place(tmp_path: Path) -> None:
 
 def test_without_notebooks_the_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a checkout with reports/\*\.py"):
-        notebooks.find_notebooks(tmp_path)
+        build.find_notebooks(tmp_path)
 
 
 def test_the_store_is_found_from_the_folder_of_the_notebooks(

@@ -17,9 +17,9 @@ DRAW = (
 EXECUTE = f"""
 import sys
 from pathlib import Path
-from repro.report.page import notebooks
+from repro.report.page import build
 {DRAW}
-notebooks.write_notebooks(Path("results"), Path("out"), Path("."))
+build.write_notebooks(Path("results"), Path("out"), Path("."))
 """
 
 

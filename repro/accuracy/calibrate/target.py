@@ -32,8 +32,8 @@ from repro.measure.local_system import has_nvlink
 from repro.measure.provenance import cpu, gpus, host_memory, versions
 from repro.parallel import mesh as meshes
 from repro.parallel.comm import Group
-from repro.parallel.gloo_ring import ranks_per_node
 from repro.parallel.ledger import EXCHANGED, messages_of
+from repro.parallel.transports import ranks_per_node
 from repro.simulate.time.device import ALIGNMENT
 from repro.simulate.time.emulated import RING_COLLECTIVE
 from repro.util import processes

@@ -20,7 +20,7 @@ from torch import Tensor
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
 from repro.engines import EngineReport
-from repro.engines.megatron import exchange, model, settings
+from repro.engines.megatron import exchange, model
 from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
@@ -43,7 +43,7 @@ class MegatronEngine:
         with self.active:
             exchange.initialize_groups(experiment.layout, device)
             exchange.seed_random_states(device, experiment.training.seed)
-            self.config = settings.transformer_config(experiment, device, self.passes)
+            self.config = model.transformer_config(experiment, device, self.passes)
             self.models = [chunk.to(device) for chunk in model.build_chunks(experiment, self.config)]
             initial = model.initial_values_by_name(experiment, mesh, device)
             model.load_weights(self.models, initial, self.heads)
@@ -60,12 +60,12 @@ class MegatronEngine:
         """Wrap a chunk as the library's training script does; later chunks of an interleaved stage have one bucket."""
         module = chunk if self.experiment.layout.precision == "fp32" else Float16Module(self.config, chunk)
         return DistributedDataParallel(
-            self.config, settings.data_parallel_config(self.experiment), module, disable_bucketing=index > 0
+            self.config, model.data_parallel_config(self.experiment), module, disable_bucketing=index > 0
         )
 
     def _optimizer(self) -> Any:
         made = get_megatron_optimizer(
-            settings.optimizer_config(self.experiment), self.chunks, use_gloo_process_groups=False
+            model.optimizer_config(self.experiment), self.chunks, use_gloo_process_groups=False
         )
         for group in made.param_groups:
             group["weight_decay"] = self.experiment.training.weight_decay * group["wd_mult"]
@@ -148,7 +148,7 @@ class MegatronEngine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a full copy of every (tp-local) parameter of the stage, with the suite's names and shapes."""
-        if settings.overlaps_gather(self.experiment):
+        if model.overlaps_gather(self.experiment):
             with self.active:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -187,9 +187,9 @@ class MegatronEngine:
             f"Megatron-core {megatron.core.__version__}",
             "layers (with torch's attention and layer norm), schedule, data parallelism and optimizer",
             {
-                "transformer": settings.non_default_settings(self.config),
-                "ddp": settings.non_default_settings(self.chunks[0].ddp_config),
-                "optimizer": settings.non_default_settings(self.optimizer.config),
+                "transformer": model.non_default_settings(self.config),
+                "ddp": model.non_default_settings(self.chunks[0].ddp_config),
+                "optimizer": model.non_default_settings(self.optimizer.config),
             },
         )
 

@@ -22,8 +22,9 @@ from repro.launch.slurm.case_states import (
     OPEN_STATES,
     CaseState,
     CaseSurvey,
+    Registry,
+    Submission,
 )
-from repro.launch.slurm.registry import Registry, Submission
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.results.measured import experiment_record
 from repro.results.schema import ExperimentRecord

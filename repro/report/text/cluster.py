@@ -35,10 +35,10 @@ from repro.launch.slurm.case_states import (
     RUNNING,
     STATES,
     CaseState,
+    Registry,
     read_case_states,
     status_exit_code,
 )
-from repro.launch.slurm.registry import Registry
 from repro.launch.slurm.scheduler import SchedulerError
 from repro.results.store import Store
 from repro.util.console import new_table, print_json, print_page, stdout

@@ -264,7 +264,7 @@ def print_plan(
     if as_map:
         return _print_map(request, limits, json)
     count = len(candidates.candidates(request))
-    from repro.util.workers import Workers
+    from repro.util.processes import Workers
 
     with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
@@ -302,7 +302,7 @@ def _print_map(request: Any, limits: list[int], json: bool) -> int:
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
     from repro.simulate.plan.rows import OK
-    from repro.util.workers import Workers
+    from repro.util.processes import Workers
 
     tensor, stages = map_axes(request)
     what = f"{len(tensor)} x {len(stages)} layouts of {request.model.name} on {request.gpus:,} GPUs"

@@ -23,8 +23,7 @@ from repro.simulate.plan.candidates import (
 )
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry, plan_order, rank_rows
-from repro.util.processes import pause_garbage_collection
-from repro.util.workers import Workers
+from repro.util.processes import Workers, pause_garbage_collection
 
 COMPARED_ROWS = 12
 """Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""

@@ -24,8 +24,7 @@ from repro.simulate.time.calibration import Generation, calibration_point_of
 from repro.simulate.time.device import DeviceCost, Kernels
 from repro.simulate.time.network import Network
 from repro.util import units
-from repro.util.processes import pause_garbage_collection
-from repro.util.workers import Workers
+from repro.util.processes import Workers, pause_garbage_collection
 
 
 class Planner:

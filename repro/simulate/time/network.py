@@ -152,7 +152,7 @@ class Network:
     def messages(self, op: str, group: str) -> int:
         """Return the number of messages that a rank's thread begins and awaits in a collective of gloo.
 
-        The number is 1 for groups with a ring of nodes, in which another thread does this (`repro.parallel.gloo_ring`).
+        The number is 1 for groups with a ring of nodes, in which another thread does this (`GlooRing`).
         """
         on = self._placed.on_nodes(group)
         if on is None or ((on.nodes > 1) & (on.most(on.ranks) > 1)).all():

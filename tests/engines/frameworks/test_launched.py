@@ -28,13 +28,13 @@ MODEL = """
 import atexit, json, os, pickle
 from pathlib import Path
 import torch
-from repro.engines.deepspeed import library, model_states
+from repro.engines.deepspeed import engine, model_states
 from repro.measure.operators import CollectiveCounter
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from tests.training import micro_batches
 
-library.import_deepspeed("cpu")
+engine.import_deepspeed("cpu")
 experiment = pickle.loads(Path("experiment.pickle").read_bytes())
 device = torch.device("cpu")
 seen = {"losses": [], "comm": []}
@@ -51,7 +51,7 @@ class Model(torch.nn.Module):
 def build_model():
     global mesh
     torch.distributed.init_process_group("gloo")
-    library.join_process_group(device)
+    engine.join_process_group(device)
     mesh = meshes.distributed_mesh(experiment.layout, "cpu")
     built = model_states.build_model(experiment, mesh, device)
     seen["parameters"] = built.count
@@ -148,7 +148,7 @@ def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
     (`core_transformer_config_from_args`). The experiment of the script trains with the losses of engine `megatron`."""
     from megatron.core.transformer import TransformerConfig
 
-    from repro.engines.megatron import settings
+    from repro.engines.megatron import model
 
     experiment = written("megatron", MEGATRON[name], tmp_path)
     tokens = shlex.split(
@@ -159,7 +159,7 @@ def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
         tokens[i][2:].replace("-", "_"): " ".join(tokens[i + 1 : end]) or "True"
         for i, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
     }
-    configuration = settings.transformer_config(experiment, torch.device("cpu"), None)
+    configuration = model.transformer_config(experiment, torch.device("cpu"), None)
     names = {field.name for field in fields(TransformerConfig)} & given.keys() - {
         "pipeline_model_parallel_layout"
     }
@@ -172,7 +172,7 @@ def test_the_script_of_megatron_lm_configures_and_trains_the_plan(
     assert float(given["norm_epsilon"]) == configuration.layernorm_epsilon
     chunks = int(given.get("num_virtual_stages_per_pipeline_rank", 1))
     assert chunks == (configuration.virtual_pipeline_model_parallel_size or 1)
-    data_parallel = settings.data_parallel_config(experiment)
+    data_parallel = model.data_parallel_config(experiment)
     assert ("use_distributed_optimizer" in given) == data_parallel.use_distributed_optimizer
     assert int(given["ddp_bucket_size"]) == data_parallel.bucket_size
     found, reading = read_experiment(tmp_path / "megatron.sh", 2, {})

@@ -14,7 +14,7 @@ from repro.config import Experiment, suites
 from repro.launch import plan
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation.bundle import SubmissionWork
-from repro.launch.slurm.registry import Registry, Submission, SubmittedArray
+from repro.launch.slurm.case_states import Registry, Submission, SubmittedArray
 from repro.launch.slurm.submission.job_array import pack_arrays
 from repro.results.measured import experiment_record
 from repro.results.store import Store

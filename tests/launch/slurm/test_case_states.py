@@ -8,8 +8,7 @@ from datetime import datetime, timezone
 import pytest
 
 from repro import cli
-from repro.launch.slurm.case_states import CaseState, outcome_without_record, status_exit_code
-from repro.launch.slurm.registry import Submission
+from repro.launch.slurm.case_states import CaseState, Submission, outcome_without_record, status_exit_code
 from repro.launch.slurm.scheduler import JobState
 from repro.results.store import Store
 from tests.launch.slurm.submitted import ThreeCases

@@ -20,7 +20,7 @@ from repro.config import suites
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation import srun_step
 from repro.launch.slurm.allocation.bundle import SubmissionWork
-from repro.launch.slurm.registry import Registry
+from repro.launch.slurm.case_states import Registry
 from repro.launch.slurm.submission import job_array
 from repro.launch.slurm.submission.job_array import ArrayShape, JobArray
 from repro.results.measured import experiment_record

@@ -12,7 +12,7 @@ from repro.simulate.plan.closed_form import stage_parameters, state_bytes, sugge
 from repro.simulate.plan.planner import Planner
 from repro.simulate.plan.rows import BOUND, OOM, OPEN, STATES
 from repro.simulate.step import simulate
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 
 MODEL = Model(name="small", layers=12, hidden=128, heads=4, vocab=512, seq=64)
 BASE = Layout(dp=8, micro_batch=2, global_batch=192, precision="fp16", bucket_bytes=200_000)

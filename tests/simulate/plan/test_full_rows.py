@@ -14,7 +14,7 @@ from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, search_layouts
 from repro.simulate.plan.rows import FULL, OK, OPEN, PlanRow, plan_entry
 from repro.simulate.step import simulate
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 from tests.simulate.plan.layouts import MODELS
 
 

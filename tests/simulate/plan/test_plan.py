@@ -22,7 +22,7 @@ from repro.simulate.plan.rows import (
     plan_order,
     training_cost,
 )
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 
 CONTEXT = systems.load_system_file("dgx2").context()
 TINY = Model(name="tiny", layers=4, hidden=128, heads=4, vocab=512, seq=64)

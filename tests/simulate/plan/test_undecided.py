@@ -18,7 +18,7 @@ from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
 from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows
 from repro.simulate.time.calibration import UNCALIBRATED
-from repro.util.workers import Workers
+from repro.util.processes import Workers
 from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)

@@ -19,9 +19,8 @@ from repro.config.words import count_noun
 from repro.launch.job import Interrupt, Job
 from repro.launch.slurm import profile
 from repro.launch.slurm.allocation.controller import ANSWER_FILE, JOB_FILE, RunAwaitedJob, RunBundle
-from repro.launch.slurm.case_states import CaseSurvey
+from repro.launch.slurm.case_states import CaseSurvey, Registry, Submission, SubmittedArray
 from repro.launch.slurm.profile import Profile
-from repro.launch.slurm.registry import Registry, Submission, SubmittedArray
 from repro.launch.slurm.scheduler import JobState, Scheduler, SchedulerError
 from repro.launch.slurm.submission import job_array, profile_check, submission_plan
 from repro.launch.slurm.submission.job_array import JobArray

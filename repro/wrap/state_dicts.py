@@ -1,18 +1,167 @@
-"""State dicts of a module whose parameters lie in buckets: of the stock module, and of a rank's own shard."""
+"""State dicts of a module and its optimizer whose parameters lie in buckets: stock formats and a rank's own."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from repro.parallel.comm import Group
 from repro.parallel.zero.flat_buffer import Bucket
 from repro.parallel.zero.flat_parameters import FlatParameters
 from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 from repro.parallel.zero.stages import ShardedModule
-from repro.wrap.optimizer_states import mark_of, written
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Flat parameter of the optimizer: elements `first` to `last` of the module's parameter `index`."""
+
+    index: int
+    first: int
+    last: int
+    parameter: Parameter
+    gradient: Tensor
+    """Reduced gradient of the shard."""
+
+
+class OptimizerStates:
+    """Mark a rank's own `optimizer.state_dict()`, split stock state dicts on load, and assemble full ones."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sharded: ShardedModule,
+        shards: Sequence[Shard],
+        host: Group,
+    ):
+        """Split the existing states of `optimizer`, which must still have the module's own parameters."""
+        self._optimizer, self._sharded, self._shards, self._host = optimizer, sharded, shards, host
+        index = {id(p): i for i, p in enumerate(sharded.parameters)}
+        self._groups = [[index.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        """Indices of the parameters of every group; None for a frozen parameter."""
+        self._mark = mark_of(sharded)
+        states = {index[id(p)]: state for p, state in optimizer.state.items() if id(p) in index}
+        optimizer.state.clear()
+        for shard in shards:
+            if shard.index in states:
+                optimizer.state[shard.parameter] = self._cut(states[shard.index], shard)
+        optimizer.register_state_dict_post_hook(self._sign)
+        optimizer.register_load_state_dict_pre_hook(self._load)
+
+    def _cut(self, state: dict[str, Any], shard: Shard) -> dict[str, Any]:
+        """Return the shard's part of a parameter's state."""
+        numel = self._sharded.shapes[shard.index].numel()
+        cut: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.numel() != numel:
+                    name = self._sharded.names[shard.index]
+                    raise ValueError(
+                        f"optimizer: state {key!r} of {name} cannot be cut. Use another optimizer."
+                    )
+                value = value.reshape(-1)[shard.first : shard.last].to(shard.parameter.dtype).clone()
+            cut[key] = value.clone() if isinstance(value, Tensor) else value
+        return cut
+
+    def _sign(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        return {**states, "repro": self._mark}
+
+    def _load(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        mark = states.get("repro")
+        if mark is None:
+            return self._from_stock(states)
+        if mark != self._mark:
+            raise ValueError(
+                f"optimizer.load_state_dict(): the states of {written(mark)} do not fit {written(self._mark)}. "
+                "Save optimizer.repro.full_state_dict(), which any rank and layout can load."
+            )
+        return states
+
+    def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a stock optimizer's states."""
+        if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
+            raise ValueError("optimizer.load_state_dict(): the parameter groups differ. Use equal groups.")
+        place: dict[int, int] = {}
+        for saved, group in zip(states["param_groups"], self._groups, strict=True):
+            place.update((i, key) for i, key in zip(group, saved["params"], strict=True) if i is not None)
+        shard_of = {id(shard.parameter): shard for shard in self._shards}
+        found: dict[str, Any] = {"state": {}, "param_groups": []}
+        count = 0
+        for saved, mine in zip(states["param_groups"], self._optimizer.param_groups, strict=True):
+            numbers = range(count, count + len(mine["params"]))
+            for number, parameter in zip(numbers, mine["params"], strict=True):
+                shard = shard_of[id(parameter)]
+                if place[shard.index] in states["state"]:
+                    found["state"][number] = self._cut(states["state"][place[shard.index]], shard)
+            found["param_groups"].append({**saved, "params": list(numbers)})
+            count += len(numbers)
+        return found
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict()` of the stock optimizer, complete on every rank; all ranks call this at once."""
+        sharded, group = self._sharded, self._sharded.sharding.group
+        pieces = {shard.index: shard for shard in self._shards}
+        states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}
+        mine = {
+            i: {key: value.dtype if _is_part(value) else value for key, value in state.items()}
+            for i, state in states.items()
+        }
+        known = {i: state for of_rank in _all_gather_any(mine, self._host) for i, state in of_rank.items()}
+        numbers = {i: n for n, i in enumerate(i for indices in self._groups for i in indices)}
+        state: dict[int, dict[str, Any]] = {}
+        for i in sorted(i for i in known if known[i]):
+            full = state[numbers[i]] = dict(known[i])
+            for key, dtype in known[i].items():
+                if isinstance(dtype, torch.dtype):
+                    flat = torch.zeros(sharded.shapes[i].numel(), dtype=dtype, device=sharded.sharding.device)
+                    if i in pieces:
+                        flat[pieces[i].first : pieces[i].last] = states[i][key]
+                    if sharded.sharding.stage:
+                        group.all_reduce(flat, purpose="optimizer states").wait()
+                    full[key] = flat.view(sharded.shapes[i])
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+        first = 0
+        for indices, setting in zip(self._groups, settings, strict=True):
+            setting["params"] = list(range(first, first + len(indices)))
+            first += len(indices)
+        return {"state": state, "param_groups": settings}
+
+
+def _all_gather_any(value: Any, host: Group) -> list[Any]:
+    """Return the `value` of every rank, exchanged as pickled bytes."""
+    if host.size == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    size = torch.tensor([mine.numel()])
+    sizes = size.repeat(host.size)
+    host.all_gather(sizes, size, purpose="optimizer states").wait()
+    longest = int(sizes.max())
+    padded = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
+    found = padded.repeat(host.size)
+    host.all_gather(found, padded, purpose="optimizer states").wait()
+    parts = zip(found.view(host.size, longest), sizes.tolist(), strict=True)
+    return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def mark_of(sharded: ShardedModule) -> dict[str, int]:
+    """Return the rank and layout that a rank's own states must match on load."""
+    group = sharded.sharding.group
+    return {"rank": group.rank, "dp": group.size, "zero": sharded.sharding.stage}
+
+
+def written(mark: dict[str, int]) -> str:
+    """Return the mark as text for messages."""
+    return f"rank {mark['rank']} of dp = {mark['dp']}, zero = {mark['zero']}"
 
 
 class WrappedModule(ShardedModule):
