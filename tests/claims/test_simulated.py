@@ -254,6 +254,7 @@ RULES = {
     "efficiency with fewer layers and more width, 40B": SHAPE,
     "efficiency with fewer layers and more width, 60B": SHAPE,
     "efficiency with micro-batches": {"layout.global_batch"},
+    "idle time as m falls from much larger than L/l to L/l": {"layout.global_batch"},
     "efficiency with fewer stages": {"layout.pp"},
     "memory of twice the sequence above that of twice the batch": {
         *("training.seq", "layout.micro_batch", "layout.global_batch"),

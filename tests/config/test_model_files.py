@@ -75,6 +75,7 @@ TABLES = {
     "deepspeed-80b": (100, 8192, 64, (16,)),
     "deepspeed-100b": (125, 8192, 64, (16,)),
     "deepspeed-10b": (50, 4096, 32, (1,)),
+    "deepspeed-200b": (250, 8192, 64, (16,)),
     # MEG1 Tables 1, 2 and 7; images/tables.tex; MEG2 Table 1 (heads, width and depth in its order there).
     "megatron-355m": (24, 1024, 16, (1,)),
     "megatron-1.2b": (40, 1536, 16, (1,)),

@@ -128,7 +128,9 @@ def test_a_gain_is_no_ratio() -> None:
     """+19 % against +7 % is 12 points; as ratios, 1.19 and 1.07 would be near, and as shares on one side of 1."""
     both = [record("megatron_2021", f"gpt3-1024{kernels}", 1e12) for kernels in ("", "-unfused")]
     both[0].metrics["hardware_flops_per_s.device"] = 1.07e12
-    (gain,) = (point for point in found(*both) if point.claim == "meg2-fused-kernels")
+    (gain,) = (
+        point for point in found(*both) if (point.claim, point.label) == ("meg2-fused-kernels", "175B")
+    )
     assert gain.left_out == GAIN
     assert gain.predicted == pytest.approx(7)
 

@@ -30,6 +30,8 @@ PRINTED = {
     # GPUs and global batch, as printed.  PRESS 002; MEG1 Tables 1, 2, 7; MEG2 Table 2, Fig. 12, 16, 18.
     "yuan-245b": (2128, 3360),
     **{f"meg1-{size}-mp{mp}": (mp, 8) for size, mp in (("1.2b", 1), ("2.5b", 2), ("4.2b", 4), ("8.3b", 8))},
+    **{f"meg1-1.2b-mp{mp}": (mp, 8) for mp in (2, 4, 8)},  # App. D Table 8
+    **{f"v1-{size}b{kernels}": (size, 8) for size in (1, 2, 4, 8) for kernels in ("", "-softmax")},  # MEG-V1
     "meg1-1.2b-mp1-dp64": (64, 512),
     "meg1-2.5b-mp2-dp64": (128, 512),
     "meg1-4.2b-mp4-dp64": (256, 512),
@@ -111,6 +113,7 @@ UNPUBLISHED = {
     *("zero1-mp4-batch12", "zero1-128gpus", "megatron-512gpus", "megatron-256gpus"),
     *(f"megatron-mp16-batch{batch}" for batch in (16, 20)),
     *("zero2-mp4-batch18", "zero2-mp4-batch18-no-md", "fig8-c5-150b"),
+    *("docs-200b-c4", "docs-200b-c5"),
     *("batch-c3-60b-8", "batch-c3-60b-16", "batch-c4-60b-64", "batch-c4-60b-128"),
     *(name for name in YUAN if name.startswith(("map-", "rule-"))),
 }
@@ -245,7 +248,9 @@ def test_software_is_named_wherever_time_is_predicted() -> None:
             assert experiment.training.dropout == experiment.training.attention_dropout == 0.1
     for name, experiment in {**MEGATRON, **YUAN}.items():
         if not name.startswith("volume"):
-            old = name.startswith("meg1") or name.endswith("unfused")
+            old = (name.startswith(("meg1", "v1")) and not name.endswith("softmax")) or name.endswith(
+                "unfused"
+            )
             assert experiment.layout.kernels == ("unfused" if old else "softmax"), name
             assert experiment.training.dropout == 0.1
 
