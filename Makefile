@@ -16,7 +16,7 @@
 # make readability 60 docstrings, comments and messages at random, to be read without the code; SEED names the draw
 # make benchmarks  pytest-benchmark comparisons
 # make docs        the documentation as a site, build/docs/index.html; a broken link is an error
-# make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) and docs/commands.md
+# make artifact    reports/artifact.md (claim, command, expected value, tolerance, cost) docs/commands.md and docs/keys.md
 # make notebooks   open the notebooks of reports/ in JupyterLab
 # make browser-packages  install Chromium from the distribution (Debian, Ubuntu; root), which tests look at the page with
 # make pictures    draw the README's pictures anew in reports/pictures: half an hour, what they show included
@@ -300,6 +300,7 @@ docs: $(INSTALLED_DOCS)
 artifact: $(INSTALLED)
 	$(BIN)/repro artifact --output reports/artifact.md
 	$(BIN)/python -m tests.command_reference > docs/commands.md
+	$(BIN)/python -m tests.key_reference > docs/keys.md
 
 # A file of cells opens as a notebook at a click, which JupyterLab has to be told once in its environment.
 notebooks: $(INSTALLED)

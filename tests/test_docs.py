@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from repro import __version__
-from tests.command_reference import reference
+from repro.claims.ledger import ClaimEntry
+from repro.config import Layout, Model
+from repro.config.errors import ConfigError
+from repro.config.files import build_dataclass
+from repro.config.links import Link
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -66,9 +71,22 @@ def test_every_suite_is_in_a_table() -> None:
     assert [f.stem for f in (ROOT / "suites").glob("*.toml") if f"\n| `{f.stem}` |" not in tables] == []
 
 
-def test_the_command_reference_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert page == reference(), "run `make artifact`"
+@pytest.mark.parametrize("name", ["command", "key"])
+def test_the_reference_pages_are_up_to_date(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}s.md").read_text(encoding="utf-8")
+    module = importlib.import_module(f"tests.{name}_reference")
+    assert page == module.reference(), "run `make artifact`"
+
+
+def test_every_key_that_a_file_may_have_is_in_the_reference() -> None:
+    """The reader of a file names all known keys in its error about an unknown one."""
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    for cls in (Layout, Model, Link, ClaimEntry):
+        with pytest.raises(ConfigError, match="known are") as caught:
+            build_dataclass(cls, {"qqqqqqqq": 1})
+        known = str(caught.value).partition("known are ")[2].split(", ")
+        assert len(known) > 10
+        assert [key for key in known if f"\n| `{key}` |" not in page] == []
 
 
 def test_the_readme_is_short() -> None:

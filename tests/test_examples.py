@@ -20,13 +20,13 @@ from repro.claims.reader import load_ledger
 from repro.config import suites
 
 ROOT = Path(__file__).parents[1]
-GENERATED = "commands.md"
-"""Page that is compared with the commands as a page, by `test_docs`."""
+GENERATED = ("commands.md", "keys.md")
+"""Pages that are compared with their generators, by `test_docs`."""
 PAGES = (
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != GENERATED),
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
 )
-SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md")
+SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "own-files.md")
 """Their commands take many seconds."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
 CODE = "import sys; from repro.cli import main; sys.exit(main())"

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ("commands.md",)
+GENERATED = ("commands.md", "keys.md")
 """Reference pages that a command prints; they may have any length."""
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

@@ -31,6 +31,7 @@ from repro.claims.verdicts import (
     Finding,
     InputUncertainty,
 )
+from repro.config.suites import SUITES
 from repro.results.interval import Case, likely_range, possible_range
 from repro.results.reference_records import device_of
 from repro.results.schema import MEASURED, SIMULATED, ExperimentRecord, FitRecord
@@ -231,7 +232,8 @@ def propagate_unknowns(
 
 def run_command(suite: str, kind: str) -> str:
     """Return the command that creates the missing records of a suite."""
-    return f"repro run suites/{suite}.toml" + (f" --evidence {kind}" if kind == SIMULATED else "")
+    file = f"suites/{suite}.toml" if suite in SUITES.names() else f"{suite}.toml"
+    return f"repro run {file}" + (f" --evidence {kind}" if kind == SIMULATED else "")
 
 
 def _in_unit(result: Result, unit: str) -> Result:

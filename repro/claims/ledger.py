@@ -62,6 +62,7 @@ class Source:
     key: str
     """Citation key in claims, for example `ZERO3`."""
     title: str
+    """Title of the publication."""
     where: str
     """arXiv number, repository and commit, or publisher."""
 
@@ -159,6 +160,8 @@ class Claim:
     """Name of the ledger file."""
     predicted_blind: str = ""
     """Day and commit of the predictions in its rows' `blind`; empty without predictions."""
+    repeat: str = ""
+    """Command that searches the claim's number directly, such as `repro fit ...`; empty: none."""
 
     @property
     def prediction(self) -> str:
@@ -305,6 +308,7 @@ class ClaimEntry:
     needs: str = ""
     not_comparable: str = ""
     note: str = ""
+    repeat: str = ""
     steps: list[str] = field(default_factory=list)
     rows: list[RowEntry] = field(default_factory=list)
     table: list[TableEntry] = field(default_factory=list)
@@ -315,6 +319,7 @@ class FileEntry:
     """One ledger file."""
 
     title: str
+    """Title of the file."""
     about: str = ""
     """Author of the claims, in one or two words; empty for the title. Several files may name the same author."""
     date: str = ""
@@ -330,7 +335,11 @@ def read_ledger_file(path: Path) -> FileEntry:
     Raises:
         ConfigError: One line that names file, claim, row and key.
     """
-    return _build_entry(FileEntry, read_toml(path), str(path), "")
+    data = read_toml(path)
+    if "title" not in data and data.keys() <= _ENTRY_FIELDS[FileEntry][0].keys():
+        says = 'is missing: title = "..." of the file, above its first table'
+        raise ConfigError("title", says=says, file=str(path))
+    return _build_entry(FileEntry, data, str(path), "")
 
 
 _INNER_ENTRIES: dict[tuple[type, str], type] = {

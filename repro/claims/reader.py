@@ -178,6 +178,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         rows=tuple(rows),
         file=file,
         predicted_blind=entry.predicted_blind,
+        repeat=entry.repeat,
     )
 
 
@@ -341,6 +342,10 @@ def _evidence(
     if kind == EMULATED and (item.expect or metric != "ratio"):
         right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
         raise ConfigError(EMULATED, item.value, says=right)
+    is_word = item.expect.lstrip()[:1] in ("'", '"', "")
+    if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
+        says = f"is missing next to expect: {metric}, as the value has, or exact, for this very number"
+        raise ConfigError("metric", says=says)
     fallback = "exact" if item.expect else metric
     return ledger.Evidence(
         kind=kind,

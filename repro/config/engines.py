@@ -1,14 +1,18 @@
-"""Engines that execute a layout, and the layouts, trainings and models that an engine, a layout or a GPU cannot run."""
+"""Engines that execute a layout, the software of the reports by name, and the layouts, trainings and models that an
+engine, a layout or a GPU cannot run.
+
+A layout of a suite or of the command line may name a software (`software.toml`) in place of its settings.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from repro.config.enums import OperatorSet
-from repro.config.errors import ConfigError, require
+from repro.config.errors import ConfigError, require, unknown_name_hint
 from repro.config.files import read_toml
 from repro.config.layout import SELECTIVE, Layout
 from repro.config.model import Model
@@ -30,6 +34,61 @@ class Combination(NamedTuple):
 
 ENGINES: dict[str, dict[str, list[Any]]] = read_toml(Path(__file__).with_suffix(".toml"))
 """Values that each engine supports, by key of a layout or a training."""
+
+
+class Software(NamedTuple):
+    """Settings with which the native engine repeats the software of a report."""
+
+    title: str
+    source: str
+    layout: dict[str, Any]
+    """Settings of every layout. `bucket_elements` are a constant and a number per replica; the larger counts."""
+    stages: dict[str, dict[str, Any]]
+    """Settings of each ZeRO stage that the software had."""
+
+
+SOFTWARE: dict[str, Software] = {
+    name: Software(**table) for name, table in read_toml(Path(__file__).with_name("software.toml")).items()
+}
+"""Software of the reports by name."""
+
+
+def find_software(name: str) -> Software:
+    """Return the software of this name; raise `ConfigError` for an unknown name."""
+    require(name in SOFTWARE, "software", name, says=unknown_name_hint(name, tuple(SOFTWARE), "software"))
+    return SOFTWARE[name]
+
+
+def describe_software(name: str) -> str:
+    """Return the settings of a software in one line."""
+    known = find_software(name)
+    stages = {f"ZeRO {stage}": settings for stage, settings in known.stages.items() if settings}
+    texts = (
+        f"{stage} {', '.join(f'{key} = {str(value).lower()}' for key, value in settings.items())}".strip()
+        for stage, settings in {"": known.layout, **stages}.items()
+    )
+    return f"{name} is {known.title}: {'; '.join(texts)}"
+
+
+def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with the settings of its key `software` in place of that key; given settings take precedence."""
+    keys = dict(given)
+    name = keys.pop("software", None)
+    if name is None:
+        return keys
+    found, stage = find_software(name), str(keys.get("zero", 0))
+    right = f"a ZeRO stage that {name} has: {', '.join(found.stages)}"
+    require(stage in found.stages, "zero", int(stage), right)
+    copies = keys.get("dp", 1) * keys.get("cp", 1)
+    settings = found.layout | found.stages[stage]
+    if copies == 1:
+        settings.pop("gradient_as_bucket_view", None)
+    settings |= keys
+    least, each = settings.pop("bucket_elements", (0, 0))
+    if least and copies > 1 and stage != "3":  # others have no buckets
+        wide = "fp32" in (settings.get("grad_dtype"), settings.get("precision", "fp32"))
+        settings.setdefault("bucket_bytes", max(least, each * keys.get("dp", 1)) * (4 if wide else 2))
+    return settings
 
 
 def _has_model_parallelism(layout: Layout) -> bool:

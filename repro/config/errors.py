@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any
 
 _UNSET: Any = object()
@@ -56,3 +58,18 @@ def require(condition: bool, key: str, value: Any, expected: str = "", *, says: 
     """Raise `ConfigError` unless `condition` holds."""
     if not condition:
         raise ConfigError(key, value, expected, says=says)
+
+
+def unknown_name_hint(key: str, known: Sequence[str], what: str = "key") -> str:
+    """Return the hint for a name that is not among `known`."""
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = (
+        f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
+    )
+    return f"unknown {what}; {hint}"
+
+
+def listed(names: Sequence[str], most: int = 30) -> str:
+    """Return `names` in one line of an error."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

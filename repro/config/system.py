@@ -55,7 +55,9 @@ class System:
     name: str
     """Name of the file without its ending."""
     device: Device
+    """Table `[device]`."""
     devices_per_node: Quantity
+    """Devices of a node."""
     nodes: Quantity
     """Nodes of the largest published run on it; a simulation may use more."""
     context_bytes: Quantity

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
+from repro.config import engines
 from repro.config.enums import OperatorSet
 from repro.config.layout import Layout
 from repro.config.system import System
@@ -70,12 +71,20 @@ def describe_layout(spread: Layout, *, degrees: bool = True, batches: bool = Fal
     return ", ".join(parts)
 
 
-def layout_options(spread: Layout, precision: str) -> str:
-    """Return the command-line options that give this layout on a system with this default precision."""
+def layout_options(spread: Layout, precision: str, software: str | None = None) -> str:
+    """Return the command-line options that give this layout on a system with this default precision.
+
+    `software`: the name that another option gives.
+    """
     found = []
-    for key, default in ({field.name: field.default for field in dataclasses.fields(Layout)}).items():
+    defaults = {field.name: field.default for field in dataclasses.fields(Layout)} | {"precision": precision}
+    if software:
+        keys = {"precision": precision} | engines.find_software(software).layout | {"software": software}
+        degrees = {key: getattr(spread, key) for key in ("zero", "dp", "cp")}
+        defaults |= engines.with_software(keys | degrees) | {"zero": 0, "cp": 1}
+    for key, default in defaults.items():
         name, value = key.replace("_", "-"), getattr(spread, key)
-        if value != (precision if key == "precision" else default) and key not in ("dp", "stage_layers"):
+        if value != default and key not in ("dp", "stage_layers"):
             switch = f"--{name}" if value else f"--no-{name}"
             joint = "-" if key == "recompute" else " "
             found.append(switch if isinstance(value, bool) else f"--{name}{joint}{value}")

@@ -113,6 +113,8 @@ class Trials:
         one = self.as_rank is not None
         return document | {
             "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
+            "limit_bytes": self.question.allocatable,
+            "communicator_bytes": 0,  # a real process has its communicators
             "allocator_limit_bytes": self.limit_bytes,
             "seconds": round(seconds, 1),
         }

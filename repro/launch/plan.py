@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from repro.config import ConfigError, Experiment
+from repro.config.errors import listed
 from repro.config.suites import Comparison, Entry, Suite
-from repro.config.suites.entry import listed
 from repro.results.schema import CONCLUSIVE
 from repro.results.select import by_key, by_keys
 from repro.results.store import Store

@@ -72,7 +72,7 @@ def test_without_records_a_formula_decides_only_where_no_test_exists(tmp_path: P
     assert judged(tmp_path, row()).basis == "closed form 1/1"
     measured = [f for f in result.rows[0].findings if f.kind == "measured"]
     assert [f.verdict for f in measured] == [NOT_RUN, NOT_RUN]
-    assert measured[0].reason == "s/full: no record; `repro run suites/s.toml`"
+    assert measured[0].reason == "s/full: no record; `repro run s.toml`"
     kind = result.kind("measured")
     assert kind is not None
     assert kind.verdict == NOT_RUN

@@ -13,7 +13,7 @@ from repro.config import systems
 from repro.simulate.plan.rows import OK, OOM
 
 CONTEXT = systems.load_system_file("dgx2").context()
-LIMITS = (CONTEXT + 3e6, CONTEXT + 1e9)
+LIMITS = (CONTEXT + 271e6, CONTEXT + 1e9)
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -47,7 +47,8 @@ def test_json_has_every_cell_under_every_limit(capsys: pytest.CaptureFixture[str
         for limit, answer in zip(LIMITS, cell["answers"], strict=True):
             layout = answer["layout"]
             assert (layout["zero"], layout["micro_batch"], layout["recompute"]) == (0, 1, True)
-            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT)
+            further = answer["memory"]["communicator_bytes"]
+            assert answer["memory"]["limit_bytes"] == int(limit) - int(CONTEXT) - further
             assert bool(answer["ruled_out_by"]) == (answer["outcome"] == OOM)
     first = {answer["outcome"] for cell in found["cells"] for answer in cell["answers"][:1]}
     assert OOM in first

@@ -215,6 +215,8 @@ def test_the_search_begins_where_the_simulation_says(
     assert trials.document(answer, 1.26) == {
         "largest": {"layers": 3},
         "evidence": evidence,
+        "limit_bytes": 60_000_000,
+        "communicator_bytes": 0,
         "allocator_limit_bytes": 60_000_000,
         "seconds": 1.3,
     }

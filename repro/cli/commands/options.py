@@ -16,6 +16,7 @@ from typing import Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 
+from repro.config.engines import SOFTWARE, find_software
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE, Layout
 from repro.simulate.plan.candidates import LayoutQuery
@@ -59,6 +60,16 @@ def check_count(context: typer.Context, option: typer.CallbackParam, value: int)
     right = "a whole number of at least 1, or left out"
     require(not _given(context, option) or value >= 1, option.opts[0], value, right)
     return value
+
+
+def count_option(text: str, metavar: str | None = None) -> Any:
+    """Return an option for a count, without a default that help shows."""
+    return typer.Option(help=text, callback=check_count, metavar=metavar, show_default=False)
+
+
+def file_option(text: str, metavar: str | None = None) -> Any:
+    """Return an option for a file that the command writes."""
+    return typer.Option(help=text, callback=check_writable_file, metavar=metavar)
 
 
 def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
@@ -186,6 +197,19 @@ QUESTION = [
     _parameter(
         "gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x cp x pp x dp.", metavar="N")]
     ),
+    _parameter(
+        "software",
+        Annotated[
+            str,
+            typer.Option(
+                help=f"Settings of a report's software, over which options take precedence: {', '.join(SOFTWARE)}.",
+                metavar="NAME",
+                show_default=False,
+                rich_help_panel=PANEL,
+            ),
+        ],
+        "",
+    ),
     *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
     _parameter(
         "recompute_selective",
@@ -203,10 +227,8 @@ QUESTION = [
         "seq",
         Annotated[
             int,
-            typer.Option(
-                help="Tokens of a sample; by default those of the model. Learned positions allow no more.",
-                callback=check_count,
-                show_default=False,
+            count_option(
+                "Tokens of a sample; by default those of the model. Learned positions allow no more."
             ),
         ],
         0,
@@ -237,8 +259,8 @@ def question_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def with_options(**values: Any) -> int:
-        asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
         try:
+            asked = _layout_query({parameter.name: values.pop(parameter.name) for parameter in QUESTION})
             return command(**values, asked=asked)
         except ConfigError as error:
             raise as_option(error, signature.parameters) from None
@@ -252,7 +274,10 @@ def _layout_query(given: dict[str, Any]) -> LayoutQuery:
     layout = {key: given.pop(key) for key in LAYOUT}
     if given.pop("recompute_selective"):
         layout["recompute"] = SELECTIVE
-    return LayoutQuery(layout={k: v for k, v in layout.items() if v is not None}, **given)
+    keys = {key: value for key, value in layout.items() if value is not None}
+    if software := given.pop("software"):
+        keys = find_software(software).layout | keys | {"software": software}
+    return LayoutQuery(layout=keys, **given)
 
 
 def read_alternative(context: typer.Context, option: str, text: str) -> tuple[str, LayoutQuery]:

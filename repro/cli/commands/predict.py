@@ -20,8 +20,8 @@ from repro.cli.commands.options import (
     ModelName,
     Results,
     StoredResults,
-    check_count,
-    check_writable_file,
+    count_option,
+    file_option,
     question_options,
     read_alternative,
 )
@@ -41,11 +41,7 @@ def simulate(
     model: ModelName = "",
     timeline: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="Write when everything happens, for ui.perfetto.dev.",
-            metavar="FILE.json",
-        ),
+        file_option("Write when everything happens, for ui.perfetto.dev.", "FILE.json"),
     ] = None,
     versus: Annotated[
         str,
@@ -80,23 +76,9 @@ def simulate(
 def fit(
     asked: LayoutQuery,
     model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
-    hidden: Annotated[
-        int,
-        typer.Option(
-            callback=check_count,
-            help="Width.  Without: one that about hidden/64 layers fill.",
-            show_default=False,
-        ),
-    ] = 0,
-    heads: Annotated[
-        int,
-        typer.Option(
-            callback=check_count, help="Attention heads; hidden/128 by default.", show_default=False
-        ),
-    ] = 0,
-    vocab: Annotated[
-        int, typer.Option(callback=check_count, help="Vocabulary; 51200 by default.", show_default=False)
-    ] = 0,
+    hidden: Annotated[int, count_option("Width.  Without: one that about hidden/64 layers fill.")] = 0,
+    heads: Annotated[int, count_option("Attention heads; hidden/128 by default.")] = 0,
+    vocab: Annotated[int, count_option("Vocabulary; 51200 by default.")] = 0,
     search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
     measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
     as_rank: Annotated[
@@ -105,10 +87,7 @@ def fit(
             help="With --measure: be this rank alone, of --of; collectives are left out.", metavar="R"
         ),
     ] = None,
-    of: Annotated[
-        int,
-        typer.Option(callback=check_count, help="The ranks of which --as-rank is one.", show_default=False),
-    ] = 0,
+    of: Annotated[int, count_option("The ranks of which --as-rank is one.")] = 0,
     results: Results = Path("results"),
     details: Details = False,
     json: Json = False,
@@ -201,22 +180,9 @@ def twin(
     ] = None,
     ranks: Annotated[int, typer.Option(help="Processes of the twin.")] = 16,
     part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
-    width: Annotated[
-        int,
-        typer.Option(
-            callback=check_count, help="Of the twin's model, in place of --part.", show_default=False
-        ),
-    ] = 0,
+    width: Annotated[int, count_option("Of the twin's model, in place of --part.")] = 0,
     layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
-    tp: Annotated[
-        int,
-        typer.Option(
-            "--tp",
-            callback=check_count,
-            help="Tensor-parallel degree; as the ranks allow.",
-            show_default=False,
-        ),
-    ] = 0,
+    tp: Annotated[int, count_option("Tensor-parallel degree; as the ranks allow.")] = 0,
     steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
     within: Annotated[
         str,
@@ -229,7 +195,7 @@ def twin(
     ] = "",
     write: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=check_writable_file, help="Write it as a suite.", metavar="SUITE.toml"),
+        file_option("Write it as a suite.", "SUITE.toml"),
     ] = None,
     details: Details = False,
     json: Json = False,
@@ -252,35 +218,17 @@ def calibrate(
         ),
     ],
     gpus: Annotated[
-        int,
-        typer.Option(
-            help="Ranks of a node; by default every GPU, or 2 on processor cores.",
-            callback=check_count,
-            metavar="N",
-            show_default=False,
-        ),
+        int, count_option("Ranks of a node; by default every GPU, or 2 on processor cores.", "N")
     ] = 0,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="The system file; by default NAME-calibrated.toml here.",
-            metavar="FILE.toml",
-        ),
+        file_option("The system file; by default NAME-calibrated.toml here.", "FILE.toml"),
     ] = None,
     profile: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Measure nodes of this SLURM, in one job that is waited for.", metavar="FILE.toml"),
     ] = None,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            callback=check_count,
-            help="How many, with --profile; by default 1.",
-            metavar="N",
-            show_default=False,
-        ),
-    ] = 0,
+    nodes: Annotated[int, count_option("How many, with --profile; by default 1.", "N")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
     suite: Annotated[
         Optional[list[Path]],  # noqa: UP045
@@ -306,11 +254,7 @@ def validate(
     results: StoredResults = Path("results"),
     svg: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="Draw published against predicted to this file.",
-            metavar="FILE",
-        ),
+        file_option("Draw published against predicted to this file.", "FILE"),
     ] = None,
     system: Annotated[
         str,

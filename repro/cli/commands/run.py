@@ -16,11 +16,18 @@ from repro.cli.commands.options import (
     StoredResults,
     SuiteFiles,
     check_folder,
-    check_writable_file,
+    file_option,
 )
 from repro.config.errors import require
 
 app = typer.Typer()
+FIRST_COMMANDS = {
+    "suite": "repro run {file} --dry-run, then repro run {file}",
+    "claim": "repro init own.toml, repro run own.toml, then repro claims own-states --ledger {file}",
+    "system": "repro systems {file}, then repro simulate --model gpt2-1.5b --system {file} --gpus 32",
+    "model": "repro models {file}, then repro simulate --model {file} --system dgx-a100 --gpus 8",
+}
+"""Commands that read a file of each kind."""
 
 
 @app.command(epilog="Example:  repro run suites/smoke.toml --only 'parity-*'")
@@ -153,11 +160,7 @@ def results(
     results: StoredResults = Path("results"),
     plot: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file,
-            help="Draw the curves of losses to this file, .svg or .png.",
-            metavar="FILE",
-        ),
+        file_option("Draw the curves of losses to this file, .svg or .png.", "FILE"),
     ] = None,
     details: Details = False,
     json: Json = False,
@@ -170,20 +173,24 @@ def results(
 
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
-    file: Annotated[Path, typer.Argument(help="The suite to be written.", metavar="FILE.toml")] = Path(
-        "mine.toml"
-    ),
+    words: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            help="suite (the default), claim, system or model; and the file.", metavar="[KIND] FILE"
+        ),
+    ] = None,
 ) -> int:
-    """Write a commented suite to begin with, which runs on this machine."""
+    """Write a commented file to begin with: a suite that runs on this machine, a claim, a system or a model."""
     import shlex
 
     from repro.config.suites import write_template
 
-    suite = write_template(file)
-    names = ", ".join(entry.experiment.name for entry in suite.entries)
-    print(f"{file}: a suite with {len(suite.entries)} experiments ({names}) and a comparison")
-    command = f"repro run {shlex.quote(str(file))}"
-    print(f"next: {command} --dry-run, then {command}")
+    *kinds, file = words or ["mine.toml"]
+    require(len(kinds) < 2, "FILE", " ".join(words or ()), "a kind and a file")
+    kind = kinds[0] if kinds else "suite"
+    write_template(Path(file), kind)
+    print(f"{file}: a commented {kind}")
+    print(f"next: {FIRST_COMMANDS[kind].format(file=shlex.quote(file))}")
     return 0
 
 

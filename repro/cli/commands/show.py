@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from repro.cli.commands.options import Details, Json, Ledger, Results, StoredResults, check_writable_file
+from repro.cli.commands.options import Details, Json, Ledger, Results, StoredResults, file_option
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -117,7 +117,7 @@ def export(
     ] = "",
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
+        file_option("Write to this file.", "FILE"),
     ] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
@@ -130,7 +130,7 @@ def export(
 def artifact(
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(callback=check_writable_file, help="Write to this file.", metavar="FILE"),
+        file_option("Write to this file.", "FILE"),
     ] = None,
     ledger: Ledger = None,
 ) -> int:
@@ -191,9 +191,7 @@ def schedule(
     svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            callback=check_writable_file, help="Write the SVG picture to this file.", metavar="FILE"
-        ),
+        file_option("Write the SVG picture to this file.", "FILE"),
     ] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and memory."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from repro.config import Experiment
-from repro.config.errors import ConfigError, require
+from repro.config.errors import ConfigError, require, unknown_name_hint
 from repro.config.files import build_dataclass, check_writable, read_toml
 from repro.config.sizes import check_name
-from repro.config.suites.entry import Entry, read_entry, shared, unknown_name_hint
+from repro.config.suites.entry import Entry, read_entry, shared
 from repro.util.files import replace_file
 
 __all__ = [
@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 CHECKOUT = Path(__file__).parents[3]
-TEMPLATE = Path(__file__).parent / "template.toml"
+TEMPLATES = {
+    kind: Path(__file__).with_name(f"template-{kind}.toml") for kind in ("suite", "claim", "system", "model")
+}
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ class Comparison:
     """Experiments that run interleaved in one launch, each subject against the baseline."""
 
     baseline: str
+    """Experiment with which the others are compared."""
     subjects: tuple[str, ...]
+    """Experiments that are compared with it."""
     rounds: int = 5
+    """Turns of each experiment."""
     apart: bool = False
     """Whether each turn builds and frees its experiment, for experiments that do not fit on a device together."""
 
@@ -274,12 +279,12 @@ def _tables(data: dict[str, Any], key: str, file: str) -> list[Any]:
     return tables
 
 
-def write_template(path: Path) -> Suite:
-    """Write a commented suite to `path`, named as the file.  Raises `ConfigError`, also if the file exists."""
+def write_template(path: Path, kind: str = "suite") -> None:
+    """Write a commented file of a kind to `path`, named as the file.  Raises `ConfigError`, also if the file exists."""
+    require(kind in TEMPLATES, "KIND", kind, f"one of {', '.join(TEMPLATES)}")
     require(path.suffix == ".toml", "FILE", str(path), "a file that ends in .toml")
     require(not path.exists(), "FILE", str(path), says="is there already; it is not overwritten")
     check_name("FILE", path.stem)
     check_writable("FILE", path)
-    text = TEMPLATE.read_text(encoding="utf-8").replace("FILE", str(path))
-    replace_file(path, text.replace('name = "NAME"', f"name = {json.dumps(path.stem)}"))
-    return load_suite(path)
+    text = TEMPLATES[kind].read_text(encoding="utf-8").replace("FILE", str(path))
+    replace_file(path, text.replace('"NAME"', json.dumps(path.stem)))

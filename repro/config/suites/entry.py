@@ -10,20 +10,30 @@ A layout may be named once and used by several experiments::
     layout = "C4"                                 # as it is
     layout = { use = "C4", tp = 16, dp = 25 }     # with keys of its own
 
-An experiment's own keys take precedence over those of the layout that it names, and those over `[defaults]`.  An
-emulated network is named in the same way: `[networks.slow]`, `network = "slow"`,
-`network = { use = "slow", between = 16e6 }`.
+An experiment's own keys take precedence over those of the layout that it names, and those over `[defaults]`.  A key
+`software = "megatron-2019"` stands for the settings of that software, over which all others take precedence.  An
+emulated network is named in the same way: `[networks.slow]`, `network = { use = "slow", between = 16e6 }`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from repro.config import ConfigError, EmulatedNetwork, Experiment, Layout, Limits, Model, Training, TwinOf
+from repro.config import (
+    ConfigError,
+    EmulatedNetwork,
+    Experiment,
+    Layout,
+    Limits,
+    Model,
+    Training,
+    TwinOf,
+    engines,
+)
+from repro.config.errors import unknown_name_hint
 from repro.config.files import build_dataclass
 from repro.config.sizes import check_name
 
@@ -165,7 +175,10 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         for level in levels[key]:
             table |= level.table
         world = table.pop("world", None) if key == "layout" else None
-        built = _blaming(lambda: build_dataclass(cls, table, where=key), lambda error: blame(error, key))
+        built = _blaming(
+            lambda: build_dataclass(cls, engines.with_software(table), where=key),
+            lambda error: blame(error, key),
+        )
         if world is not None and isinstance(built, Layout) and world != built.world:
             degrees = " x ".join(str(getattr(built, axis)) for axis in built.axes)
             right = f"{' x '.join(built.axes)} = {degrees} = {built.world}"
@@ -276,21 +289,6 @@ def _data(training: Training, model: Model) -> None:
 
 
 def _known(key: str, value: Any, cls: type[Any], *, file: str, where: str) -> None:
-    known = (*cls.__dataclass_fields__, *(("world",) if cls is Layout else ()))
+    known = (*cls.__dataclass_fields__, *(("world", "software") if cls is Layout else ()))
     if key not in known:
         raise ConfigError(key, value, says=unknown_name_hint(key, known), file=file, where=where)
-
-
-def unknown_name_hint(key: str, known: tuple[str, ...], what: str = "key") -> str:
-    """Return the hint for a name that is not among `known`."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = (
-        f"did you mean {near[0]}?" if near else f"known are {listed(known)}" if known else "there is no other"
-    )
-    return f"unknown {what}; {hint}"
-
-
-def listed(names: Sequence[str], most: int = 30) -> str:
-    """Return `names` in one line of an error."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

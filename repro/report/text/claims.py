@@ -26,6 +26,7 @@ from repro.claims.reader import load_ledger
 from repro.claims.table import as_dict, count_text, summary, totals, why
 from repro.claims.verdicts import BAD, FOLLOWS, GOOD, NOT_REPRODUCED, NOT_RUN, ClaimResult, Finding, RowResult
 from repro.config.errors import ConfigError
+from repro.config.suites import SUITES
 from repro.measure.local_system import load_system
 from repro.results.reference_records import load_reference
 from repro.results.schema import EMULATED, MEASURED, SIMULATED
@@ -175,15 +176,25 @@ def print_claim(result: ClaimResult, console: Console, first: Collection[str] = 
         console.print(
             f"Not shown: {', '.join(f'{count} {what}' for what, count in hidden.items() if count)}."
         )
-    for kind in (SIMULATED, MEASURED):
-        reads = {MEASURED, EMULATED} if kind == MEASURED else {SIMULATED}
-        if any(finding.kind in reads and finding.experiments for finding in result.findings):
-            evidence = f" --evidence {SIMULATED}" * (kind == SIMULATED)
-            known = {finding.kind for finding in result.findings if finding.experiments}
-            what = "simulation" if kind == SIMULATED else "measurement" if kind in known else "emulation"
-            verb = "Run" if result.verdict == NOT_RUN else "Repeat"
-            console.print(f"{verb} the {what}: repro run --claim {claim.id}{evidence}")
+    verb = "Run" if result.verdict == NOT_RUN else "Repeat"
+    for what, command in _repeat_commands(result):
+        console.print(f"{verb} the {what}: {command}", soft_wrap=True)
     console.print(f"Sources, notes and every value: repro claims {claim.id} --details")
+
+
+def _repeat_commands(result: ClaimResult) -> list[tuple[str, str]]:
+    """Return the kinds of evidence that have experiments, and the search of the claim, each with its command."""
+    known = {finding.kind for finding in result.findings if finding.experiments}
+    found = [("search", result.claim.repeat)] * bool(result.claim.repeat)
+    read = {name.partition("/")[0] for finding in result.findings for name in finding.experiments}
+    own = sorted(read - {*SUITES.names()})  # suites of the reader, which `--claim` does not find
+    run = f"repro run {' '.join(f'{name}.toml' for name in own) or f'--claim {result.claim.id}'}"
+    if SIMULATED in known:
+        found.append(("simulation", f"{run} --evidence {SIMULATED}"))
+    if known & {MEASURED, EMULATED}:
+        what = "measurement" if MEASURED in known else "emulation"
+        found.append((what, run))
+    return found
 
 
 def _cause(result: ClaimResult) -> str:
@@ -244,6 +255,7 @@ def print_claim_details(result: ClaimResult, ledger: Ledger, console: Console) -
         ("note", claim.note),
         *(("contradiction", text) for text in claim.contradictions),
         ("needs", claim.needs),
+        *(("repeat", f"{command}  ({what})") for what, command in _repeat_commands(result)),
     ):
         if text:
             facts.add_row(name, Text(text))

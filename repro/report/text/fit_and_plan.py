@@ -11,6 +11,7 @@ from rich.table import Table
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.report.text.simulated_step import describe_step_time
+from repro.simulate.plan.candidates import MIN_HEADROOM, communicator_bytes
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import BASES, describe_basis
@@ -65,7 +66,7 @@ def print_fits(
         stdout(PAGE_COLUMNS),
         answer,
         f"Layout: {strategy}. Model: vocabulary {sizes['vocab']}, sequence {sizes['seq']}.",
-        f"Device memory for tensors: {units.size(document['limit_bytes'])}.",
+        f"Device memory for tensors: {_describe_limit(document['limit_bytes'], document['communicator_bytes'])}.",
         unfused_attention_note(model, layout, question.system.device.compute_capability),
         new_table(*headings, left=(limit,), rows=(_fit_cells(*fit) for fit in fits)),
         *remarks,
@@ -73,6 +74,11 @@ def print_fits(
         "" if details else "--details lists memory by category and all trials.",
         command=f"repro plan {options}",
     )
+
+
+def _describe_limit(limit: int, communicators: int) -> str:
+    without = f" (without {units.size(communicators)} for further communicators)"
+    return units.size(limit) + without * (communicators > 0)
 
 
 def _fit_cells(question: FitQuestion, document: dict[str, Any]) -> list[str]:
@@ -125,7 +131,9 @@ def print_layouts(
         return print_page(console, *parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
-    options = words.layout_options(shown[0].layout, request.system.best_precision)
+    options = words.layout_options(
+        shown[0].layout, request.system.best_precision, request.given.get("software")
+    )
     order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]} of the step time. "
     return print_page(
         console,
@@ -143,7 +151,9 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
 
     layout, time, system = row.layout, row.time, request.system
     missing, cost = unknown_rates(request, layout.precision), training_cost(request, row)
-    memory = f"Peak memory: {gb(row.memory['reserved_bytes'])} of {units.size(request.allocatable)}."
+    further = communicator_bytes(layout, system)
+    limit = _describe_limit(request.allocatable - further, further)
+    memory = f"Peak memory: {gb(row.memory['reserved_bytes'])} of {limit}."
     parts = [
         f"Best layout: {words.describe_layout(layout, batches=True)}.",
         f"Model and system: {request.model.name} on {words.describe_devices(request.gpus, system)}.",
@@ -183,11 +193,15 @@ def _layout_table(rows: Sequence[PlanRow], *, timed: bool) -> list[Table | str]:
             if (value := getattr(layout, key))
         )
         degrees = (str(getattr(layout, key)) for key in (*axes, "zero", "micro_batch"))
-        made.add_row(str(place), *degrees, marks, *cells, gb(row.memory["reserved_bytes"]))
+        made.add_row(
+            str(place), *degrees, marks, *cells, gb(row.memory["reserved_bytes"]) + "*" * row.is_tight
+        )
     notes = ["tp, pp, dp: tensor, pipeline, data parallelism"]
     notes += ["cp: context parallelism"] * ("cp" in axes)
     used = (key for key in SWITCHES if any(getattr(row.layout, key) for row in rows))
-    return [made, "; ".join([*notes, *(": ".join(SWITCHES[key]) for key in used)]) + "."]
+    notes += [": ".join(SWITCHES[key]) for key in used]
+    least = f"less than {100 * MIN_HEADROOM:g} % of the device's memory is left, and such layouts come last"
+    return [made, "; ".join([*notes, *[f"*: {least}"] * any(row.is_tight for row in rows)]) + "."]
 
 
 def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from repro.config import Experiment, Layout, Training, models
+from repro.config import Experiment, Layout, Training, engines, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
@@ -96,6 +96,9 @@ def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery]
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
     """Return the experiment of another framework's file, and note what its prediction leaves out; None without one."""
+    software = query.layout.get("software")
+    given = files.source is None or software is None
+    require(given, "software", software, "left out with --from, whose file states the software's settings")
     found, notes = files.read(model, query.gpus, query.layout, query.seq)
     for note in notes:
         print(f"note: {files.source}: {note}", file=sys.stderr)
@@ -116,7 +119,11 @@ def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str
         "--system": query.system,
         "--gpus": str(query.gpus),
     }
-    options |= {"--memory-limit": query.memory_limit, "--seq": str(query.seq or "")}
+    options |= {
+        "--software": query.layout.get("software", ""),
+        "--memory-limit": query.memory_limit,
+        "--seq": str(query.seq or ""),
+    }
     text = " ".join(f"{option} {shlex.quote(value)}" for option, value in options.items() if value)
     return text + " --expandable" * query.expandable
 
@@ -131,6 +138,8 @@ def _system(query: LayoutQuery) -> System:
         most = f"{nodes * devices:,.0f} of {on.name} ({nodes:,.0f} nodes of {devices:,.0f})"
         note = f"note: {query.gpus:,} GPUs are more than the {most}; taken as more of the same nodes"
         print(note, file=sys.stderr)
+    if name := query.layout.get("software"):
+        print(f"note: {engines.describe_software(name)}", file=sys.stderr)
     return on
 
 
@@ -157,14 +166,18 @@ def print_fit(
 
     known = models.load_model(model) if model else None
     system, fits, remarks = _system(query), [], []
-    for stage in [None] if json or "zero" in query.layout else range(4):
-        asked = query if not stage else replace(query, layout={**query.layout, "zero": stage})
+    stages: list[int | None] = [None]
+    if not json and "zero" not in query.layout:
+        software = query.layout.get("software")
+        stages = [*map(int, engines.find_software(software).stages)] if software else [0, 1, 2, 3]
+    for stage in stages:
+        asked = query if stage is None else replace(query, layout={**query.layout, "zero": stage})
         try:
             question = fit.question_of(system, asked, known, sizes, search)
             with show_progress(f"searching the largest that fits, on {query.gpus:,} GPUs"):
                 answer = fit.fit_by_simulation(question)
         except ConfigError as error:
-            if not stage:
+            if stage == stages[0]:
                 raise
             remarks.append(f"ZeRO {stage} has no answer: {error}.")
             continue

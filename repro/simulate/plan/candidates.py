@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 from repro.config import Layout, Model, Training, engines
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE
+from repro.config.quantity import assumed_quantities
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 
@@ -30,7 +32,7 @@ class LayoutQuery:
     system: str
     gpus: int
     layout: dict[str, Any]
-    """Keys of the layout that were given."""
+    """Keys of the layout that were given, and `software` with the settings that all of its layouts have."""
     seq: int = 0
     """Tokens of a sample; 0 selects the model's maximum."""
     memory_limit: str = ""
@@ -51,6 +53,21 @@ def parse_memory_size(text: str) -> int | None:
         raise ConfigError("memory_limit", text, what)
     power = "kmgt".index(found[2].lower()) + 1 if found[2] else 0
     return int(number * (1024 if found[3] else 1000) ** power)
+
+
+_COMMUNICATOR = {key: known.value or 0 for key, known in assumed_quantities("communicator").items()}
+
+
+def communicator_bytes(layout: Layout, system: System) -> int:
+    """Return the bytes of a device in NCCL's buffers for communicators beyond the one that `context_bytes` contains.
+
+    The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
+    """
+    if "memory" in system.links:  # processors have no NCCL
+        return 0
+    axes = sum(size > 1 for size in (layout.copies, layout.tp, layout.pp))
+    groups = axes + (axes > 1) + (layout.pp > 2) + (layout.cp > 1 and layout.dp > 1)
+    return int(max(groups - 1, 0) * prod(_COMMUNICATOR.values()))
 
 
 def device_memory_limit(system: System, given: int | None) -> int:
@@ -86,8 +103,8 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
 
     The default global batch is the smallest that fills the pipeline: micro_batch x dp x pp.
     """
-    keys = layout_defaults(given, system)
-    keys["dp"] = data_parallel_degree(gpus, keys.get("tp", 1), keys.get("pp", 1), keys.get("cp", 1))
+    dp = data_parallel_degree(gpus, *(given.get(key, 1) for key in ("tp", "pp", "cp")))
+    keys = engines.with_software(layout_defaults({**given, "dp": dp}, system))
     if not keys.get("global_batch"):
         keys["global_batch"] = keys.get("micro_batch", 1) * keys["dp"] * keys.get("pp", 1)
     return Layout(**keys)
@@ -131,7 +148,7 @@ class PlanRequest:
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can have."""
+        """Bytes that the allocator of one device can have, without the buffers of further communicators."""
         return self.limit - self.system.context()
 
     @property
@@ -237,14 +254,22 @@ def _layout_keys(
         return []
     fixed = {**given, "tp": tp, "cp": cp, "pp": pp, "dp": dp, "global_batch": request.global_batch}
     writes_scores = OperatorSet(given.get("kernels", OperatorSet.FUSED)).writes_scores
+    zero = [0] if dp * cp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3]
+    recompute = [False, SELECTIVE, True] if writes_scores and cp == 1 else [False, True]
+    if "software" in given:
+        software = engines.find_software(given["software"])
+        zero = [stage for stage in zero if str(stage) in software.stages] or [int(min(software.stages))]
+        if "sp" in software.layout:  # selective recomputation came with sequence parallelism (2205.05198)
+            recompute = [False, True]
     choices: dict[str, list[Any]] = {
-        "zero": [0] if dp * cp == 1 else [0, 1, 2] if pp > 1 else [0, 1, 2, 3],
+        "zero": zero,
         "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],
-        "recompute": [False, SELECTIVE, True] if writes_scores and cp == 1 else [False, True],
+        "recompute": recompute,
         "micro_batch": _micro_batches(request.global_batch // dp, pp),
     }
     values = [[given[key]] if key in given else choices[key] for key in choices]
-    return [{**fixed, **dict(zip(choices, chosen, strict=True))} for chosen in product(*values)]
+    found = ({**fixed, **dict(zip(choices, chosen, strict=True))} for chosen in product(*values))
+    return [engines.with_software(keys) for keys in found]
 
 
 def _micro_batches(replica: int, pp: int) -> list[int]:

@@ -17,6 +17,7 @@ from repro.config.system import System
 from repro.model.counts import total_parameters
 from repro.simulate.plan.candidates import (
     LayoutQuery,
+    communicator_bytes,
     complete_layout,
     device_memory_limit,
     parse_memory_size,
@@ -51,6 +52,11 @@ class FitQuestion:
     def allocatable(self) -> int:
         """Bytes that the allocator of one device can have."""
         return self.limit - self.system.context()
+
+    @property
+    def communicators(self) -> int:
+        """Bytes of further communicators; a simulated trial does not have them (`communicator_bytes`)."""
+        return communicator_bytes(self.layout, self.system)
 
     def values(self) -> range | list[int]:
         """Return the values to try, ascending."""
@@ -167,7 +173,7 @@ def fit_by_simulation(question: FitQuestion) -> FitAnswer:
             raise ConfigError("hidden", question.model.hidden, what)
         return _simulate_trial(question, value)
 
-    return search_largest(values, attempt, question.allocatable, few)
+    return search_largest(values, attempt, question.allocatable - question.communicators, few)
 
 
 def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
@@ -177,7 +183,7 @@ def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
     found = simulate(
         question.experiment(value),
         question.system,
-        memory_limit=question.limit,
+        memory_limit=question.limit - question.communicators,
         expandable=question.expandable,
     )
     document = found.as_dict()
@@ -245,8 +251,9 @@ def fit_document(question: FitQuestion, answer: FitAnswer) -> dict[str, Any]:
         "search": question.search,
         "system": question.system.name,
         "gpus": question.layout.world,
-        "limit_bytes": question.allocatable,
+        "limit_bytes": question.allocatable - question.communicators,
         "context_bytes": question.system.context(),
+        "communicator_bytes": question.communicators,
         "layout": asdict(question.layout),
         "sizes": {key: getattr(model, key) for key in ("hidden", "heads", "vocab", "seq")},
         "largest": _trial_document(question, answer.largest),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from repro.config import Experiment, Layout, Training
 from repro.config.errors import ConfigError
 from repro.simulate.plan import closed_form
-from repro.simulate.plan.candidates import MIN_HEADROOM, PlanRequest
+from repro.simulate.plan.candidates import MIN_HEADROOM, PlanRequest, communicator_bytes
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS, largest_term
 from repro.simulate.plan.lower_bound import memory_lower_bound, sent_bytes_lower_bound, step_time_lower_bound
 from repro.simulate.plan.rows import BOUND, FULL, OOM, OPEN, RETAINED, STATES, PlanRow, ideal_s
@@ -94,6 +94,7 @@ class Planner:
         """Return the row of a layout that does not fit by a lower bound of its memory."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
+        limit = request.allocatable - communicator_bytes(layout, request.system)
 
         def size(of_role: dict[str, float]) -> int:
             return round(sum(of_role.values()))
@@ -107,7 +108,7 @@ class Planner:
             (RETAINED, memory, "model states and retained activations are at least"),
         ):
             fullest = max(bound.values(), key=size)
-            if (peak := size(fullest)) > request.allocatable:
+            if (peak := size(fullest)) > limit:
                 by_role = {
                     role: {"peak_bytes": size(of_role), "states_bytes": size(states[role])}
                     for role, of_role in bound.items()
@@ -151,7 +152,8 @@ def _simulated_row(
     from repro.simulate.time.predict import predict, prediction_interval
 
     system, experiment, no_time = request.system, plan_experiment(request, layout), ""
-    found = simulate(experiment, system, memory_limit=request.limit, expandable=request.expandable)
+    further = communicator_bytes(layout, system)
+    found = simulate(experiment, system, memory_limit=request.limit - further, expandable=request.expandable)
     try:
         if time and found.fits:
             found.time = predict(experiment, system, found.traces)
@@ -163,7 +165,7 @@ def _simulated_row(
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)
     row.trace_seconds = document["trace_seconds"]
     row.ideal_s = max(ideal_s(request, layout, sent_bytes_by(role.traffic, "link")) for role in found.roles)
-    left = request.allocatable - document["memory"]["reserved_bytes"]
+    left = request.allocatable - further - document["memory"]["reserved_bytes"]
     row.is_tight = found.fits and left < MIN_HEADROOM * request.limit
     if found.time is not None:
         row.time, row.interval = document["time"], found.time.interval

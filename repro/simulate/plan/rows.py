@@ -19,7 +19,7 @@ from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest
+from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
 """Seconds at the best values, and the interval of the step time."""
@@ -208,7 +208,12 @@ def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:
     """Return one entry of `repro plan --json`: the keys of `repro simulate --json`, and the reasons for its place."""
     layout, model = row.layout, request.model
     memory: dict[str, Any] = {"peak_bytes": None, "reserved_bytes": None, "by_category": {}, "by_role": {}}
-    memory |= {"limit_bytes": request.allocatable, "context_bytes": request.system.context()} | row.memory
+    communicators = communicator_bytes(layout, request.system)
+    memory |= {
+        "limit_bytes": request.allocatable - communicators,
+        "context_bytes": request.system.context(),
+        "communicator_bytes": communicators,
+    } | row.memory
     comm: dict[str, Any] = {"bytes_by_group": None, "bytes_by_link": None} | row.comm
     return {
         "outcome": row.outcome,

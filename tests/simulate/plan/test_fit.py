@@ -97,6 +97,7 @@ def test_the_term_that_is_too_much(layout: dict[str, Any], binding: str) -> None
 
 def test_layers_come_in_multiples_of_the_parts() -> None:
     asked = question({"pp": 2, "schedule": "interleaved", "chunks": 2}, 120_000_000)
+    asked = replace(asked, limit=asked.limit + asked.communicators)
     assert asked.layout.accumulation == 2
     answer = fit.fit_by_simulation(asked)
     assert answer.largest is not None

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError, Layout, Model, models, systems
-from repro.simulate.plan.candidates import PlanRequest, candidates
+from repro.parallel.mesh import shape_only_mesh
+from repro.simulate.plan.candidates import PlanRequest, candidates, communicator_bytes
 from repro.simulate.plan.plan import search_layouts, search_map
 from repro.simulate.plan.rows import (
     FULL,
@@ -84,7 +85,7 @@ def test_a_given_cp_is_taken() -> None:
     assert {(x.dp, x.zero) for x in found if x.dp == 1 and x.pp == 1} == {(1, z) for z in range(4)}
     with Workers(1) as workers:
         given = {"tp": 2, "pp": 2, "zero": 1, "sp": False, "recompute": False, "micro_batch": 1}
-        (row, *_) = search_layouts(request(8, cp=2, global_batch=8, limit=10**8, **given), workers).rows
+        (row, *_) = search_layouts(request(8, cp=2, global_batch=8, limit=10**9, **given), workers).rows
     assert (row.layout.cp, row.layout.dp, row.outcome) == (2, 1, OK)
     assert row.comm["bytes_by_group"]["cp"] > 0
 
@@ -287,3 +288,38 @@ def test_what_a_training_takes_and_costs() -> None:
     assert training_cost(asked, replace(row, time={})) is None
     assert training_cost(replace(asked, tokens=0.0), row) is None
     assert "cost" not in (training_cost(replace(asked, price_per_gpu_hour=0.0), row) or {})
+
+
+@pytest.mark.parametrize(
+    ("degrees", "further"),
+    [
+        ({}, 0),
+        ({"dp": 8}, 0),  # the context contains the one communicator
+        ({"tp": 2, "dp": 4}, 2),  # world, tp, dp
+        ({"tp": 2, "pp": 2}, 2),  # world, tp, pp; the ends of two stages are the pipeline
+        ({"tp": 2, "pp": 4, "dp": 2}, 4),
+        ({"cp": 2, "dp": 2}, 1),  # dp averages over dp x cp
+        ({"cp": 2}, 0),
+    ],
+)
+def test_communicators_are_those_of_the_mesh(degrees: dict[str, int], further: int) -> None:
+    """Expected bytes: 16 channels x 2 connections x NCCL_BUFFSIZE of 4 MiB; groups: repro/parallel/mesh.py."""
+    layout = Layout(**degrees)
+    assert communicator_bytes(layout, systems.load_system_file("dgx2")) == further * 16 * 2 * 4 * 2**20
+    mesh = shape_only_mesh(layout)
+    groups = {group.ranks for group in mesh.every_group() if len(group.ranks) > 1}
+    assert max(len(groups) - 1, 0) == further
+
+
+def test_a_layout_that_fits_only_without_its_communicators_does_not_fit() -> None:
+    given = {"tp": 2, "zero": 0, "sp": False, "recompute": False, "micro_batch": 1, "pp": 1}
+    asked = request(4, global_batch=4, limit=10**9, **given)
+    with Workers(1) as workers:
+        (row,) = search_layouts(asked, workers).rows
+        further = communicator_bytes(row.layout, asked.system)
+        enough = asked.system.context() + further + row.memory["reserved_bytes"]
+        outcomes = [
+            search_layouts(replace(asked, limit=limit), workers).rows[0].outcome
+            for limit in (enough, enough - further)
+        ]
+    assert outcomes == [OK, OOM]

@@ -19,6 +19,7 @@ from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
 from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows
 from repro.simulate.time.calibration import UNCALIBRATED
 from repro.util.processes import Workers
+from repro.util.units import gb
 from tests.simulate.exact import have_exact_kernels
 
 MODEL = Model(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=512)
@@ -108,6 +109,17 @@ def test_a_layout_that_leaves_less_than_3_percent_of_the_memory_is_tight(exact: 
         (OK, True),
         (OK, False),
     ]
+
+
+def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.CaptureFixture[str]) -> None:
+    with Workers(1) as workers:
+        found = search_layouts(asked(exact), workers, 4)
+    found.rows[1].is_tight = True
+    print_layouts(asked(exact), found, 4)
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{gb(found.rows[1].memory['reserved_bytes'])}*" in out
+    assert out.count("*") == 2
+    assert "*: less than 3 % of the device's memory is left" in out
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,114 @@
+"""Software of the reports by name, in suites, in searches and in commands of claims."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from repro import cli
+from repro.claims.reader import load_ledger
+from repro.claims.run_commands import SuiteCatalogue, experiments_of
+from repro.config import ConfigError, Layout, models, systems
+from repro.config.engines import SOFTWARE, with_software
+from repro.config.enums import OperatorSet
+from repro.config.words import layout_options
+from repro.simulate.plan.candidates import PlanRequest, candidates
+from repro.simulate.step import simulate
+from tests.config.suites.test_layouts import layouts
+
+BATCH = ("--global-batch", "64", "--precision", "bf16")
+CASES = [(name, int(stage)) for name, software in SOFTWARE.items() for stage in software.stages]
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_each_stage_of_each_software_is_a_layout_that_options_repeat(name: str, stage: int) -> None:
+    layout = Layout(**with_software({"precision": "bf16", "software": name, "dp": 64, "zero": stage}))
+    assert set(layout_options(layout, "bf16", name).split()) <= {"--zero", str(stage), *BATCH}
+    found = layout_options(Layout(dp=64, zero=stage, precision="bf16", bucket_bytes=3), "bf16", name).split()
+    assert {f"--{key}".replace("_", "-") for key in ("kernels", "bucket_bytes")} <= set(found)
+
+
+def test_a_suite_names_software_and_its_own_keys_win(tmp_path: Path) -> None:
+    text = """
+    [layouts.old]
+    software = "megatron-2019"
+    tp = 2
+    [[experiment]]
+    name = "ddp"
+    layout = { use = "old", dp = 2, zero = 0 }
+    [[experiment]]
+    name = "one copy"
+    layout = { use = "old", zero = 0, precision = "bf16" }
+    [[experiment]]
+    name = "buckets"
+    layout = { software = "today", dp = 64, micro_batch = 1 }
+    """
+    head = '[suite]\nname = "s"\n[defaults]\nmodel = "tiny.toml"\nlayout = { precision = "fp16", micro_batch = 2 }'
+    old = {"kernels": OperatorSet.UNFUSED, "tp_overlap": False, "tp": 2, "micro_batch": 2}
+    assert layouts(tmp_path, text, head) == [
+        Layout(**old, precision="fp16", dp=2, gradient_as_bucket_view=False),
+        Layout(**old, precision="bf16"),
+        # Megatron-core: the larger of 40 million elements and 1 million for each replica, of 2 bytes.
+        Layout(kernels=OperatorSet.FUSED_2024, precision="fp16", dp=64, bucket_bytes=2 * 64_000_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('software = "megatron-2020"', "layout.software = 'megatron-2020': unknown software; did you mean"),
+        ('software = "megatron-2019", zero = 2', "zero = 2: must be a ZeRO stage that megatron-2019 has: 0"),
+    ],
+)
+def test_an_unknown_software_or_stage_is_one_line(tmp_path: Path, keys: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layouts(tmp_path, f'[[experiment]]\nname = "x"\nlayout = {{ {keys} }}')
+    assert message in str(caught.value)
+    assert 's.toml: experiment "x"' in str(caught.value)
+
+
+def test_a_plan_has_only_what_the_software_had() -> None:
+    system, model = systems.load_system_file("dgx2"), models.load_model("gpt2-1.5b")
+    given = SOFTWARE["deepspeed-2020"].layout | {"software": "deepspeed-2020"}
+    found = candidates(PlanRequest(model, system, 16, int(32e9), 1024, given))
+    assert {layout.zero for layout in found if layout.dp > 1} == {0, 1, 2}
+    assert {layout.zero1_reduce for layout in found if layout.zero == 1} == {"all-reduce"}
+    assert {layout.md for layout in found} == {False, True}
+    assert not any(layout.sp or layout.recompute == "selective" for layout in found)
+
+
+def test_the_command_of_a_claim_finds_the_size_that_its_experiments_find(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The published sizes have two digits."""
+    suites, commands = SuiteCatalogue().suites, 0
+    for claim in load_ledger().claims:
+        if not claim.repeat:
+            continue
+        commands += 1
+        main = [row for row in claim.rows if row.main][:1]
+        read = [full.partition("/") for kind, full in experiments_of(main) if kind == "simulated"]
+        entries = [suites[suite].entry(name) for suite, _, name in read]
+        found = [entry.experiment for entry in entries]
+        fits = [
+            x.model.published_params for x in found if simulate(x, systems.load_system_file(x.system)).fits
+        ]
+        assert cli.main([*shlex.split(claim.repeat)[1:], "--json"]) == 0
+        out, note = capsys.readouterr()
+        assert f"{json.loads(out)['largest']['params']:.1e}" == f"{max(fits):.1e}", claim.id
+        assert len(note.splitlines()) == 1
+        assert "kernels = unfused" in note
+        cli.main(["claims", claim.id])
+        assert f" the search: {claim.repeat}\n" in capsys.readouterr().out
+    assert commands >= 2
+
+
+def test_another_frameworks_file_and_a_software_are_not_given_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ["simulate", "--from", str(tmp_path / "x.sh"), "--system", "dgx2", "--gpus", "8"]
+    assert cli.main([*asked, "--software", "today"]) == 2
+    assert "--software = 'today': must be left out with --from" in capsys.readouterr().err
