@@ -81,6 +81,8 @@ class OperatorSet(StrEnum):
     SOFTMAX = "softmax"
     """Megatron-LM of December 2020 and 2021 (2104.04473 sec. 4.2), which writes the scores, with scale, mask and
     softmax in one operator; operations on gradients are separate passes (`in_passes`)."""
+    TORCHTITAN_2024 = "torchtitan-2024"
+    """torchtitan of December 2024: operators of `fused`, with the loss by torch's own from fp32 copies of logits."""
     UNFUSED = "unfused"
     """Megatron-LM of September 2019 (1909.08053) and DeepSpeed of February 2020 on it, with scale, mask, softmax,
     biases, dropouts and residuals as separate operators; operations on gradients are separate passes (`in_passes`)."""

@@ -101,7 +101,7 @@ class Link:
     overlap_cost: Quantity = UNSAID
     """Fraction of a collective's seconds that concurrent compute loses, because both need the multiprocessors."""
     pod: Quantity = UNSAID
-    """Consecutive nodes that reach each other at full bisection bandwidth."""
+    """Consecutive nodes that reach each other at full bisection bandwidth; of PCIe, devices behind one host bridge."""
     oversubscription: Quantity = UNSAID
     """Bandwidth of a pod's nodes over that of its uplink, 7 for 1:7; 1: no oversubscription."""
     collectives: dict[str, Collective] = field(default_factory=dict)

@@ -25,6 +25,7 @@ _SWITCHES = {
 _KERNELS = {
     OperatorSet.FUSED_2024: "operators of 2024 (compiled)",
     OperatorSet.MEGATRON_2025: "operators of Megatron-core (2025)",
+    OperatorSet.TORCHTITAN_2024: "operators of torchtitan (2024)",
     OperatorSet.FUSED_2026: "operators of 2026 (this suite's kernels)",
     OperatorSet.REFERENCE: "torch's operators in place of kernels",
     OperatorSet.SOFTMAX: "operators of 2020 (softmax fused)",

@@ -77,7 +77,10 @@ class LossHead(nn.Module):
             shape = (m.vocab, m.hidden)
             self.output = tensor.split_parameter(shape, 0, setting.tp, "normal", used_once=True)
         self.of_logits: Callable[[Tensor, Tensor], Tensor] = partial(
-            tensor.vocab_parallel_cross_entropy, tp=setting.tp, plain=setting.plain
+            tensor.vocab_parallel_cross_entropy,
+            tp=setting.tp,
+            plain=setting.plain,
+            at_once=setting.operators is OperatorSet.TORCHTITAN_2024,
         )
         """Function of logits [b * s, V/t] and targets [b * s]; evaluation replaces it."""
 

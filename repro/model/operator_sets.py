@@ -2,7 +2,8 @@
 
 `fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
            same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software;
-           `megatron-2025` copies shared values for Transformer Engine's attention).  With dropout of attention
+           `megatron-2025` copies shared values for Transformer Engine's attention; `torchtitan-2024` has
+           another loss).  With dropout of attention
            weights it equals `softmax`: fused attention draws its dropout from its own generator and
            positions, so that another layout would drop other weights
 `softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched

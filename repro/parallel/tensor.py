@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from repro import kernels
 from repro.parallel import storage
@@ -230,11 +231,43 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None, None
 
 
+class _LossParallel(torch.autograd.Function):
+    """Cross-entropy of fp32 logits in the operators of `torch.distributed.tensor.parallel.loss_parallel`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Group) -> Tensor:
+        maximum = logits.amax(1, keepdim=True)
+        tp.all_reduce(maximum, MAX, "cross-entropy").wait()
+        shifted = logits - maximum
+        total = shifted.exp().sum(1, keepdim=True)
+        tp.all_reduce(total, SUM, "cross-entropy").wait()
+        logarithms = shifted - total.log()
+        local = (targets - tp.rank * logits.shape[1]).unsqueeze(1)
+        outside = (local < 0) | (local >= logits.shape[1])
+        chosen = logarithms.gather(1, local.masked_fill_(outside, 0))
+        loss = -chosen.masked_fill(outside, 0.0).squeeze(1)
+        tp.all_reduce(loss, SUM, "cross-entropy").wait()
+        ctx.save_for_backward(logarithms, local, outside)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logarithms, local, outside = ctx.saved_tensors
+        gradient = torch.zeros_like(logarithms).scatter_(1, local, outside.float() - 1)
+        return (gradient + logarithms.exp()) * gradients[0].unsqueeze(1), None, None
+
+
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False
+    logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False, at_once: bool = False
 ) -> Tensor:
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
+    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.  `at_once`:
+    copy the logits to fp32 and retain the logarithms of all probabilities instead.
     """
-    return _CrossEntropy.apply(logits, targets, tp, plain)
+    if not at_once:
+        return _CrossEntropy.apply(logits, targets, tp, plain)
+    if tp.size > 1:
+        return _LossParallel.apply(logits.float(), targets, tp)
+    return F.cross_entropy(logits.float(), targets, reduction="none")

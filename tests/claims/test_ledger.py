@@ -135,6 +135,7 @@ IDS = [
     "simumax-b200-steps",
     "simumax-b200-memory",
     "simumax-b200-long",
+    "simumax-a100-steps",
     "oneflow-megatron-v100",
     "bigscience-v100",
     "vtrain-a100-node",
@@ -207,6 +208,7 @@ ROWS = {
     "simumax-b200-steps": 2 * 3 * 4,
     "simumax-b200-memory": 2 * 4 + 7,
     "simumax-b200-long": 7,
+    "simumax-a100-steps": 4 * 3,
 }
 
 

@@ -39,7 +39,16 @@ LAYERS: dict[str, dict[str, Any]] = {
     "plain": {"biases": "none", "positions": "alibi", "kv_heads": 2},
 }
 
-SETS = ("fused", "fused-2024", "fused-2026", "megatron-2025", "reference", "softmax", "unfused")
+SETS = (
+    "fused",
+    "fused-2024",
+    "fused-2026",
+    "megatron-2025",
+    "reference",
+    "softmax",
+    "torchtitan-2024",
+    "unfused",
+)
 
 ALONE: dict[str, Any] = {"micro_batch": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -81,7 +90,7 @@ def case(
     layers: int = 1,
 ) -> dict[str, Any]:
     """One run of the audit; GPT-2's sets of operators drop attention weights where anything is dropped."""
-    drop = dropout if kernels in ("softmax", "unfused") else 0.0
+    drop = dropout if kernels in ("softmax", "torchtitan-2024", "unfused") else 0.0
     layout_of = LAYOUTS[layout]
     layers = layout_of["pp"] * layout_of.get("chunks", 1) if "pp" in layout_of else layers
     said = [name, layout, precision, kernels, f"{dropout}", f"{layers}", *([] if nvrtc else ["no-nvrtc"])]

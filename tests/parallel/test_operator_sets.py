@@ -38,7 +38,7 @@ def assert_same_training(pool: RankPool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("training", [{}, DROPOUT], ids=["", "dropout"])
-@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+@pytest.mark.parametrize("kernels", ["softmax", "torchtitan-2024", "unfused"])
 def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, float]) -> None:
     found = train(tiny(Layout(micro_batch=BATCH, kernels=kernels), **training))
     assert_same([found], alone(**training), 1e-5, 1e-5)
@@ -55,7 +55,7 @@ def test_one_process_equals_the_fused_kernels(kernels: str, training: dict[str, 
     ],
     ids=["tp-recompute", "sp", "dp-z2", "dp-adds", "pp"],
 )
-@pytest.mark.parametrize("kernels", ["softmax", "unfused"])
+@pytest.mark.parametrize("kernels", ["softmax", "torchtitan-2024", "unfused"])
 def test_two_processes_equal_one(two: RankPool, layout: Layout, kernels: str) -> None:
     """With dropout: what is dropped depends on the place in the global batch and the head, nothing else."""
     layout = replace(layout, kernels=kernels)
@@ -158,7 +158,7 @@ def test_what_a_layout_cannot_ask() -> None:
     with pytest.raises(
         ConfigError,
         match="kernels = 'apex': must be one of fused, fused-2024, fused-2026, megatron-2025, reference, softmax, "
-        "unfused",
+        "torchtitan-2024, unfused",
     ):
         Layout(kernels="apex")
     with pytest.raises(ConfigError, match="overlap = false: must be true with zero = 3"):

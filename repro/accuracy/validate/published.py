@@ -153,11 +153,9 @@ def points(judged: Iterable[ClaimResult], records: Iterable[Record]) -> list[Poi
 def _with_margins(found: list[Point]) -> list[Point]:
     """Return the points with their conformal margins."""
     counted = [point for point in found if not point.left_out]
-    scores = (conformity_score(point.low, point.high, point.published) for point in counted)
-    residuals = [
-        Residual(point.kind, point.reports, frozenset(point.runs), score)
-        for point, score in zip(counted, scores, strict=True)
-    ]
+    scores = (conformity_score(one.low, one.high, one.published) for one in counted)
+    keys = ((one.kind, one.reports, frozenset(one.runs)) for one in counted)
+    residuals = [Residual(*key, score) for key, score in zip(keys, scores, strict=True)]
     margin = {id(point): one for point, one in zip(counted, conformal_margins(residuals), strict=True)}
     return [replace(point, margin=margin.get(id(point))) for point in found]
 

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from repro.claims.verdicts import ClaimResult, Finding, RowResult
-from repro.config import OperatorSet
 from repro.config.words import count_noun
 from repro.measure.local_system import load_system
 from repro.results.schema import ExperimentRecord, Record
@@ -214,15 +213,12 @@ def _inputs(
         system = record.experiment.system
         whose = _POINTS[key].system if key in _POINTS else system
         if (key, whose) not in found:
-            source = _sources(system, record.experiment.layout.kernels).get(key, "")
+            on = load_system(system)
+            numbers = uncertain_numbers(on, calibration_point_of(record.experiment.layout.kernels, on))
+            source = next((one.source for one in numbers if one.key == key), "")
             found[key, whose] = UncertainInput(key, whose, move.low, move.best, move.high, source)
         inputs[whose] = found[key, whose]
     return list(inputs.values())
-
-
-def _sources(name: str, kernels: OperatorSet) -> dict[str, str]:
-    system = load_system(name)
-    return {one.key: one.source for one in uncertain_numbers(system, calibration_point_of(kernels, system))}
 
 
 _POINTS = {one.key: point for point in calibration_points() for one in point.unknowns}

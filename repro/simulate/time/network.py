@@ -146,10 +146,8 @@ class Network:
 
     def _cores_s(self, payload: float) -> float:
         """Return the cores' seconds for a step of all rings of an axis, in which every rank has one."""
-        needs = [
-            interpolate(link.hop, payload) for link in self.system.links.values() if link.hop is not None
-        ]
-        return max(needs, default=0.0)
+        hops = (link.hop for link in self.system.links.values() if link.hop is not None)
+        return max((interpolate(hop, payload) for hop in hops), default=0.0)
 
     def messages(self, op: str, group: str) -> int:
         """Return the number of messages that a rank's thread begins and awaits in a collective of gloo.
@@ -274,9 +272,8 @@ class Network:
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
-        return (
-            found[0] if len(found) == 1 else cast(float, np.select(list(self._node_counts.values()), found))
-        )
+        cases = list(self._node_counts.values())
+        return found[0] if len(found) == 1 else cast(float, np.select(cases, found))
 
     def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
         """Return the distinct rings of the groups of an axis."""
@@ -286,7 +283,8 @@ class Network:
         rate, start, half, within, between, chunk = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
         if placed.inside:
             link = self.placement.link_of(group, self._placed.neighbours(group))
-            rate = reduce(minimum, (self._rate_inside(link, *each) for each in placed.inside))
+            leaves = self._leaves_pod(group, link)
+            rate = reduce(minimum, (self._rate_inside(link, *each, leaves) for each in placed.inside))
             within, start, half = (self.number(link, key) for key in ("latency_s", "start_s", "half_bytes"))
         if placed.between:
             rate = minimum(rate, self._rate_between(placed.between, placed.uplink_users, counts))
@@ -295,12 +293,20 @@ class Network:
             half = maximum(half, self.number(BETWEEN_NODES, "half_bytes"))
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
-    def _rate_inside(self, link: str, groups: int, ranks: int) -> float:
+    def _leaves_pod(self, group: str, link: str) -> bool:
+        """Return whether a ring of an axis leaves the devices that share a host bridge (`pod` of PCIe)."""
+        on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value or 1
+        assert on is not None
+        bridges = on.members % self.placement.devices_per_node // int(pod)
+        return bool((bridges != bridges[:, :1]).any())
+
+    def _rate_inside(self, link: str, groups: int, ranks: int, leaves_pod: bool = True) -> float:
         """Return the bytes/s of a ring in a node in which `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
             return self.peak(link) / ranks
-        if link == PCIE:  # all rings of a node pass the same host bridges and the link of its sockets
-            return self.peak(link) / groups
+        if link == PCIE:  # all rings that leave a pod pass the link of the sockets
+            uplink = (self.system.links[link].pod.value or 1) / self.number(link, "oversubscription")
+            return self.peak(link) * (minimum(1.0, uplink / groups) if leaves_pod else 1.0)
         others = max(ranks / groups, 2) - 1
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 

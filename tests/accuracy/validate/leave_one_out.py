@@ -30,7 +30,7 @@ PEAKS = {"7.0": 125e12, "8.0": 312e12, "9.0": 989.4e12, "10.0": 2250e12}
 SUITES = (
     *("zero_memory", "turing_nlg", "deepspeed_lowbw", "deepspeed_64gpu", "deepspeed_dgx2", "zero_throughput"),
     *("zero_superlinear", "megatron_2019", "megatron_2021", "megatron_figures", "v100_clusters"),
-    *("a100_clusters", "yuan", "one_node", "today", "b200"),
+    *("a100_clusters", "yuan", "one_node", "today", "b200", "a100_pcie"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs of SimuMax on eight B200: layouts and sizes from its scripts, and predictions within the promised errors."""
+"""Runs of SimuMax on eight B200 and A100: layouts from its scripts, and predictions within the promised errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from statistics import median
 import pytest
 
 from repro.claims.ledger import Row
+from repro.config import Experiment
 from repro.launch.simulated import simulate_experiment, simulated_system
 from repro.model import counts
 from repro.simulate.time.calibration import calibration_points
 from tests import committed
 
-SUITE = committed.suite(Path(__file__).parents[3] / "suites" / "b200.toml")
-EXPERIMENTS = {entry.experiment.name: entry.experiment for entry in SUITE.entries}
+
+def experiments(suite: str) -> dict[str, Experiment]:
+    """Return the experiments of a suite by name."""
+    entries = committed.suite(Path(__file__).parents[3] / "suites" / f"{suite}.toml").entries
+    return {entry.experiment.name: entry.experiment for entry in entries}
+
+
+EXPERIMENTS = experiments("b200")
 SIZES = {"70b": (12, 8192, 28672, 8), "405b": (4, 16384, 53248, 16)}
 """Layers, hidden size, width of the MLP and key heads (run_pretrain_llama3.sh)."""
 
@@ -28,13 +35,14 @@ def number(row: Row, key: str) -> int:
     return int(next(word for word in str(row.variables[key]).split() if word.isdigit()))
 
 
-@pytest.mark.parametrize("claim", ["simumax-b200-steps", "simumax-b200-long"])
+@pytest.mark.parametrize("claim", ["simumax-b200-steps", "simumax-b200-long", "simumax-a100-steps"])
 def test_layouts_are_those_of_the_launcher(claim: str) -> None:
     """run_llama3.sh: 8 ranks, dp from the other degrees; --sequence-parallel, which Megatron drops with tp 1."""
     rows = rows_of(claim)
-    assert len(rows) == (24 if claim.endswith("steps") else 7)
+    assert len(rows) == {"simumax-b200-steps": 24, "simumax-b200-long": 7, "simumax-a100-steps": 12}[claim]
+    suite = experiments("a100_pcie") if "a100" in claim else EXPERIMENTS
     for row in rows:
-        experiment = EXPERIMENTS[str(row.variables["at"])]
+        experiment = suite[str(row.variables["at"])]
         model, layout = experiment.model, experiment.layout
         tp, cp = number(row, "tp"), number(row, "cp") if "cp" in row.variables else 1
         pp = 2 if (tp, cp) == (1, 1) else 1

@@ -104,6 +104,22 @@ def test_a_rank_of_megatron_core_retains_a_gradient_of_each_shape(tp: int) -> No
     assert retained[0] - retained[1] == 2 * sum(shapes) // tp
 
 
+@pytest.mark.parametrize(("tp", "copies"), [(1, 3), (2, 4)])
+def test_the_loss_of_torchtitan_has_fp32_copies_of_all_logits(tp: int, copies: int) -> None:
+    """Three for log_softmax's backward: its result, the gradient of that, and the logits' gradient.
+
+    torch's `loss_parallel` has four: the result, the gradient, exp(result), and their sum or product.
+    """
+    keys: dict[str, Any] = {"kernels": "torchtitan-2024", "precision": "bf16", "micro_batch": 1}
+    layout = Layout(tp=tp, sp=tp > 1, **keys)
+    found = []
+    for vocab in (16384, 32768):
+        experiment = tiny(layout, Model(name="m", layers=2, **{**LLAMA, "vocab": vocab}))
+        found.append(measure_live_bytes(trace(experiment, roles(experiment)[0]).events).by_category)
+    temporary = [peak["activations"] + peak["other"] for peak in found]
+    assert temporary[1] - temporary[0] == 4 * copies * LLAMA["seq"] * 16384 // tp
+
+
 def test_a_layer_with_a_checkpoint_retains_its_input_alone() -> None:
     """The paper's 2 s b h, also under tensor parallelism; sequence parallelism splits it."""
     b, s, h, _ = sizes = 2, 128, 96, 8
