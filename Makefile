@@ -120,7 +120,7 @@ endif
 
 # Published layouts on up to thousands of GPUs, traced without their twins (twin-*).
 PUBLISHED := zero_memory zero_r turing_nlg deepspeed_lowbw deepspeed_64gpu deepspeed_dgx2 zero_throughput \
-	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters a100_clusters selective yuan one_node today b200 memory
+	zero_superlinear megatron_2019 megatron_2021 megatron_figures v100_clusters a100_clusters selective yuan one_node today b200 a100_pcie memory
 
 # Simulate all of them, and the claims asked again of a system of today. The commands that follow run even if an
 # experiment failed.
