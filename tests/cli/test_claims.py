@@ -155,16 +155,16 @@ assert not heavy, heavy
 
 
 def test_the_ledger_starts_fast_and_needs_nothing_heavy(tmp_path: Path) -> None:
-    """The promise is half a second; processor time, four times of it, for other tests may keep a slow machine busy."""
+    """The promise is half a second; processor time, eight times of it, for other tests may keep a slow machine busy."""
     seconds = float("inf")
     for _ in range(3):
-        if seconds < 2.0:
+        if seconds < 4.0:
             break
         before = os.times()
         subprocess.run([sys.executable, "-c", LEAN, str(tmp_path)], check=True, capture_output=True)
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    assert seconds < 2.0
+    assert seconds < 4.0
 
 
 def test_a_fresh_store_shows_what_one_gpu_measured(

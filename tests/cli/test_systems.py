@@ -26,6 +26,8 @@ def width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_list_names_every_system_uncut_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_systems("", False) == 0
+    assert set(system_names()) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    assert print_systems("", False, details=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split() for line in lines if line.strip()}

@@ -9,7 +9,7 @@ import pytest
 
 from repro import cli
 from repro.config import Layout
-from repro.config.suites import write_template
+from repro.config.suites import load_suite, write_template
 from repro.simulate.trace.roles import roles, trace
 from tests.training import tiny
 
@@ -29,7 +29,8 @@ def test_traffic_by_stage_and_micro_batches(micro_batches: int) -> None:
 
 
 def test_the_first_suite_shows_the_case_of_the_paper(tmp_path: Path) -> None:
-    layouts = {e.experiment.name: e.experiment.layout for e in write_template(tmp_path / "s.toml").entries}
+    write_template(suite := tmp_path / "s.toml")
+    layouts = {e.experiment.name: e.experiment.layout for e in load_suite(suite).entries}
     assert sent(layouts["zero2"]) == pytest.approx(sent(layouts["plain"]), rel=0.002)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from repro.config import ConfigError, Layout
-from repro.config.suites import write_template
+from repro.config.suites import load_suite, write_template
 from tests.simulate.test_three_ways import MODEL, agree
 from tests.training import tiny
 
@@ -60,5 +60,6 @@ def test_peak_and_categories_of_many_layouts(request: pytest.FixtureRequest, lay
 def test_the_suite_that_init_writes_is_traced_to_the_byte(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    for entry in write_template(tmp_path / "mine.toml").entries:
+    write_template(suite := tmp_path / "mine.toml")
+    for entry in load_suite(suite).entries:
         agree(request, entry.experiment)

@@ -13,7 +13,7 @@ from repro.config.links import KEYS
 from repro.config.model import Model
 from repro.config.models import REPORT_FILES, load_model, model_aliases, model_groups, model_names
 from repro.config.system import Quantity, System
-from repro.config.systems import REPORT_SYSTEMS, system_aliases, system_names
+from repro.config.systems import LOCAL, REPORT_SYSTEMS, system_aliases, system_names
 from repro.measure.local_system import load_system
 from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
@@ -158,7 +158,7 @@ def print_systems(name: str, json: bool, details: bool = False) -> int:
     elif name:
         _print_system(name, systems[0], details)
     else:
-        _print_all_systems(sorted(systems, key=lambda system: system.name not in REPORT_SYSTEMS))
+        _print_all_systems(sorted(systems, key=lambda system: system.name not in REPORT_SYSTEMS), details)
     return 0
 
 
@@ -194,12 +194,15 @@ def _bandwidth(system: System, link: str) -> str:
     return _number(system.link_per_device(link), units.GB)
 
 
-def _print_all_systems(systems: list[System]) -> None:
+def _print_all_systems(systems: list[System], details: bool) -> None:
+    """Print a row for each system; without `details`, systems that few people have are named only."""
     # Narrow enough for 80 columns, so that no name or number is cut.
     headings = ("devices\nper node", "memory\n(GB)", "fp16\n(TFLOP/s)", "nvlink\n(GB/s)", "network\n(GB/s)")
     names = ("system", "other names", "device")
     rows = new_table(*names, *headings, left=3, wrap=names[1:], gap=1)
-    for system in systems:
+    common = {*REPORT_SYSTEMS, *system_aliases().values(), LOCAL}
+    others = [] if details else [system.name for system in systems if system.name not in common]
+    for system in (system for system in systems if system.name not in others):
         device = system.device
         peak = device.peak_flops.get("fp16")
         rows.add_row(
@@ -215,6 +218,7 @@ def _print_all_systems(systems: list[System]) -> None:
         stdout(PAGE_COLUMNS),
         f"{len(systems)} systems; the reports trained on the first {len(REPORT_SYSTEMS)}.",
         rows,
+        f"Also: {', '.join(others)}. --details has a row for each." if others else "",
         f"Bandwidth per device and direction; {UNKNOWN_NUMBER}: unknown. Next: repro systems NAME, or your .toml file.",
     )
 
