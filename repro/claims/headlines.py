@@ -95,7 +95,7 @@ def describe_margin(row: RowResult) -> str:
     if row.margin == (0, 0):
         return "0"
     ends = zip("-+", row.margin or (), strict=False)
-    shown = (f"{sign}{100 * end:.2g}" for sign, end in ends if end < float("inf"))
+    shown = (f"{sign}{100 * end:.3g}" for sign, end in ends if end < float("inf"))
     return " ".join(shown) or units.NO_VALUE
 
 

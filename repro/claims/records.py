@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, cast
@@ -98,7 +99,9 @@ class Records:
             value = metrics.get(name)
             if not isinstance(value, int | float):
                 ended = "" if record.outcome == "ok" else f" ({_ended(record)})"
-                raise Missing(experiment, f"its record has no metric {name}{ended}")
+                near = " or ".join(get_close_matches(name, metrics, 3, 0.4)) or "no similar name"
+                remedy = f"repro results {experiment.partition('/')[0]} --json"
+                raise Missing(experiment, f"its record has no metric {name}{ended}, but {near}", remedy)
             if case is not None and record.interval is not None and STEP_SECONDS in metrics:
                 seconds = record.interval.seconds_in(case, metrics[STEP_SECONDS])
                 moved = metric_at_step_seconds(name, metrics, seconds)

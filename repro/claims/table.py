@@ -78,7 +78,7 @@ def totals(results: Sequence[ClaimResult]) -> str:
     return (
         f"{len(rows)} values: {kinds}, {counted} counted: {count[REPRODUCED]} agree "
         f"({sum(bool(row.weakness) for row in rows)} weak), {count[NOT_REPRODUCED]} miss, "
-        f"{count[POSSIBLE] + count[DEPENDS]} open. No tests: {count[FOLLOWS]} follow from formulas, "
+        f"{count[POSSIBLE] + count[DEPENDS]} undecided. No tests: {count[FOLLOWS]} follow from formulas, "
         f"{count[INCONSISTENT] + count[ERRATUM]} contradict them, {count[NOT_RUN]} not run, "
         f"{count[NO_TEST] + count[NOT_COMPARABLE]} without a test."
     )

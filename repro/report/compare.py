@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,7 @@ def run_commits(
     Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
     """
     load_suite(suite)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"

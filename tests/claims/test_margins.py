@@ -34,7 +34,7 @@ def row_result(tmp_path: Path, row: str, value: float, evidence: str = "", steps
         # 12 % of 2.0 on both sides of it; the value lies 0.1 above it.
         ('published = "2.0"', 2.1, ((2.1 - 1.76) / 2, (2.24 - 2.1) / 2), False, "-17 +7"),
         # 15 % to both sides: a value at one end may move by 30 % towards the other end.
-        ('published = "2.0", metric = "time", unit = "s"', 1.71, (0.005, 0.295), True, "-0.5 +29"),
+        ('published = "2.0", metric = "time", unit = "s"', 1.71, (0.005, 0.295), True, "-0.5 +29.5"),
         # A bound has one end, and the value may be far from it.
         ('published = "2", bound = "over"', 3.0, (0.5, inf), True, "-50"),
         ('published = "2", bound = "under"', 1.6, (inf, 0.2), False, "+20"),
@@ -58,7 +58,7 @@ def test_a_limit_reaches_from_its_digits_to_the_next_size(tmp_path: Path) -> Non
     row = 'published = "13B", unit = "parameters", metric = "limit"'
     found = row_result(tmp_path, row, 13e9, steps='steps = ["13B", "20B"]\n')
     assert found.margin == pytest.approx((0.5 / 13, 7 / 13))
-    assert describe_strength(found) == "Margin -3.8 +54 %. Weak: may move by more than 25%."
+    assert describe_strength(found) == "Margin -3.85 +53.8 %. Weak: may move by more than 25%."
 
 
 def test_a_twin_has_the_margin_of_the_formula_at_its_scale(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_possible_is_a_verdict_of_its_own_in_every_count(tmp_path: Path) -> None
     assert (counts["verdicts"][POSSIBLE], counts["row_verdicts"][POSSIBLE]) == (1, 1)
     assert counts["quantities"] == {"tested": 2, "hold": 1, "possible": 1}
     assert counts["evidence"]["simulated"]["rows_possible"] == 1
-    assert "1 agree (0 weak), 0 miss, 1 open." in totals([result])
+    assert "1 agree (0 weak), 0 miss, 1 undecided." in totals([result])
     assert why(result).startswith("1 of 2 values agree; unknown inputs explain 1 more")
 
 

@@ -25,6 +25,6 @@ def test_a_claim_in_one_line(tmp_path: Path) -> None:
 def test_totals_in_a_sentence(tmp_path: Path) -> None:
     rows = row(label="a") + row(label="b", analytic="") + row(PUBLISHED, label="c") + row(TWIN, label="d")
     assert totals([judged(tmp_path, rows, record("full", speed=2.0))]) == (
-        "4 values: 0 simulated, 0 emulated, 1 measured, 0 counted: 1 agree (0 weak), 0 miss, 0 open. "
+        "4 values: 0 simulated, 0 emulated, 1 measured, 0 counted: 1 agree (0 weak), 0 miss, 0 undecided. "
         "No tests: 1 follow from formulas, 0 contradict them, 1 not run, 1 without a test."
     )

@@ -216,7 +216,7 @@ def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[s
         ("--details", (), "--versus = '--details': takes the model and options of the query, not --details"),
         ("8", (), "--versus = '8': takes the model and options of the query, not 8"),
         ("--tp 3", (), "--gpus = 16: must be a multiple of tp x pp = 3 x 1 = 3"),
-        ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': is without --timeline"),
+        ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': cannot be combined with --timeline"),
     ],
 )
 def test_invalid_alternatives(

@@ -69,7 +69,12 @@ def simulate(
     if versus:
         others = {"--timeline": timeline, "--snapshot": snapshot, "--from": source, "--launch": launch}
         for option, value in others.items():
-            require(not value, "--versus", versus, says=f"is without {option}, which is about one layout")
+            require(
+                not value,
+                "--versus",
+                versus,
+                says=f"cannot be combined with {option}, which is about one layout",
+            )
         return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 
     files = LaunchFiles(source, launch, output)

@@ -149,7 +149,7 @@ def compare(
     suite: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Run this suite in the commits A and B of this checkout, in turns, and compare the results.",
+            help="Run this suite in turns in the commits A and B of the checkout that this program is from.",
             metavar="FILE",
         ),
     ] = None,

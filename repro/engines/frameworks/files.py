@@ -159,9 +159,10 @@ class LaunchFiles:
         paths = write_files(self.framework, experiment, per_node, self.output)
         count = len(load_framework(self.framework).differences(experiment))
         names = ", ".join(str(path) for path in paths)
-        return [
-            f"Wrote {names}. {count} keys differ from the layout; {paths[0].name} names them and the reasons."
-        ]
+        if not count:
+            return [f"Wrote {names}. Every key of the layout is expressed."]
+        verb = "keys differ" if count > 1 else "key differs"
+        return [f"Wrote {names}. {count} {verb} from the layout, for the reasons in {paths[0].name}."]
 
 
 def read_experiment(

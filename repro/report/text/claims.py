@@ -321,7 +321,7 @@ def _evidence_table(result: ClaimResult) -> Table:
 
 def _unknowns_table(result: ClaimResult) -> Table:
     """Return a table of the unknowns with the largest effect on each predicted value, each varied alone."""
-    headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty (%)")
+    headings = ("value", "unknown input", "value at its low end", "value at its high end", "uncertainty")
     grid = render.new_table(*headings, left=2, wrap=headings[:2])
     for row in result.rows:
         label = row.row.label

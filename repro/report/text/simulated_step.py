@@ -100,6 +100,7 @@ def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, flo
     memory, time = document["memory"], document["time"]
     found = {"reserved memory at the peak (GB)": memory["reserved_bytes"] / units.GB}
     found |= {f"  {term}": memory["by_category"][key] / units.GB for key, term in TERMS.items()}
+    found["  fragmentation"] = max(0, memory["reserved_bytes"] - memory["peak_bytes"]) / units.GB
     if has_times:
         found["step time (s)"] = time["step_s"]
         found |= {f"  {term}": time[key] for key, term in TIME_PARTS.items()}
