@@ -176,7 +176,7 @@ def run_commits(
     Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
     """
     load_suite(suite)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -196,6 +196,7 @@ def run_commits(
             if tree.is_dir():
                 _git("worktree", "remove", "--force", str(tree))
         shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, previous)
     return [str(store) for _, _, store in sides]
 
 
