@@ -123,7 +123,7 @@ class Layout:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
         object.__setattr__(self, "recompute", RECOMPUTE_WORDS.get(str(self.recompute), self.recompute))
         counts = ("dp", "tp", "pp", "cp", "chunks", "micro_batch", "bucket_bytes")
-        sizes.at_least(self, counts, 1, sizes.WHOLE)
+        sizes.at_least(self, counts, 1, sizes.POSITIVE_COUNT)
         for key, known in (
             ("precision", PRECISIONS),
             ("grad_dtype", GRAD_DTYPES),

@@ -84,7 +84,7 @@ class Model:
 
     def __post_init__(self) -> None:
         sizes.check_name("name", self.name)
-        sizes.at_least(self, ("layers", "hidden", "heads", "vocab", "seq"), 1, sizes.WHOLE)
+        sizes.at_least(self, ("layers", "hidden", "heads", "vocab", "seq"), 1, sizes.POSITIVE_COUNT)
         sizes.at_least(self, ("ffn", "head_dim", "decoder_layers", "published_params"), 0, "0 or more")
         for key, known in (("architecture", ARCHITECTURES), *VARIANTS.items()):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")

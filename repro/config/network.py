@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from repro.config.errors import require
-from repro.config.sizes import WHOLE, at_least
+from repro.config.sizes import POSITIVE_COUNT, at_least
 
 CORES_SHARE = 0.8
 """Share of each compute core that its ranks use together; the rest compensates time that other programs take."""
@@ -40,7 +40,7 @@ class EmulatedNetwork:
     scaled to the machine's own FLOP/s; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
-        at_least(self, ("nodes", "ranks_per_node"), 1, WHOLE)
+        at_least(self, ("nodes", "ranks_per_node"), 1, POSITIVE_COUNT)
         at_least(self, ("between", "within", "delay_s", "flops_per_s"), 0, "0 (none) or more")
         for key in ("between", "within"):
             rate = getattr(self, key)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from repro.config.errors import require
 
-WHOLE = "a whole number of at least 1"
+POSITIVE_COUNT = "a whole number of at least 1"
 """Description of the valid values of a count."""
 
 

@@ -17,7 +17,7 @@ from repro.config.quantity import (
     check_positive,
     check_whole,
 )
-from repro.config.sizes import WHOLE, at_least
+from repro.config.sizes import POSITIVE_COUNT, at_least
 
 ASSUMED = assumed_quantities("device")
 """Assumed values, with their sources, for keys of `DeviceTime` that a system does not know."""
@@ -148,4 +148,4 @@ class Provenance:
     """Further conditions of the numbers: processor, cores, driver, NCCL."""
 
     def __post_init__(self) -> None:
-        at_least(self, ("ranks", "repeats"), 1, WHOLE)
+        at_least(self, ("ranks", "repeats"), 1, POSITIVE_COUNT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repro.config.errors import require
-from repro.config.sizes import STEPS, WHOLE, at_least, at_most
+from repro.config.sizes import POSITIVE_COUNT, STEPS, at_least, at_most
 
 SCHEDULES = ("constant", "cosine")
 
@@ -65,7 +65,9 @@ class Training:
     """Token data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or the path of a .txt or .bin file."""
 
     def __post_init__(self) -> None:
-        at_least(self, ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"), 1, WHOLE)
+        at_least(
+            self, ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"), 1, POSITIVE_COUNT
+        )
         counts = ("seq", "warmup_steps", "decay_steps", "checkpoint_every")
         at_least(self, (*counts, "weight_decay", "clip", "min_lr"), 0, "0 or more")
         for key in ("lr", "eps", "loss_scale"):

@@ -1,7 +1,7 @@
-"""Isolation of megatron-core's module variables, and replacements of its functions.
+"""Module variables of megatron-core, and replacements of its functions.
 
 Groups, ranks, buffers and random states are module variables of the library, one set for a process. A job runs several
-experiments in one process, so each engine has its own set, which `Exchange` swaps in for the time of a call.
+experiments in one process. Each engine therefore has its own set, which an `Exchange` activates during a call.
 """
 
 from __future__ import annotations
@@ -20,40 +20,8 @@ from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from repro.config import Layout
+from repro.engines import Attribute
 from repro.parallel.mesh import ensure_process_group, make_process_group
-
-_ABSENT = object()
-Attribute = tuple[Any, str]
-"""Module or class, and the name of one of its attributes."""
-
-
-class Exchange:
-    """Reentrant context in which attributes of modules and classes have other values.
-
-    Assignments inside the context are retained for the next entry.
-    """
-
-    def __init__(self, values: dict[Attribute, Any]):
-        self._values = values
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._swap()
-
-    def _swap(self) -> None:
-        for (owner, name), inside in self._values.items():
-            self._values[owner, name] = vars(owner).get(name, _ABSENT)
-            if inside is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, inside)
 
 
 def module_variables() -> dict[Attribute, Any]:
