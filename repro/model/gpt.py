@@ -80,7 +80,7 @@ class LossHead(nn.Module):
             tensor.vocab_parallel_cross_entropy,
             tp=setting.tp,
             plain=setting.plain,
-            at_once=setting.operators is OperatorSet.TORCHTITAN_2024,
+            copies_to_fp32=setting.operators is OperatorSet.TORCHTITAN_2024,
         )
         """Function of logits [b * s, V/t] and targets [b * s]; evaluation replaces it."""
 
