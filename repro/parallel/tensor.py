@@ -152,8 +152,7 @@ def column_linears(
     """
     parameters = [tensor for column in columns for tensor in column]
     split = tp if tp.size > 1 else None
-    found: tuple[Tensor, ...] = _Linear.apply(x, split, sp, purpose, plain, *parameters)
-    return found
+    return _Linear.apply(x, split, sp, purpose, plain, *parameters)
 
 
 def column_linear(
@@ -165,8 +164,8 @@ def column_linear(
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
-    found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", False, weight, None)
-    return found[0]
+    (found,) = _Linear.apply(x, None, False, "", False, weight, None)
+    return found
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:

@@ -80,7 +80,7 @@ def join_process_group(device: torch.device) -> None:
     comm.init_distributed(verbose=False)
 
 
-def module_variables() -> dict[Attribute, Any]:
+def library_variables() -> dict[Attribute, Any]:
     """Return the variables of `_MODULE_VARIABLES`, with their values after the import."""
     owners = [(importlib.import_module(name), names) for name, names in _MODULE_VARIABLES.items()]
     values = {(owner, name): getattr(owner, name) for owner, names in owners for name in names}
@@ -125,7 +125,7 @@ class DeepSpeedEngine:
         deepspeed = import_deepspeed(device.type)
         join_process_group(device)
         self.version: str = deepspeed.__version__
-        self.active = Exchange(module_variables())
+        self.active = Exchange(library_variables())
         """Context in which the library has the state of this experiment."""
         mpu = model_parallel_unit(layout, mesh) if layout.tp > 1 else None
         self.configuration = configuration(experiment)

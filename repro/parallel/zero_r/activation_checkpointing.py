@@ -245,5 +245,4 @@ def recompute_attention(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> T
 
     `attend` must use no parameter. Its dropout draws from counters, so that it drops the same weights again.
     """
-    heads: Tensor = _RecomputeAttention.apply(attend, q, k, v)
-    return heads
+    return _RecomputeAttention.apply(attend, q, k, v)
