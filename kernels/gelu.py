@@ -100,7 +100,9 @@ def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
             f"bias_gelu of {list(x.shape)} needs a bias of {list(x.shape[-1:])}, not {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    return Differentiable.apply(forward, backward, (0, 1), x, bias)
+    return Differentiable.apply(
+        lambda x, bias: forward(x, bias), lambda grad, *saved: backward(grad, *saved), (0, 1), x, bias
+    )
 
 
 def forward_cost(x: Operand, bias: Operand) -> Cost:

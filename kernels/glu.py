@@ -117,7 +117,7 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu of {list(x.shape)} needs an even last dimension: gate and up")
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    return Differentiable.apply(forward, backward, (0,), x)
+    return Differentiable.apply(lambda x: forward(x), lambda grad, x: backward(grad, x), (0,), x)
 
 
 def forward_cost(x: Operand) -> Cost:

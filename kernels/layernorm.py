@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -208,7 +208,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
     saved = (0, 4, 5, 1)  # x, mean, rstd, weight
-    return Differentiable.apply(partial(forward, eps=eps), backward, saved, x, weight, bias)
+    return Differentiable.apply(
+        lambda x, weight, bias: forward(x, weight, bias, eps),
+        lambda grad, *saved: backward(grad, *saved),
+        saved,
+        x,
+        weight,
+        bias,
+    )
 
 
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:

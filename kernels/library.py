@@ -59,7 +59,10 @@ def like_first(x: Tensor, *_: object) -> Tensor:
 
 
 class Differentiable(torch.autograd.Function):
-    """Operator whose gradients are the results of another operator, `backward(grad, *saved)`."""
+    """Operator whose gradients are the results of another operator, `backward(grad, *saved)`.
+
+    Both are functions of the operator's module, so that a trace shows a line of that module.
+    """
 
     @staticmethod
     def forward(

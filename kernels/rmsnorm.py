@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -83,7 +81,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
     saved = (0, 3, 1)  # x, rstd, weight
-    return Differentiable.apply(partial(forward, eps=eps), backward, saved, x, weight)
+    return Differentiable.apply(
+        lambda x, weight: forward(x, weight, eps),
+        lambda grad, *saved: backward(grad, *saved),
+        saved,
+        x,
+        weight,
+    )
 
 
 def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:

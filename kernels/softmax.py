@@ -7,7 +7,7 @@ compute pieces of the scores. Every row is computed in fp32 and rounded once.
 from __future__ import annotations
 
 import struct
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -133,8 +133,9 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    of_scale = (partial(operation, scale=scale) for operation in (forward, backward))
-    return Differentiable.apply(*of_scale, (1,), scores)
+    return Differentiable.apply(
+        lambda scores: forward(scores, scale), lambda grad, y: backward(grad, y, scale), (1,), scores
+    )
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
