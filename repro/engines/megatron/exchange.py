@@ -7,8 +7,8 @@ experiments in one process. Each engine therefore has its own set, which an `Exc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -26,20 +26,16 @@ from repro.parallel.mesh import ensure_process_group, make_process_group
 
 def module_variables() -> dict[Attribute, Any]:
     """Return the library's module variables, with their values after the import."""
-    found: dict[Attribute, Any] = {}
-    _collect(found, parallel_state, (name for name in vars(parallel_state) if _is_state(name)))
-    _collect(found, random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"))
-    found[parallel_state, "create_group"] = _create_group
-    return found
+    names: list[Attribute] = [(parallel_state, name) for name in vars(parallel_state) if _is_state(name)]
+    names += [(random, "_CUDA_RNG_STATE_TRACKER"), (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED")]
+    return {
+        **{(owner, name): getattr(owner, name) for owner, name in names},
+        (parallel_state, "create_group"): _create_group,
+    }
 
 
 def _is_state(name: str) -> bool:
     return name == "_global_process_group_list" or (name.startswith("_") and name[1:].isupper())
-
-
-def _collect(found: dict[Attribute, Any], module: ModuleType, names: Iterable[str]) -> None:
-    for name in names:
-        found[module, name] = getattr(module, name)
 
 
 def _create_group(
@@ -149,8 +145,7 @@ class _Tracker:
 
     @contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
-        with nullcontext():
-            yield
+        yield
 
     def get_states(self) -> dict[str, Tensor]:
         return {}
