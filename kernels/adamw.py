@@ -11,18 +11,38 @@ import struct
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pack_launches, source_type
-from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, operator
+from repro.kernels.cuda.program import (
+    KernelLauncher,
+    Program,
+    Unavailable,
+    pack_launches,
+    pointer,
+    source_type,
+)
+from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, no_result, operator
 
 MAX_SHARDS = 48
 """Maximum shards in one launch, because arguments may have 4096 bytes."""
 BLOCK_ELEMENTS = 8192
 """Elements that a block processes at once."""
+
+
+class Scalars(NamedTuple):
+    """Arguments of the operator after the shards, in the order of its schema; see `adamw_`."""
+
+    step: Tensor
+    lr: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 @cache
@@ -57,28 +77,17 @@ def launch_adamw_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     copies: list[Tensor],
-    step: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    *scalars: Any,
 ) -> None:
     """Launch the kernel once per 48 shards of the same types."""
-    states, scalars = [*masters, *exp_avgs, *exp_avg_sqs], [step, lr, grad_scale, found_inf]
-    if {t.dtype for t in [*states, *scalars] if t is not None} != {torch.float32}:
+    at = Scalars(*scalars)
+    states, pointed = [*masters, *exp_avgs, *exp_avg_sqs], (at.step, at.lr, at.grad_scale, at.found_inf)
+    if {t.dtype for t in [*states, *pointed] if t is not None} != {torch.float32}:
         raise Unavailable("adamw_ needs masters, moments and scalars in fp32")
     if not all(t.is_contiguous() for t in [*states, *grads, *copies]):
         raise Unavailable("adamw_ needs contiguous shards")
-    tail = (
-        step.data_ptr(),
-        lr.data_ptr(),
-        0 if grad_scale is None else grad_scale.data_ptr(),
-        0 if found_inf is None else found_inf.data_ptr(),
-        *(beta1, beta2, _log_or_minus_inf(beta1), _log_or_minus_inf(beta2), eps, weight_decay),
-    )
+    betas = (at.beta1, at.beta2)
+    tail = (*map(pointer, pointed), *betas, *map(_log_or_minus_inf, betas), at.eps, at.weight_decay)
     shards: list[tuple[Program, tuple[int, ...]]] = []
     for i, grad in enumerate(grads):
         kind = program(source_type(grad), source_type(copies[i]) if copies else "")
@@ -104,17 +113,10 @@ def reference(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     copies: list[Tensor],
-    *,
-    step: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    **scalars: Any,
 ) -> None:
     """Compute the definition with full-size temporaries, without a fused kernel and without decisions on the host."""
+    step, lr, beta1, beta2, eps, weight_decay, grad_scale, found_inf = Scalars(**scalars)
     go = torch.ones((), dtype=torch.bool, device=step.device) if found_inf is None else found_inf == 0
     for master, grad, exp_avg, exp_avg_sq in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
         g = grad.to(master.dtype) if grad_scale is None else grad.to(master.dtype) / grad_scale
@@ -136,20 +138,13 @@ def _adamw(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     copies: list[Tensor],
-    step: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    *scalars: Any,
 ) -> None:
-    options: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-    options |= {"weight_decay": weight_decay, "grad_scale": grad_scale, "found_inf": found_inf}
+    options = Scalars(*scalars)._asdict()
     if not (hasattr(torch, "_fused_adamw_") and masters[0].device.type in ("cpu", "cuda")):
-        reference(masters, grads, exp_avgs, exp_avg_sqs, copies, step=step, **options)
+        reference(masters, grads, exp_avgs, exp_avg_sqs, copies, **options)
         return
+    step = options.pop("step")
 
     def update(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
         torch._fused_adamw_(p, g, m, v, [], [step] * len(p), amsgrad=False, maximize=False, **options)
@@ -179,23 +174,19 @@ def _adamw(
 def _chunk_groups(sizes: dict[int, int], most: int) -> Iterator[list[tuple[int, slice]]]:
     """Return groups of parts (index, slice) of tensors of these sizes, with `most` elements per group."""
     group: list[tuple[int, slice]] = []
-    room = most
+    free = most
     for i, size in sizes.items():
         start = 0
         while start < size:
-            stop = min(size, start + room)
+            stop = min(size, start + free)
             group.append((i, slice(start, stop)))
-            room -= stop - start
+            free -= stop - start
             start = stop
-            if not room:
+            if not free:
                 yield group
-                group, room = [], most
+                group, free = [], most
     if group:
         yield group
-
-
-def _shape(*_: object) -> None:
-    return None
 
 
 adamw_operator = operator(
@@ -203,7 +194,7 @@ adamw_operator = operator(
     " Tensor(e!)[] copies, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay,"
     " Tensor? grad_scale, Tensor? found_inf) -> ()",
     _adamw,
-    _shape,
+    no_result,
     launch_adamw_,
 )
 
@@ -249,21 +240,8 @@ def adamw_(
                 f"adamw_ needs 1-D tensors of one length; shard {i} has a master of {list(master.shape)}"
             )
     update = _adamw if plain and not masters[0].is_meta else adamw_operator
-    update(
-        masters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        copies,
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        grad_scale,
-        found_inf,
-    )
+    scalars = Scalars(step, lr, beta1, beta2, eps, weight_decay, grad_scale, found_inf)
+    update(masters, grads, exp_avgs, exp_avg_sqs, copies, *scalars)
 
 
 def cost(

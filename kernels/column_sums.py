@@ -38,11 +38,6 @@ def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> 
     return sums
 
 
-def plain_column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sums of a [R, C] matrix over its rows, accumulated in fp32 at least, as `dtype` [C]."""
-    return rows.sum(0).to(dtype)
-
-
 @cache
 def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[int, int] | None:
     """Return (threads, items) of a block: a row of `columns` as `items` vectors of `width` elements per thread.
@@ -95,15 +90,11 @@ def reference(rows: Tensor) -> Tensor:
     return rows.sum(0)
 
 
-def _sum_rows(rows: Tensor) -> Tensor:
-    return rows.sum(0)
-
-
 def _shape(rows: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[1:])
 
 
-sum_operator = operator("sum_rows(Tensor rows) -> Tensor", _sum_rows, _shape, launch_sum_rows)
+sum_operator = operator("sum_rows(Tensor rows) -> Tensor", reference, _shape, launch_sum_rows)
 
 
 def sum_rows(x: Tensor, *, plain: bool = False) -> Tensor:

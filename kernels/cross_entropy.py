@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+from repro.kernels.library import Cost, Operand, accumulation_dtype, no_result, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 64
 """Maximum blocks per multiprocessor."""
@@ -154,12 +154,6 @@ def _sums_shape(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: i
     return logits.new_empty((2, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
 
 
-def _backward_shape(
-    logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
-) -> None:
-    return None
-
-
 max_operator = operator(
     "cross_entropy_max(Tensor logits) -> Tensor", _max, _max_shape, launch_cross_entropy_max
 )
@@ -173,7 +167,7 @@ backward_operator = operator(
     "cross_entropy_backward_(Tensor(a!) logits, Tensor maximum, Tensor sums, Tensor targets, int vocab_start,"
     " Tensor grad_loss) -> ()",
     _backward,
-    _backward_shape,
+    no_result,
     launch_cross_entropy_backward_,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
 from repro.kernels import random
-from repro.kernels.column_sums import plain_column_sums, sum_rows
+from repro.kernels.column_sums import sum_rows
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first, operator, row_chunks
 
-PLACE_NUMBERS = 5
-"""Numbers of a row's place: first_sample, seq, first_position, split and jump."""
+
+class Place(NamedTuple):
+    """Place of x [b, s, h] in the global batch; see `bias_dropout_residual`."""
+
+    first_sample: int
+    seq: int
+    first_position: int
+    split: int = 0
+    jump: int = 0
+    device_key: Tensor | None = None
 
 
 @cache
@@ -46,12 +54,7 @@ def launch_bias_dropout_residual(
     residual: Tensor | None,
     p: float,
     key: int,
-    first_sample: int,
-    seq: int,
-    first_position: int,
-    split: int = 0,
-    jump: int = 0,
-    device_key: Tensor | None = None,
+    *place: Any,
 ) -> Tensor:
     """Launch the kernel and return y."""
     x = x.contiguous()
@@ -67,9 +70,9 @@ def launch_bias_dropout_residual(
         loaded, rows = on.load(kind), _count_rows(x)
         blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
         pointers = [pointer(t) for t in (x, bias, residual, y)]
-        origin = first_position + (first_sample * seq if device_key is None else 0)
-        place = _scalar_arguments(p, key, origin, rows, x.shape[1], seq, split, jump, columns, at_once)
-        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, pointer(device_key), *place))
+        at = Place(*place)
+        numbers = _scalar_arguments(p, key, at, x.shape[1], rows, columns, at_once)
+        loaded.launch("forward", blocks, kind.arguments.pack(*pointers, 0, pointer(at.device_key), *numbers))
     return y
 
 
@@ -79,12 +82,7 @@ def launch_bias_dropout_residual_backward(
     has_bias: bool,
     p: float,
     key: int,
-    first_sample: int,
-    seq: int,
-    first_position: int,
-    split: int = 0,
-    jump: int = 0,
-    device_key: Tensor | None = None,
+    *place: Any,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel and return dx and dbias, which is empty without a bias."""
     grad = grad.contiguous()
@@ -98,9 +96,9 @@ def launch_bias_dropout_residual_backward(
     blocks, at_once = sums.row_grid(on, rows, columns, width, kind.threads)
     partials = None if adding is None else grad.new_empty(1, at_once, columns, dtype=torch.float32)
     pointers = (grad.data_ptr(), 0, 0, dx.data_ptr(), pointer(partials))
-    origin = first_position + (first_sample * seq if device_key is None else 0)
-    place = _scalar_arguments(p, key, origin, rows, grad.shape[1], seq, split, jump, columns, at_once)
-    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, pointer(device_key), *place))
+    at = Place(*place)
+    numbers = _scalar_arguments(p, key, at, grad.shape[1], rows, columns, at_once)
+    loaded.launch("backward", blocks, kind.arguments.pack(*pointers, pointer(at.device_key), *numbers))
     if adding is None or partials is None:
         return dx, grad.new_empty(0)
     return dx, sums.launch_column_sums(adding, partials, grad.dtype)
@@ -113,19 +111,23 @@ def _count_rows(x: Tensor) -> int:
     return rows
 
 
-def _scalar_arguments(p: float, key: int, *place: int) -> tuple[int | float, ...]:
+def _scalar_arguments(
+    p: float, key: int, at: Place, positions: int, rows: int, columns: int, at_once: int
+) -> tuple[int | float, ...]:
     """Return the arguments after the pointers."""
-    return (random.mixed(key), *place, random.threshold(p), 1 / (1 - p))
+    origin = at.first_position + (at.first_sample * at.seq if at.device_key is None else 0)
+    sizes = (origin, rows, positions, at.seq, at.split, at.jump, columns, at_once)
+    return (random.mixed(key), *sizes, random.threshold(p), 1 / (1 - p))
 
 
-def global_rows(
-    x: Tensor, first_sample: int, seq: int, first_position: int, split: int = 0, jump: int = 0
-) -> Tensor:
+def _global_rows(x: Tensor, place: Place) -> Tensor:
     """Return row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s].
 
-    From j = split on they are `jump` larger.
+    From j = split on they are `jump` larger.  Raises RuntimeError for a key in device memory.
     """
-    samples, positions = x.shape[0], x.shape[1]
+    (first_sample, seq, first_position, split, jump, device_key), (samples, positions, _) = place, x.shape
+    if device_key is not None:
+        raise RuntimeError("a dropout key in device memory needs the CUDA kernel, which is not available")
     origin = first_sample * seq + first_position
     if not jump and (samples == 1 or positions == seq):
         return torch.arange(origin, origin + samples * positions, device=x.device)
@@ -146,15 +148,13 @@ def reference(
     seq: int,
     first_position: int,
     training: bool,
-    split: int = 0,
-    jump: int = 0,
+    *further: Any,
 ) -> Tensor:
     """Compute the definition in the dtype of the arguments."""
     y = x if bias is None else x + bias
     if training and p > 0:
-        keep = random.keep_mask(
-            global_rows(x, first_sample, seq, first_position, split, jump), x.shape[-1], p, key
-        )
+        rows = _global_rows(x, Place(first_sample, seq, first_position, *further))
+        keep = random.keep_mask(rows, x.shape[-1], p, key)
         y = torch.where(keep.view(x.shape), y / (1 - p), 0.0)
     return y if residual is None else residual + y
 
@@ -178,7 +178,7 @@ def _forward(
     base = None if residual is None else residual.contiguous().view(-1, columns)
     wide = accumulation_dtype(x.dtype)
     wide_bias = None if bias is None else bias.to(wide)
-    words = random.factors(global_rows(x, *_host_place(place)), columns, key)
+    words = random.factors(_global_rows(x, Place(*place)), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], x.device):
         keep = _keep(words, first, last, p, wide)
         value = flat[first:last].to(wide) if wide_bias is None else flat[first:last] + wide_bias
@@ -199,30 +199,19 @@ def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: tor
     return bits.ge_(random.threshold(p)).to(dtype)
 
 
-def _host_place(place: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the place without `device_key`, which only the CUDA kernel reads."""
-    if len(place) > PLACE_NUMBERS and place[PLACE_NUMBERS] is not None:
-        raise RuntimeError("a dropout key in device memory needs the CUDA kernel, which is not available")
-    return place[:PLACE_NUMBERS]
-
-
 def _backward(grad: Tensor, has_bias: bool, p: float, key: int, *place: Any) -> tuple[Tensor, Tensor]:
     columns = grad.shape[-1]
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     out, flat = dx.view(-1, columns), grad.contiguous().view(-1, columns)
     wide = accumulation_dtype(grad.dtype)
-    words = random.factors(global_rows(grad, *_host_place(place)), columns, key)
+    words = random.factors(_global_rows(grad, Place(*place)), columns, key)
     for first, last in row_chunks(flat.shape[0], flat.shape[1], grad.device):
         keep = _keep(words, first, last, p, wide).mul_(1 / (1 - p))
         if grad.dtype == wide:
             torch.mul(flat[first:last], keep, out=out[first:last])
         else:
             out[first:last].copy_(keep.mul_(flat[first:last]))
-    return dx, plain_column_sums(out, grad.dtype) if has_bias else grad.new_empty(0)
-
-
-def _forward_shape(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+    return dx, out.sum(0) if has_bias else grad.new_empty(0)
 
 
 def _backward_shape(grad: Tensor, has_bias: bool, *_: Any) -> tuple[Tensor, Tensor]:
@@ -233,7 +222,7 @@ forward_operator = operator(
     "bias_dropout_residual(Tensor x, Tensor? bias, Tensor? residual, float p, int key,"
     " int first_sample, int seq, int first_position, int split=0, int jump=0, Tensor? device_key=None) -> Tensor",
     _forward,
-    _forward_shape,
+    like_first,
     launch_bias_dropout_residual,
 )
 backward_operator = operator(
@@ -309,7 +298,7 @@ def bias_dropout_residual(
     rate = p if training else 0.0
     if rate == 0.0 and bias is None and residual is None:
         return x
-    place = (first_sample, seq, first_position, split, jump, *(() if device_key is None else (device_key,)))
+    place = Place(first_sample, seq, first_position, split, jump, device_key)
     return _BiasDropoutResidual.apply(x, bias, residual, plain, rate, key, *place)
 
 

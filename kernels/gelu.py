@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
-from repro.kernels.column_sums import plain_column_sums
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, read_width, source_type
-from repro.kernels.library import Cost, Operand, flatten_rows, operator
+from repro.kernels.library import Cost, Differentiable, Operand, flatten_rows, like_first, operator
 
 
 @cache
@@ -75,11 +72,7 @@ def _forward(x: Tensor, bias: Tensor) -> Tensor:
 def _backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     u = torch.add(x.contiguous(), bias.to(x.dtype))
     dx = torch.ops.aten.gelu_backward.grad_input(grad.contiguous(), u, approximate="tanh", grad_input=u)
-    return dx, plain_column_sums(flatten_rows(dx), bias.dtype)
-
-
-def _forward_shape(x: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+    return dx, flatten_rows(dx).sum(0).to(bias.dtype)
 
 
 def _backward_shape(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +80,7 @@ def _backward_shape(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 forward_operator = operator(
-    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_shape, launch_bias_gelu
+    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, like_first, launch_bias_gelu
 )
 backward_operator = operator(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)",
@@ -95,19 +88,6 @@ backward_operator = operator(
     _backward_shape,
     launch_bias_gelu_backward,
 )
-
-
-class _BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, plain: bool) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.plain = plain
-        return (_forward if plain else forward_operator)(x, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*(_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
@@ -119,7 +99,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, plain: bool = False) -> Tensor:
         raise ValueError(
             f"bias_gelu of {list(x.shape)} needs a bias of {list(x.shape[-1:])}, not {list(bias.shape)}"
         )
-    return _BiasGelu.apply(x, bias, plain)
+    forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
+    return Differentiable.apply(
+        lambda x, bias: forward(x, bias), lambda grad, *saved: backward(grad, *saved), (0, 1), x, bias
+    )
 
 
 def forward_cost(x: Operand, bias: Operand) -> Cost:

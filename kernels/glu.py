@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, flatten_rows, operator, row_chunks
+from repro.kernels.library import (
+    Cost,
+    Differentiable,
+    Operand,
+    accumulation_dtype,
+    flatten_rows,
+    operator,
+    row_chunks,
+)
 
 MAX_BLOCKS_PER_PROCESSOR = 16
 """Maximum blocks per multiprocessor: two full rounds."""
@@ -103,19 +109,6 @@ backward_operator = operator(
 )
 
 
-class _SwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plain: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.plain = plain
-        return (_forward if plain else forward_operator)(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None
-
-
 def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
     """Return y [..., f] in the dtype of x [..., 2 f], whose first half is the gate. Only x is saved for backward.
 
@@ -123,7 +116,8 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
     """
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu of {list(x.shape)} needs an even last dimension: gate and up")
-    return _SwiGlu.apply(x, plain)
+    forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
+    return Differentiable.apply(lambda x: forward(x), lambda grad, x: backward(grad, x), (0,), x)
 
 
 def forward_cost(x: Operand) -> Cost:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from repro.kernels import column_sums as sums
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
+from repro.kernels.library import Cost, Differentiable, Operand, accumulation_dtype, operator
 
 MAX_FORWARD_BLOCKS, MAX_BACKWARD_THREADS = 64, 1024
 """Maximum blocks in forward and, by its registers, threads in backward, per multiprocessor."""
@@ -197,20 +195,6 @@ backward_operator = operator(
 )
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, plain: bool) -> Tensor:
-        y, mean, rstd = (_forward if plain else forward_operator)(x, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.plain = plain
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None, None)
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
     """Return y [..., h] in the dtype of x [..., h]; weight and bias are [h], of one dtype (any floating one).
 
@@ -222,7 +206,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"layer_norm of {list(x.shape)} needs weight and bias of {list(x.shape[-1:])}, "
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
-    return _LayerNorm.apply(x, weight, bias, eps, plain)
+    forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
+    saved = (0, 4, 5, 1)  # x, mean, rstd, weight
+    return Differentiable.apply(
+        lambda x, weight, bias: forward(x, weight, bias, eps),
+        lambda grad, *saved: backward(grad, *saved),
+        saved,
+        x,
+        weight,
+        bias,
+    )
 
 
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda.device import cuda_dispatcher
 
@@ -45,6 +46,46 @@ def operator(
         LIBRARY.impl(name, cpu, "CPU")
     torch.library.register_fake(f"repro::{name}", shape, lib=LIBRARY)
     return getattr(torch.ops.repro, name).default
+
+
+def no_result(*_: object) -> None:
+    """Return the shape of the result of an operator that changes its arguments only."""
+    return
+
+
+def like_first(x: Tensor, *_: object) -> Tensor:
+    """Return an empty result with the shape and the dtype of the first argument."""
+    return x.new_empty(x.shape)
+
+
+class Differentiable(torch.autograd.Function):
+    """Operator whose gradients are the results of another operator, `backward(grad, *saved)`.
+
+    Both are functions of the operator's module, so that a trace shows a line of that module.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        saved: tuple[int, ...],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """Return the first result of `forward(*inputs)`; `saved`: numbers of saved inputs and, after them, results."""
+        results = _as_tuple(forward(*inputs))
+        ctx.save_for_backward(*((*inputs, *results)[number] for number in saved))
+        ctx.gradients = backward
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_as_tuple(ctx.gradients(grad, *ctx.saved_tensors))
+
+
+def _as_tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from repro.kernels import layernorm as cuda
-from repro.kernels.library import Cost, Operand, accumulation_dtype, flatten_rows, operator, row_chunks
+from repro.kernels.library import (
+    Cost,
+    Differentiable,
+    Operand,
+    accumulation_dtype,
+    flatten_rows,
+    operator,
+    row_chunks,
+)
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -64,20 +69,6 @@ backward_operator = operator(
 )
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, plain: bool) -> Tensor:
-        y, rstd = (_forward if plain else forward_operator)(x, weight, eps)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.plain = plain
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(_backward if ctx.plain else backward_operator)(grad, *ctx.saved_tensors), None, None)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = False) -> Tensor:
     """Return y [..., h] in the dtype of x [..., h]; weight is [h] of any floating dtype.
 
@@ -88,7 +79,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, plain: bool = Fals
         raise ValueError(
             f"rms_norm of {list(x.shape)} needs a weight of {list(x.shape[-1:])}, not {list(weight.shape)}"
         )
-    return _RmsNorm.apply(x, weight, eps, plain)
+    forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
+    saved = (0, 3, 1)  # x, rstd, weight
+    return Differentiable.apply(
+        lambda x, weight: forward(x, weight, eps),
+        lambda grad, *saved: backward(grad, *saved),
+        saved,
+        x,
+        weight,
+    )
 
 
 def forward_cost(x: Operand, weight: Operand, *_: object) -> Cost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from repro.kernels.cuda.program import KernelLauncher, Program, is_aligned, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator
+from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first, operator
 
 MAX_BLOCKS_PER_PROCESSOR = 16
 """Maximum blocks per multiprocessor: two full rounds."""
@@ -115,15 +115,11 @@ def _rotary(
     return y
 
 
-def _shape(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 rotary_operator = operator(
     "rotary(Tensor x, int heads, int head_width, int width, float base, bool inverse,"
     " int first_position=0, int split=0, int jump=0) -> Tensor",
     _rotary,
-    _shape,
+    like_first,
     launch_rotary,
 )
 
@@ -131,25 +127,15 @@ rotary_operator = operator(
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        heads: int,
-        head_width: int,
-        width: int,
-        base: float,
-        plain: bool,
-        *place: int,
+        ctx: Any, x: Tensor, rotate: Callable[..., Tensor], sizes: tuple[float, ...], place: tuple[int, ...]
     ) -> Tensor:
-        ctx.how, ctx.place, ctx.plain = (heads, head_width, width, base), place, plain
-        return (_rotary if plain else rotary_operator)(x, heads, head_width, width, base, False, *place)
+        ctx.rotate, ctx.sizes, ctx.place = rotate, sizes, place
+        return rotate(x, *sizes, False, *place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads, head_width, width, base = ctx.how
-        rotate = _rotary if ctx.plain else rotary_operator
-        turned = rotate(grad, heads, head_width, width, base, True, *ctx.place)
-        return turned, None, None, None, None, None, None, None, None
+        return ctx.rotate(grad, *ctx.sizes, True, *ctx.place), None, None, None
 
 
 def rotary(
@@ -177,7 +163,8 @@ def rotary(
             f"rotary of {list(x.shape)} needs [b, s, n * {head_width}] with n >= {heads} and an even width "
             f"up to {head_width}, not {width}"
         )
-    return _Rotary.apply(x, heads, head_width, width, base, plain, first_position, split, jump)
+    rotate, sizes = _rotary if plain else rotary_operator, (heads, head_width, width, base)
+    return _Rotary.apply(x, rotate, sizes, (first_position, split, jump))
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:

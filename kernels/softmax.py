@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from repro.kernels.column_sums import row_shape
 from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, pointer, read_width, source_type
-from repro.kernels.library import Cost, Operand, accumulation_dtype, operator, row_chunks
+from repro.kernels.library import (
+    Cost,
+    Differentiable,
+    Operand,
+    accumulation_dtype,
+    like_first,
+    operator,
+    row_chunks,
+)
 
 MAX_BLOCKS_PER_PROCESSOR = 64
 """Maximum blocks per multiprocessor."""
@@ -103,16 +109,12 @@ def _backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return dx
 
 
-def _forward_shape(scores: Tensor, scale: float) -> Tensor:
-    return scores.new_empty(scores.shape)
-
-
 def _backward_shape(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return y.new_empty(y.shape)
 
 
 forward_operator = operator(
-    "causal_softmax(Tensor scores, float scale) -> Tensor", _forward, _forward_shape, launch_causal_softmax
+    "causal_softmax(Tensor scores, float scale) -> Tensor", _forward, like_first, launch_causal_softmax
 )
 backward_operator = operator(
     "causal_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor",
@@ -120,21 +122,6 @@ backward_operator = operator(
     _backward_shape,
     launch_causal_softmax_backward,
 )
-
-
-class _CausalSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float, plain: bool) -> Tensor:
-        y: Tensor = (_forward if plain else forward_operator)(scores, scale)
-        ctx.save_for_backward(y)
-        ctx.scale, ctx.plain = scale, plain
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (y,) = ctx.saved_tensors
-        return (_backward if ctx.plain else backward_operator)(grad, y, ctx.scale), None, None
 
 
 def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
@@ -145,7 +132,10 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
-    return _CausalSoftmax.apply(scores, scale, plain)
+    forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
+    return Differentiable.apply(
+        lambda scores: forward(scores, scale), lambda grad, y: backward(grad, y, scale), (1,), scores
+    )
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:

@@ -55,17 +55,18 @@ SOFTWARE: dict[str, Software] = {
 
 def find_software(name: str) -> Software:
     """Return the software of this name; raise `ConfigError` for an unknown name."""
-    require(name in SOFTWARE, "software", name, says=unknown_name_hint(name, tuple(SOFTWARE), "software"))
+    hint = unknown_name_hint(str(name), tuple(SOFTWARE), "software")
+    require(str(name) in SOFTWARE, "software", name, says=hint)
     return SOFTWARE[name]
 
 
 def describe_software(name: str) -> str:
     """Return the settings of a software in one line."""
     known = find_software(name)
-    stages = {f"ZeRO {stage}": settings for stage, settings in known.stages.items() if settings}
+    tables = {"": known.layout} | {f"ZeRO {stage} ": table for stage, table in known.stages.items() if table}
     texts = (
-        f"{stage} {', '.join(f'{key} = {str(value).lower()}' for key, value in settings.items())}".strip()
-        for stage, settings in {"": known.layout, **stages}.items()
+        label + ", ".join(f"{key} = {str(value).lower()}" for key, value in table.items())
+        for label, table in tables.items()
     )
     return f"{name} is {known.title}: {'; '.join(texts)}"
 
@@ -76,18 +77,23 @@ def with_software(given: Mapping[str, Any]) -> dict[str, Any]:
     name = keys.pop("software", None)
     if name is None:
         return keys
-    found, stage = find_software(name), str(keys.get("zero", 0))
+    found, degrees = (
+        find_software(name),
+        {key: keys.get(key, getattr(Layout, key)) for key in ("zero", "dp", "cp")},
+    )
+    for key, degree in degrees.items():
+        require(type(degree) is int, key, degree, "a whole number")
+    zero, dp, cp = degrees.values()
     right = f"a ZeRO stage that {name} has: {', '.join(found.stages)}"
-    require(stage in found.stages, "zero", int(stage), right)
-    copies = keys.get("dp", 1) * keys.get("cp", 1)
-    settings = found.layout | found.stages[stage]
-    if copies == 1:
+    require(str(zero) in found.stages, "zero", zero, right)
+    settings = found.layout | found.stages[str(zero)]
+    if dp * cp == 1:
         settings.pop("gradient_as_bucket_view", None)
     settings |= keys
-    least, each = settings.pop("bucket_elements", (0, 0))
-    if least and copies > 1 and stage != "3":  # others have no buckets
+    constant, per_replica = settings.pop("bucket_elements", (0, 0))
+    if constant and dp * cp > 1 and zero != 3:  # other layouts have no buckets
         wide = "fp32" in (settings.get("grad_dtype"), settings.get("precision", "fp32"))
-        settings.setdefault("bucket_bytes", max(least, each * keys.get("dp", 1)) * (4 if wide else 2))
+        settings.setdefault("bucket_bytes", max(constant, per_replica * dp) * (4 if wide else 2))
     return settings
 
 

@@ -13,7 +13,7 @@ from repro.config.errors import ConfigError, require
 from repro.config.layout import Layout
 from repro.config.model import DEPARTURES, Model
 from repro.config.network import EmulatedNetwork
-from repro.config.sizes import TENSOR_BYTES, at_most
+from repro.config.sizes import TENSOR_BYTES, at_least, at_most
 from repro.config.training import Training
 
 PROTOCOL = 2
@@ -44,8 +44,7 @@ class Limits:
     """Limit on each rank's data memory (`RLIMIT_DATA`; on CUDA a fraction of the device)."""
 
     def __post_init__(self) -> None:
-        for key in ("timeout_s", "hang_s", "memory_bytes"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (no limit) or more")
+        at_least(self, ("timeout_s", "hang_s", "memory_bytes"), 0, "0 (no limit) or more")
         at_most("memory_bytes", self.memory_bytes, TENSOR_BYTES)
 
 
@@ -68,8 +67,7 @@ class TwinOf:
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in self.numbers.items()}
         object.__setattr__(self, "numbers", pairs)  # JSON has lists
         require(self.part > 0, "part", self.part, "more than 0")
-        for key in ("between", "within"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
+        at_least(self, ("between", "within"), 0, "0 (none) or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, unknown_name_hint
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -131,13 +130,7 @@ def build_dataclass(cls: type[T], data: Any, *, file: str = "", where: str = "")
     known = [f.name for f in dataclasses.fields(cls)]
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = (
-                f"unknown key; did you mean {near[0]}?"
-                if near
-                else f"unknown key; known are {', '.join(known)}"
-            )
-            raise ConfigError(key, data[key], says=hint, file=file, where=where)
+            raise ConfigError(key, data[key], says=unknown_name_hint(key, known), file=file, where=where)
     for field in dataclasses.fields(cls):
         value = data.get(field.name)
         if value == "unknown" and field.type == "float | None":

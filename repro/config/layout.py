@@ -39,27 +39,27 @@ class Layout:
     """Pipeline-parallel degree, Megatron's p: the number of stages."""
     cp: int = 1
     """Context-parallel degree: ranks that share the tokens of each sample, and gather all keys and values for their
-    attention (2407.21783 sec. 3.3.2).  Whatever else they compute is that of a sequence of s/cp tokens; gradients are
-    averaged, and model states split by ZeRO, over dp x cp."""
+    attention (2407.21783 sec. 3.3.2).  All other operators process a sequence of s/cp tokens.  Gradients are averaged
+    over dp x cp, and ZeRO splits model states over dp x cp."""
     schedule: str = "1f1b"
     """Pipeline schedule: `gpipe`, `1f1b` (with flush) or `interleaved` (2104.04473 sec. 2.2)."""
     chunks: int = 1
     """Model chunks of each stage under `interleaved`, Megatron's v."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each of the pp * chunks parts, in the order of the model; empty: the same number each.  The first may
-    have the embedding alone and the last the logits alone (2407.21783 sec. 3.3.2): 0."""
+    """Layers of each of the pp * chunks parts, in the order of the model; empty for equal numbers. The first part may
+    have only the embedding, and the last only the logits (2407.21783 sec. 3.3.2): 0."""
     scatter_gather: bool = False
     """Send 1/tp of a boundary tensor from each tp rank and all-gather it on arrival (2104.04473 sec. 4.1)."""
     order: str = "tp-dp-pp"
-    """Axes from neighbouring ranks outwards: the first ones share a node.  cp comes right behind tp."""
+    """Axes from neighbouring ranks outwards: the first ones share a node.  cp follows tp directly."""
     zero: int = 0
     """ZeRO stage: 0 plain data parallelism, 1 P_os, 2 P_os+g, 3 P_os+g+p (1910.02054 sec. 5)."""
     zero1_reduce: str = "reduce-scatter"
-    """How stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020.  That is followed
-    by an all-gather: 1.5x the bytes."""
+    """Collective by which stage 1 sums gradients: `reduce-scatter`, or `all-reduce` as released in February 2020. With
+    the following all-gather of parameters, the all-reduce sends 1.5x the bytes."""
     zero3_gather: str = "block"
-    """How stage 3 gathers: `block` by block while the one before computes, or `parameter` by parameter as released in
-    March 2021.  With `parameter`, gathers do not overlap.  A gather sends and receives a list of the ranks' parts, for
+    """Unit that stage 3 gathers: a `block` while the preceding block computes, or a `parameter` as released in March
+    2021.  With `parameter`, gathers do not overlap.  A gather sends and receives a list of the ranks' parts, for
     which the host makes views and copies.  The host waits for the device before and after each gather.  Parameters of
     fewer than 100,000 elements stay gathered until the optimizer's step.  A recomputed layer gathers a parameter again
     for its backward pass if 1e9 elements of other parameters lie between the two uses."""
@@ -68,20 +68,20 @@ class Layout:
     micro_batch: int = 1
     """Samples that one replica runs through forward and backward at once."""
     global_batch: int = 0
-    """Samples of one optimizer step over all replicas.  Left at 0 it is micro_batch * dp."""
+    """Samples of one optimizer step over all replicas.  0 means micro_batch * dp."""
     recompute: bool | str = False
     """Activation recomputation (checkpointing), one checkpoint per block.  `none` is false, and `block` is true, which
     Megatron calls full, uniform, of one layer.  `selective`: only the core of attention (scores, softmax, their dropout
     and the product with the values) is computed again in backward (2205.05198 sec. 5)."""
     pa: bool = False
-    """P_a: each tp rank keeps 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
+    """P_a: each tp rank retains 1/tp of every activation checkpoint (1910.02054 sec. 6.1)."""
     pa_cpu: bool = False
-    """P_a+cpu: checkpoints wait in host memory (1910.02054 sec. 6.1)."""
+    """P_a+cpu: checkpoints are stored in host memory (1910.02054 sec. 6.1)."""
     cb: bool = True
     """C_B: fused communication uses buffers of constant size (1910.02054 sec. 6.2).  Without it all
     gradients are fused in one fp32 buffer of 4 Psi bytes, as before ZeRO."""
     md: bool = False
-    """M_D: checkpoints and transient gradients live in memory set aside once (1910.02054 sec. 6.3)."""
+    """M_D: checkpoints and transient gradients use memory that is allocated once (1910.02054 sec. 6.3)."""
     offload_optimizer: bool = False
     """Optimizer states are stored and updated in host memory (ZeRO-Offload, 2101.06840), with DeepSpeed only."""
     precision: str = "fp32"
@@ -97,15 +97,14 @@ class Layout:
     """Gradients lie in the buckets that are reduced.  Without, as in torch's DistributedDataParallel until 1.7 (and by
     default since), buckets are copies in addition to the gradients: 2 Psi bytes more in 16 bits."""
     kernels: OperatorSet = OperatorSet.FUSED
-    """What computes a layer, the loss and the optimizer."""
+    """Set of operators that compute a layer, the loss and the optimizer."""
     tp_overlap: bool = True
-    """Weight gradients are computed while a sum over tp is under way.  Without, as in Megatron-LM until 2021 and in
-    what was built on it, every collective of tensor parallelism is waited for where it is issued.  With tp = 1 there
-    is none."""
+    """Weight gradients are computed while a sum over tp is under way.  Without, as in Megatron-LM until 2021 and
+    software on it, the device waits for every collective of tensor parallelism directly.  With tp = 1 there is none."""
     overlap: bool = True
     """Data-parallel communication overlaps with computation.  Without, as in Megatron-LM's own data parallelism of
     2019 and DeepSpeed of February 2020: under stages 0 and 1 gradients are reduced when the step's last backward
-    pass has ended; stage 2, which cannot keep them all, waits for each bucket as it is reduced (DeepSpeed's
+    pass has ended; stage 2, which does not retain them all, waits for each bucket as it is reduced (DeepSpeed's
     `overlap_comm = false`); updated parameters (1 and 2) are complete before the next step begins.  Pipeline
     stages exchange messages in batches and compute nothing meanwhile, as Megatron-LM of 2021."""
     cuda_graphs: bool = False
@@ -123,8 +122,8 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_layers", tuple(self.stage_layers))
         object.__setattr__(self, "recompute", RECOMPUTE_WORDS.get(str(self.recompute), self.recompute))
-        for key in ("dp", "tp", "pp", "cp", "chunks", "micro_batch", "bucket_bytes"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
+        counts = ("dp", "tp", "pp", "cp", "chunks", "micro_batch", "bucket_bytes")
+        sizes.at_least(self, counts, 1, sizes.POSITIVE_COUNT)
         for key, known in (
             ("precision", PRECISIONS),
             ("grad_dtype", GRAD_DTYPES),

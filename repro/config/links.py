@@ -113,12 +113,10 @@ class Link:
     def __post_init__(self) -> None:
         require(self.per in PER, "per", self.per, f"one of {', '.join(PER)}")
         check_positive("bandwidth", self.bandwidth)
-        check_fraction("efficiency", self.efficiency)
-        check_fraction("pair", self.pair)
-        check_whole("adapters", self.adapters)
-        check_whole("switch", self.switch)
-        check_whole("rings", self.rings)
-        check_whole("pod", self.pod)
+        for key in ("efficiency", "pair"):
+            check_fraction(key, getattr(self, key))
+        for key in ("adapters", "switch", "rings", "pod"):
+            check_whole(key, getattr(self, key))
         for factor in self.oversubscription.ends:
             what = "1 or more: bandwidth below over bandwidth above"
             require(factor >= 1, "oversubscription", factor, what)

@@ -44,50 +44,48 @@ class Model:
     ffn: int = 0
     """Width of the MLP; 0 means 4h."""
     architecture: str = "gpt"
-    """`gpt` (decoder-only, norms first; GPT-2 unless the keys from `norm` on say otherwise), `bert` or `t5`
-    (counted only)."""
+    """`gpt` (decoder-only, norms first; by default GPT-2's layer, which the keys from `norm` on change), or `bert` or
+    `t5`, which are only counted."""
     head_dim: int = 0
-    """Width of one head where it is not hidden/heads (T5-11B); 0 means hidden/heads."""
+    """Width of one head if it is not hidden/heads (T5-11B); 0 means hidden/heads."""
     norm: str = "layer"
     """`layer` (mean and variance, weight and bias) or `rms` (root mean square, weight alone; 1910.07467)."""
     norm_eps: float = 1e-5
-    """What is added to the variance or to the mean square."""
+    """Constant that is added to the variance or to the mean square."""
     embedding_norm: bool = False
-    """A norm after the token embedding (BLOOM)."""
+    """Whether a norm follows the token embedding (BLOOM)."""
     positions: str = "learned"
     """`learned` (an embedding), `rotary` (2104.09864; halves of a head are paired) or `alibi` (2108.12409)."""
     rotary_base: float = 10000.0
-    """Slowest of the rotary wavelengths over 2 pi, rope theta."""
+    """Base of the rotary wavelengths, rope theta."""
     rotary_fraction: float = 1.0
-    """Part of a head that is turned (GPT-NeoX 20B: 0.25)."""
+    """Fraction of a head's elements that rotary positions rotate (GPT-NeoX 20B: 0.25)."""
     mlp: str = "gelu"
     """`gelu` (tanh approximation), `gelu-erf` (exact) or `swiglu` (gate and up, two matrices of `ffn`; 2002.05202)."""
     kv_heads: int = 0
     """Heads of keys and values, each shared by heads/kv_heads queries (2305.13245); 0: as many as heads."""
     biases: str = "all"
-    """Of linear layers: `all`, `qkv` (query, key and value alone: Qwen2) or `none`."""
+    """Linear layers with a bias: `all`, `qkv` (only query, key and value: Qwen2) or `none`."""
     tied: bool = True
     """Whether the logits' matrix is the token embedding."""
     blocks: str = "sequential"
-    """`sequential`, or attention and MLP side by side on x (one sum over tp): `parallel` with a norm each (GPT-NeoX),
-    `parallel-one-norm` (Falcon 7B)."""
+    """Order of attention and MLP in a layer: `sequential`, or on the same input with one sum over tp, `parallel` with
+    two norms (GPT-NeoX) or `parallel-one-norm` (Falcon 7B)."""
     decoder_layers: int = 0
     """Blocks of the decoder (`t5` only)."""
     published_name: str = ""
-    """The size as the source prints it, for example `1.38B`; the true count may differ."""
+    """Size as the source prints it, for example `1.38B`; the true count may differ."""
     published_params: float = 0.0
-    """That size as a number of parameters; 0 where the source prints none."""
+    """Published size as a number of parameters; 0 if the source prints none."""
     source: str = ""
-    """Where the sizes were published (a source key of the ledger, with table or section)."""
+    """Publication of the sizes: a source key of the ledger, with table or section."""
     note: str = ""
-    """What a reader should know, for example that the published size is not the true count."""
+    """Remark for readers, for example that the published size is not the true count."""
 
     def __post_init__(self) -> None:
         sizes.check_name("name", self.name)
-        for key in ("layers", "hidden", "heads", "vocab", "seq"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("ffn", "head_dim", "decoder_layers", "published_params"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        sizes.at_least(self, ("layers", "hidden", "heads", "vocab", "seq"), 1, sizes.POSITIVE_COUNT)
+        sizes.at_least(self, ("ffn", "head_dim", "decoder_layers", "published_params"), 0, "0 or more")
         for key, known in (("architecture", ARCHITECTURES), *VARIANTS.items()):
             require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         require(

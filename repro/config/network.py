@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from repro.config.errors import require
+from repro.config.sizes import POSITIVE_COUNT, at_least
 
 CORES_SHARE = 0.8
 """Share of each compute core that its ranks use together; the rest compensates time that other programs take."""
@@ -25,7 +26,9 @@ class EmulatedNetwork:
     """
 
     nodes: int
+    """Number of nodes."""
     ranks_per_node: int
+    """Ranks of each node."""
     between: float = 0.0
     """Rate of a node's link to the switch between the nodes; all its ranks share it."""
     within: float = 0.0
@@ -37,10 +40,8 @@ class EmulatedNetwork:
     scaled to the machine's own FLOP/s; 0 leaves them as they are."""
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "ranks_per_node"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("between", "within", "delay_s", "flops_per_s"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 (none) or more")
+        at_least(self, ("nodes", "ranks_per_node"), 1, POSITIVE_COUNT)
+        at_least(self, ("between", "within", "delay_s", "flops_per_s"), 0, "0 (none) or more")
         for key in ("between", "within"):
             rate = getattr(self, key)
             require(rate == 0 or rate >= 1, key, rate, "0 (none), or at least 1 byte a second")
@@ -81,6 +82,6 @@ class EmulatedNetwork:
 
     def __str__(self) -> str:
         """Return `4 nodes x 4 ranks, between 8e+06, within 2e+07`, rates in bytes/s."""
-        said = ("between", "within", "delay_s")
-        limits = "".join(f", {key} {value:g}" for key, value in self.chosen().items() if key in said)
+        shown = ("between", "within", "delay_s")
+        limits = "".join(f", {key} {value:g}" for key, value in self.chosen().items() if key in shown)
         return f"{self.nodes} nodes x {self.ranks_per_node} ranks{limits}"

@@ -6,9 +6,13 @@ less than 4 GiB of host memory (`tests/simulate/test_largest.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from repro.config.errors import require
+
+POSITIVE_COUNT = "a whole number of at least 1"
+"""Description of the valid values of a count."""
 
 
 class SizeLimit(NamedTuple):
@@ -32,6 +36,12 @@ STEPS = SizeLimit(10**7, "twenty times GPT-3's at a batch of 1M tokens; a record
 ACTIONS = SizeLimit(10**6, "larger schedules take minutes to time, and no picture shows them")
 
 NAME = SizeLimit(100, "names become files and columns of tables")
+
+
+def at_least(part: object, keys: Iterable[str], least: float, expected: str) -> None:
+    """Raise `ConfigError` if an attribute of `part` is under `least`; `expected` describes the valid values."""
+    for key in keys:
+        require(getattr(part, key) >= least, key, getattr(part, key), expected)
 
 
 def at_most(key: str, value: int, limit: SizeLimit) -> None:

@@ -17,6 +17,7 @@ from repro.config.quantity import (
     check_positive,
     check_whole,
 )
+from repro.config.sizes import POSITIVE_COUNT, at_least
 
 ASSUMED = assumed_quantities("device")
 """Assumed values, with their sources, for keys of `DeviceTime` that a system does not know."""
@@ -58,9 +59,8 @@ class DeviceTime:
     """FLOP/s of products whose sizes are not multiples of 8, which tensor cores may not support."""
 
     def __post_init__(self) -> None:
-        check_fraction("matmul_efficiency", self.matmul_efficiency)
-        check_fraction("unthrottled_efficiency", self.unthrottled_efficiency)
-        check_fraction("memory_efficiency", self.memory_efficiency)
+        for key in ("matmul_efficiency", "unthrottled_efficiency", "memory_efficiency"):
+            check_fraction(key, getattr(self, key))
         check_whole("multiprocessors", self.multiprocessors)
         check_positive("unaligned_flops", self.unaligned_flops)
         check_positive("pace", self.pace)
@@ -119,8 +119,7 @@ class OperatorRate:
     per_flop_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("fixed_s", "per_byte_s", "per_flop_s"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "seconds, 0 or more")
+        at_least(self, ("fixed_s", "per_byte_s", "per_flop_s"), 0, "seconds, 0 or more")
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Return the seconds of one call that executes `flops` and reads and writes `nbytes`."""
@@ -128,11 +127,7 @@ class OperatorRate:
 
     def slowed(self, times: float) -> OperatorRate:
         """Return the rate of an operator that is slower by the factor `times`."""
-        return OperatorRate(
-            fixed_s=self.fixed_s * times,
-            per_byte_s=self.per_byte_s * times,
-            per_flop_s=self.per_flop_s * times,
-        )
+        return OperatorRate(**{key: value * times for key, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,5 +148,4 @@ class Provenance:
     """Further conditions of the numbers: processor, cores, driver, NCCL."""
 
     def __post_init__(self) -> None:
-        for key in ("ranks", "repeats"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
+        at_least(self, ("ranks", "repeats"), 1, POSITIVE_COUNT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repro.config.errors import require
-from repro.config.sizes import STEPS, at_most
+from repro.config.sizes import POSITIVE_COUNT, STEPS, at_least, at_most
 
 SCHEDULES = ("constant", "cosine")
 
@@ -17,11 +17,11 @@ class Training:
     steps: int = 20
     """Optimizer steps, warm-up steps included."""
     untimed_steps: int = 3
-    """First steps that train and count for the loss but not for times; the first also watches memory."""
+    """First steps, which count for the loss but not for times. The first one also measures memory."""
     seq: int = 0
     """Tokens per sample; 0 means the model's longest sequence."""
     seed: int = 1234
-    """Determines initial weights, dropout and data order, the same under every layout."""
+    """Seed of initial weights, dropout and data order, which are equal under every layout."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -43,13 +43,14 @@ class Training:
     clip: float = 1.0
     """Largest global gradient norm; 0 means no clipping."""
     dropout: float = 0.0
-    """Probability on the embedding and on both residual branches."""
+    """Dropout probability of the embedding and of both residual branches."""
     attention_dropout: float = 0.0
-    """Probability on the attention weights, which are then written, as the 2019-2020 codes did: in the step's dtype,
-    with `cp` in fp32."""
+    """Dropout probability of the attention weights. Above 0 the weights are written to memory, as in the software of
+    2019 and 2020: in the data type of the step, with `cp` in fp32."""
     deterministic: bool = False
-    """On GPUs, the same bits from every run of one layout on the same GPUs and software, slower and with more memory in
-    attention's backward; on CPUs that is so without.  Where an operator cannot, the run fails and says which."""
+    """Use deterministic operators on GPUs: every run of one layout on the same GPUs and software has the same bits.
+    Attention's backward is slower and needs more memory. Runs on CPUs are always deterministic. A run with an operator
+    that has no deterministic form fails with the name of the operator."""
     loss_scale: float = 65536.0
     """Initial dynamic loss scale (fp16 only)."""
     loss_scale_window: int = 1000
@@ -57,19 +58,18 @@ class Training:
     loss_scale_hysteresis: int = 2
     """Overflows before the scale halves (fp16 only)."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints of the whole state, from which a stopped run goes on; 0: none are written."""
+    """Steps between two checkpoints of the full training state, from which a stopped run resumes; 0 writes none."""
     continues: str = ""
-    """Name of the experiment of the same training whose newest checkpoint this one starts from; empty: its own."""
+    """Experiment with the same training whose newest checkpoint is the start of this one; empty means its own."""
     data: str = "synthetic"
-    """`synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or a .txt or .bin file's path."""
+    """Token data: `synthetic`, `shakespeare` (bytes), `shakespeare-gpt2` (BPE), or the path of a .txt or .bin file."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "a whole number of at least 1")
-        for key in ("seq", "warmup_steps", "decay_steps", "checkpoint_every"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
-        for key in ("weight_decay", "clip", "min_lr"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
+        at_least(
+            self, ("steps", "untimed_steps", "loss_scale_window", "loss_scale_hysteresis"), 1, POSITIVE_COUNT
+        )
+        counts = ("seq", "warmup_steps", "decay_steps", "checkpoint_every")
+        at_least(self, (*counts, "weight_decay", "clip", "min_lr"), 0, "0 or more")
         for key in ("lr", "eps", "loss_scale"):
             require(getattr(self, key) > 0, key, getattr(self, key), "more than 0")
         for key in ("beta1", "beta2", "dropout", "attention_dropout"):

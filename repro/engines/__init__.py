@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from repro.parallel.pipeline.runner import Observer
     from repro.parallel.zero.optimizer import Norms
 
-__all__ = ["NATIVE", "Engine", "EngineReport", "build_engine", "import_libraries", "missing_library"]
+__all__ = [
+    "NATIVE",
+    "Attribute",
+    "Engine",
+    "EngineReport",
+    "Exchange",
+    "build_engine",
+    "import_libraries",
+    "missing_library",
+]
 
 _ADAPTERS = {
     NATIVE: "repro.engines.native.engine:NativeEngine",
@@ -38,6 +47,10 @@ _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "m
 """Library of each engine."""
 _MIN_TORCH = (2, 10)
 """Minimum version for engine torch: `replicate` runs on FSDP2, and a pipeline's step can drop its outputs."""
+
+_ABSENT = object()
+Attribute = tuple[Any, str]
+"""Module or class, and the name of one of its attributes."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,35 @@ class Engine(Protocol):
 
     def pipeline_report(self) -> dict[str, Any]:
         """Return `stage` and `in_flight`, the maximum of concurrent micro-batches (per chunk); {} without stages."""
+
+
+class Exchange:
+    """Reentrant context in which attributes of modules and classes have other values.
+
+    Assignments inside the context are retained for the next entry.
+    """
+
+    def __init__(self, values: dict[Attribute, Any]):
+        self._values = values
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._swap()
+
+    def _swap(self) -> None:
+        for (owner, name), inside in self._values.items():
+            self._values[owner, name] = vars(owner).get(name, _ABSENT)
+            if inside is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, inside)
 
 
 def missing_library(engine: str) -> str:

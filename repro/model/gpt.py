@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from repro import kernels
-from repro.config import Layout, Model, OperatorSet, Training
+from repro.config import Experiment, Layout, Model, OperatorSet, Training
 from repro.config.enums import Category
 from repro.config.layout import SELECTIVE
 from repro.model import operator_sets
@@ -80,7 +80,7 @@ class LossHead(nn.Module):
             tensor.vocab_parallel_cross_entropy,
             tp=setting.tp,
             plain=setting.plain,
-            at_once=setting.operators is OperatorSet.TORCHTITAN_2024,
+            copies_to_fp32=setting.operators is OperatorSet.TORCHTITAN_2024,
         )
         """Function of logits [b * s, V/t] and targets [b * s]; evaluation replaces it."""
 
@@ -219,40 +219,31 @@ class GPT(nn.Module):
         return [*first, *blocks, *last]
 
 
-def full_index(
-    start: int,
-    stop: int,
-    shape: Sequence[int],
-    split: int | None,
-    rank: int,
-    ranks: int,
-    device: torch.device,
+def _full_index(
+    start: int, stop: int, shape: Sequence[int], split: int | None, tp: Group, device: torch.device
 ) -> Tensor:
     """Return the flat indices in the full parameter of elements start..stop of a tp rank's part of `shape`."""
     local = torch.arange(start, stop, dtype=torch.int64, device=device)
-    if split is None or ranks == 1:
+    if split is None or tp.size == 1:
         return local
     inner = math.prod(shape[split + 1 :])
     part = shape[split] * inner
     outer = torch.div(local, part, rounding_mode="floor")
-    return local + outer * (part * (ranks - 1)) + rank * part
+    return local + outer * (part * (tp.size - 1)) + tp.rank * part
 
 
 def initial_values(
     names: Sequence[str],
     parameters: Sequence[nn.Parameter],
-    *,
-    seed: int,
-    layers: int,
-    rank: int,
-    ranks: int,
+    experiment: Experiment,
+    tp: Group,
     device: torch.device,
 ) -> InitialValues:
     """Return a function that computes fp32 initial values of the parameters of one tp rank.
 
     A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
     The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
-    `rank` of `ranks`: position in the tp group.  Parameters have `init` and `split`.
+    Parameters have `init` and `split`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
@@ -263,9 +254,11 @@ def initial_values(
             return torch.empty(stop - start, device=device)
         if kinds[i] in ("zeros", "ones"):
             return torch.full((stop - start,), float(kinds[i] == "ones"), device=device)
-        index = full_index(start, stop, shapes[i], splits[i], rank, ranks, device)
-        deviation = STANDARD_DEVIATION / (math.sqrt(2 * layers) if kinds[i] == "residual" else 1.0)
-        key = kernels.derive_key(seed, zlib.crc32(names[i].encode()))
+        index = _full_index(start, stop, shapes[i], splits[i], tp, device)
+        deviation = STANDARD_DEVIATION / (
+            math.sqrt(2 * experiment.model.layers) if kinds[i] == "residual" else 1.0
+        )
+        key = kernels.derive_key(experiment.training.seed, zlib.crc32(names[i].encode()))
         return kernels.normal_at(index, key).mul_(deviation)
 
     return values

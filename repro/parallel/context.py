@@ -27,6 +27,7 @@ the model states of ZeRO.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ class _Keys(torch.autograd.Function):
         return *_scatter((gradients[2], gradients[3]), ctx.s, ctx.cp), None
 
 
-class _Kept:
+class _SavedTensors:
     """Tensors that autograd saves for the attention of two chunks, in less memory than by default.
 
     A view of the gathered keys and values is saved as its offset in them.  They are gathered again when autograd
@@ -148,14 +149,14 @@ class _Kept:
         self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
         self._boxes: list[_Box] = []
         self._again: Tensor | None = None
-        self._asked = self._noted = 0
+        self._reads = self._views = 0
 
     def pack(self, x: Tensor) -> _Box:
         """Replace a tensor that autograd saves by a box."""
         box = _Box(x)
         if _address(x) == self._gathered:
-            box.tensor, box.lies = None, (x.shape, x.stride(), x.storage_offset())
-            self._noted += 1
+            box.tensor, box.geometry = None, (x.shape, x.stride(), x.storage_offset())
+            self._views += 1
         self._boxes.append(box)
         return box
 
@@ -175,21 +176,19 @@ class _Kept:
             return box.tensor
         if self._again is None:
             self._again = _gather(*self._own, self.cp)
-        found = self._again.as_strided(*box.lies)
-        self._asked += 1
-        if self._asked == self._noted:
+        found = self._again.as_strided(*box.geometry)
+        self._reads += 1
+        if self._reads == self._views:
             self._again = None
         return found
 
 
+@dataclass(slots=True, eq=False)
 class _Box:
     """One saved tensor: the tensor, or its shape, strides and offset in the gathered keys and values."""
 
-    __slots__ = ("lies", "tensor")
-
-    def __init__(self, x: Tensor):
-        self.tensor: Tensor | None = x
-        self.lies: Any = None
+    tensor: Tensor | None
+    geometry: Any = None
 
 
 def _address(x: Tensor) -> int:
@@ -206,8 +205,8 @@ def attend_to_gathered(
     dropped weights.
     """
     keys = _Keys.apply(k, v, cp)
-    kept = _Kept(k, v, cp, _address(keys[0]) if again else 0)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+    saved = _SavedTensors(k, v, cp, _address(keys[0]) if again else 0)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         pairs = zip(q.chunk(2, 2), keys[::2], keys[1::2], strict=True)
         results = [attention(mine, k, v, chunk) for chunk, (mine, k, v) in enumerate(pairs)]
-        return kept.join(results)
+        return saved.join(results)

@@ -78,14 +78,6 @@ class CommLedger:
     def rows(self) -> list[dict[str, Any]]:
         """Return plain data, one row per operation, group and purpose."""
         return [
-            {
-                "op": op,
-                "group": group,
-                "purpose": purpose,
-                "size": t.size,
-                "calls": t.calls,
-                "payload_bytes": t.payload_bytes,
-                "sent_bytes": t.sent_bytes,
-            }
-            for (op, group, purpose), t in sorted(self.traffic.items())
+            {"op": op, "group": group, "purpose": purpose, **vars(traffic)}
+            for (op, group, purpose), traffic in sorted(self.traffic.items())
         ]

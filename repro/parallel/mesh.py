@@ -178,10 +178,8 @@ def host_group(group: Group) -> Group:
     """Return a gloo group of the same ranks, for a few numbers that the host must read at once."""
     if not isinstance(group.transport, NcclTransport):
         return group
-    make_process_group = dist.new_group(list(group.ranks), backend="gloo")
-    return Group(
-        "host", group.ranks, group.ranks[group.rank], GlooTransport(make_process_group), group.ledger
-    )
+    transport = GlooTransport(dist.new_group(list(group.ranks), backend="gloo"))
+    return Group("host", group.ranks, group.ranks[group.rank], transport, group.ledger)
 
 
 START, CHANNELS, END = "start", "channels", "end"

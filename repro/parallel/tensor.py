@@ -152,8 +152,7 @@ def column_linears(
     """
     parameters = [tensor for column in columns for tensor in column]
     split = tp if tp.size > 1 else None
-    found: tuple[Tensor, ...] = _Linear.apply(x, split, sp, purpose, plain, *parameters)
-    return found
+    return _Linear.apply(x, split, sp, purpose, plain, *parameters)
 
 
 def column_linear(
@@ -165,8 +164,8 @@ def column_linear(
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
-    found: tuple[Tensor, ...] = _Linear.apply(x, None, False, "", False, weight, None)
-    return found[0]
+    (found,) = _Linear.apply(x, None, False, "", False, weight, None)
+    return found
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
@@ -259,14 +258,14 @@ class _LossParallel(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False, at_once: bool = False
+    logits: Tensor, targets: Tensor, tp: Group, *, plain: bool = False, copies_to_fp32: bool = False
 ) -> Tensor:
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
-    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.  `at_once`:
-    copy the logits to fp32 and retain the logarithms of all probabilities instead.
+    No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
+    `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities instead.
     """
-    if not at_once:
+    if not copies_to_fp32:
         return _CrossEntropy.apply(logits, targets, tp, plain)
     if tp.size > 1:
         return _LossParallel.apply(logits.float(), targets, tp)

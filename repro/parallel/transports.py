@@ -8,8 +8,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,10 @@ class Work:
 
     __slots__ = ("_finish", "_held", "_works")
 
-    def __init__(self, *works: dist.Work, finish: Callable[[], None] | None = None):
-        self._works: tuple[dist.Work, ...] | None = works
+    def __init__(self, *works: dist.Work | None, finish: Callable[[], object] | None = None):
+        """`works`: not None on ranks of the group.  `finish`: called once, by the first `wait`."""
+        assert None not in works
+        self._works: Any = works
         self._finish = finish
         self._held: Tensor | None = None
 
@@ -87,8 +90,11 @@ class NoTransport:
 
     reduces_in_place = True
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+    def _nothing(self, *_: Any, **__: Any) -> Work:
+        """Return a finished work, because the tensor has its result already."""
         return Work()
+
+    all_reduce = broadcast = send = receive = _nothing
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         output.copy_(input[: output.numel()])
@@ -96,15 +102,6 @@ class NoTransport:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         output[: input.numel()].copy_(input)
-        return Work()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return Work()
-
-    def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        return Work()
-
-    def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         return Work()
 
     def barrier(self) -> None:
@@ -135,15 +132,11 @@ class NcclTransport:
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         pair = self.channels[dist.get_rank(self.group), to, channel]
-        work = dist.isend(tensor, dist.get_global_rank(self.group, to), group=pair)
-        assert work is not None
-        return Work(work)
+        return Work(dist.isend(tensor, dist.get_global_rank(self.group, to), group=pair))
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         pair = self.channels[source, dist.get_rank(self.group), channel]
-        work = dist.irecv(tensor, dist.get_global_rank(self.group, source), group=pair)
-        assert work is not None
-        return Work(work)
+        return Work(dist.irecv(tensor, dist.get_global_rank(self.group, source), group=pair))
 
     def barrier(self) -> None:
         # Without device_ids torch uses the device whose index is the rank.
@@ -191,13 +184,11 @@ class GlooTransport:
 
     def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> list[dist.Work]:
-        tag, works = self._next_tag(), []
-        for tensor, rank in receives:
-            works.append(dist.irecv(tensor, self._global[rank], group=self.group, tag=tag))
-        for tensor, rank in sends:
-            works.append(dist.isend(tensor, self._global[rank], group=self.group, tag=tag))
-        return [work for work in works if work is not None]
+    ) -> list[dist.Work | None]:
+        """Start messages of this rank's tensors to other ranks, and of theirs to this rank."""
+        tag = self._next_tag()
+        coming = [dist.irecv(x, self._global[rank], group=self.group, tag=tag) for x, rank in receives]
+        return coming + [dist.isend(x, self._global[rank], group=self.group, tag=tag) for x, rank in sends]
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
         kind = dist.ReduceOp.MAX if op == MAX else dist.ReduceOp.SUM
@@ -245,15 +236,11 @@ class GlooTransport:
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
         tag = self._message_tag("send", to, channel)
-        work = dist.isend(tensor, self._global[to], group=self.group, tag=tag)
-        assert work is not None
-        return Work(work)
+        return Work(dist.isend(tensor, self._global[to], group=self.group, tag=tag))
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
         tag = self._message_tag("receive", source, channel)
-        work = dist.irecv(tensor, self._global[source], group=self.group, tag=tag)
-        assert work is not None
-        return Work(work)
+        return Work(dist.irecv(tensor, self._global[source], group=self.group, tag=tag))
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -292,54 +279,43 @@ class GlooRing(GlooTransport):
 
         def steps() -> None:
             # All receives are posted at once: a receive posted in a step would cost a turn of the scheduler.
-            coming = [dist.irecv(part, previous, group=self.group, tag=tag) for part in received]
-            partial, going = parts[self.rank - 1], []
+            coming = [Work(dist.irecv(part, previous, group=self.group, tag=tag)) for part in received]
+            sums, going = parts[self.rank - 1], []
             for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):
-                going.append(dist.isend(partial, following, group=self.group, tag=tag))
-                _wait(arrival)
-                partial = part.add_(parts[self.rank - step - 2])
-            for work in going:
-                _wait(work)
-            output.copy_(partial)
+                going.append(dist.isend(sums, following, group=self.group, tag=tag))
+                arrival.wait()
+                sums = part.add_(parts[self.rank - step - 2])
+            Work(*going).wait()
+            output.copy_(sums)
 
-        return self._beside(steps)
+        return self._run_in_thread(steps)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather with gloo's all-gather, which uses a ring."""
         parts = list(output.chunk(self.size))
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
-    def _beside(self, steps: RingOperation) -> Work:
+    def _run_in_thread(self, steps: RingOperation) -> Work:
         """Queue `steps` for the thread; the work is done when they end, and raises their exception."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
-        over, failure = threading.Event(), list[BaseException]()
+        ended: Future[None] = Future()
 
         def job() -> None:
             try:
                 with torch.no_grad():
                     steps()
+                ended.set_result(None)
             except BaseException as error:  # the wait raises it
-                failure.append(error)
-            over.set()
-
-        def finish() -> None:
-            over.wait()
-            if failure:
-                raise failure[0]
+                ended.set_exception(error)
 
         self._jobs.put(job)
-        return Work(finish=finish)
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()
+        return Work(finish=ended.result)
 
 
 def _run(jobs: queue.SimpleQueue[RingOperation | None]) -> None:
     while job := jobs.get():
         job()
-        del job  # it holds the transport, whose end ends this thread
+        del job  # a reference to the transport, whose end ends this thread

@@ -30,12 +30,11 @@ class ShardedGradient(Tensor):
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
         """Create the gradient. `number`: index of the gradient in `norms`."""
-        gradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
         gradient.piece, gradient.number, gradient.norms = piece, number, norms
-        found: ShardedGradient = gradient
-        return found
+        return gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({list(self.shape)}, {self.piece.numel()} elements on this rank)"
@@ -220,12 +219,11 @@ class OptimizerGradient(Tensor):
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
         """Create the gradient. `unscale(found_inf, inv_scale)` (0-dim fp32) sets `found_inf` to 1 for inf or nan."""
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OptimizerGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         made.unscale = unscale
-        found: OptimizerGradient = made
-        return found
+        return made
 
     @classmethod
     def __torch_function__(

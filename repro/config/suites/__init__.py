@@ -143,14 +143,7 @@ def parse_suite(data: dict[str, Any], *, file: str) -> Suite:
     _continued(entries, file)
     comparisons = tuple(_comparison(row, entries, file) for row in _tables(data, "compare", file))
     _launches(entries, comparisons, file)
-    return Suite(
-        name=head.name,
-        file=file,
-        description=head.description,
-        claims=head.claims,
-        entries=tuple(entries),
-        comparisons=comparisons,
-    )
+    return Suite(**vars(head), file=file, entries=tuple(entries), comparisons=comparisons)
 
 
 def _distinct(entries: list[Entry], file: str) -> None:

@@ -40,13 +40,15 @@ from repro.config.sizes import check_name
 T = TypeVar("T")
 OUTCOMES = ("ok", "oom", "diverged", "timeout", "hang", "error")
 USE = "use"
-_PARTS = {
+_PARTS: dict[str, type[Any]] = {
     "layout": Layout,
     "training": Training,
     "limits": Limits,
     "network": EmulatedNetwork,
     "twin": TwinOf,
 }
+_OPTIONAL = ("network", "twin")
+"""Parts that an experiment without their keys does not have."""
 _NAMED = {"layout": "layouts", "network": "networks"}
 """Parts that a file may name, and the tables of these names."""
 _DATA = ("synthetic", "shakespeare", "shakespeare-gpt2")
@@ -170,40 +172,27 @@ def read_entry(data: Any, from_file: Shared, number: int) -> Entry:
         where = found[-1] if found else error.where or part
         return error.for_key(error.key, file=place, where=where)
 
-    def part(key: str, cls: type[T]) -> T:
+    def part(key: str) -> Any:
         table: dict[str, Any] = {}
         for level in levels[key]:
             table |= level.table
         world = table.pop("world", None) if key == "layout" else None
         built = _blaming(
-            lambda: build_dataclass(cls, engines.with_software(table), where=key),
+            lambda: build_dataclass(_PARTS[key], engines.with_software(table), where=key),
             lambda error: blame(error, key),
         )
-        if world is not None and isinstance(built, Layout) and world != built.world:
+        if world is not None and world != built.world:
             degrees = " x ".join(str(getattr(built, axis)) for axis in built.axes)
             right = f"{' x '.join(built.axes)} = {degrees} = {built.world}"
             raise blame(ConfigError("world", world, right, where=key), key)
         return built
 
-    def asked(key: str, cls: type[T]) -> T | None:
-        return part(key, cls) if any(level.table for level in levels[key]) else None
-
     model = from_file.models.get(row.model) or _model(row.model, file=from_file.file, place=place)
-    layout, training, limits = part("layout", Layout), part("training", Training), part("limits", Limits)
-    network, twin = asked("network", EmulatedNetwork), asked("twin", TwinOf)
-    _blaming(lambda: _data(training, model), lambda error: blame(error, "training"))
+    named = [key for key in _PARTS if key not in _OPTIONAL or any(level.table for level in levels[key])]
+    parts = {key: part(key) for key in named}
+    _blaming(lambda: _data(parts["training"], model), lambda error: blame(error, "training"))
     experiment = _blaming(
-        lambda: Experiment(
-            name=name,
-            model=model,
-            layout=layout,
-            training=training,
-            system=row.system,
-            engine=row.engine,
-            limits=limits,
-            network=network,
-            twin=twin,
-        ),
+        lambda: Experiment(name=name, model=model, system=row.system, engine=row.engine, **parts),
         lambda error: blame(error, error.where or ("training" if error.key == "seq" else "")),
     )
     return Entry(experiment=experiment, launch=row.launch, expect=row.expect)

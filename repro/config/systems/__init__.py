@@ -77,12 +77,12 @@ def _complete(data: dict[str, Any], file: str) -> dict[str, Any]:
     other = _complete(read_toml(path), str(path))
     links = data.get("links")
     for name, link in links.items() if isinstance(links, dict) else ():
-        _check_port(name, link, other["links"].get(name, {}), data["like"], file)
+        _check_adapters(name, link, other["links"].get(name, {}), data["like"], file)
     return _override(other, {key: value for key, value in data.items() if key != "like"})
 
 
-def _check_port(name: str, link: Any, inherited: dict[str, Any], like: str, file: str) -> None:
-    """Raise `ConfigError` if a link has another bandwidth and would silently take the adapters of the other system."""
+def _check_adapters(name: str, link: Any, inherited: dict[str, Any], like: str, file: str) -> None:
+    """Raise `ConfigError` if a link has another bandwidth but inherits the adapters of the other system."""
     bandwidths = [each.get("bandwidth") for each in (link, inherited) if isinstance(each, dict)]
     values = {each["value"] for each in bandwidths if isinstance(each, dict) and "value" in each}
     if len(values) == 2:

@@ -2,8 +2,6 @@
 
 | module | content |
 |---|---|
-| `library` | the import of DeepSpeed, its configuration and `mpu`, isolation of its module-level state |
-| `model` | the GPT with DeepSpeed's checkpointing, values and optimizer |
-| `states` | the tensors of its optimizers, by category |
-| `engine` | the step |
+| `engine` | the step, the import of DeepSpeed, its configuration and `mpu`, its module variables |
+| `model_states` | the GPT with DeepSpeed's checkpointing, initial values, and the states of DeepSpeed's optimizers |
 """

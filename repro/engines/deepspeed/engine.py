@@ -1,7 +1,7 @@
 """DeepSpeed engine: its own `forward`, `backward` and `step` for every micro-batch, and the setup of the library.
 
 A rank's process runs many experiments, some interleaved. DeepSpeed stores the `mpu` and all of activation checkpointing
-in module variables and replaces `torch.nn.functional.linear`. `ModuleState` exchanges these variables.
+in module variables and replaces `torch.nn.functional.linear`. `Exchange` isolates these variables.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from repro.config import Experiment, Layout
 from repro.config.enums import Phase
-from repro.engines import EngineReport
+from repro.engines import Attribute, EngineReport, Exchange
 from repro.engines.deepspeed import model_states
 from repro.engines.deepspeed.model_states import States
 from repro.engines.frameworks.files import nested
@@ -34,8 +34,8 @@ from repro.parallel.mesh import Mesh
 from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 
-_KEPT = {
-    "torch.nn.functional": ("linear",),  # stage 3 puts its own there for good
+_MODULE_VARIABLES = {
+    "torch.nn.functional": ("linear",),  # stage 3 replaces the function and does not restore it
     "deepspeed.utils.groups": ("mpu",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         *("mpu", "mp_rank", "mp_size", "mp_group", "num_layers", "deepspeed_checkpointing_enabled"),
@@ -80,39 +80,11 @@ def join_process_group(device: torch.device) -> None:
     comm.init_distributed(verbose=False)
 
 
-class ModuleState:
-    """Module variables of one engine; initially as after the import."""
-
-    def __init__(self) -> None:
-        self._modules = {name: importlib.import_module(name) for name in _KEPT}
-        self._mine = _pristine(self._modules)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Use this engine's variables inside the context, and restore the others after it."""
-        others = self._read()
-        self._write(self._mine)
-        try:
-            yield
-        finally:
-            self._mine = self._read()
-            self._write(others)
-
-    def _read(self) -> dict[tuple[str, str], Any]:
-        return {(m, v): getattr(self._modules[m], v) for m, names in _KEPT.items() for v in names}
-
-    def _write(self, values: dict[tuple[str, str], Any]) -> None:
-        for (module, name), value in values.items():
-            setattr(self._modules[module], name, value)
-
-
-def _pristine(modules: dict[str, ModuleType]) -> dict[tuple[str, str], Any]:
-    """Return the values after the import: only `ModuleState.in_place` changes these variables."""
-    return {
-        (m, v): type(value)() if isinstance(value := getattr(modules[m], v), list) else value
-        for m, names in _KEPT.items()
-        for v in names
-    }
+def library_variables() -> dict[Attribute, Any]:
+    """Return the variables of `_MODULE_VARIABLES`, with their values after the import."""
+    owners = [(importlib.import_module(name), names) for name, names in _MODULE_VARIABLES.items()]
+    values = {(owner, name): getattr(owner, name) for owner, names in owners for name in names}
+    return {key: type(value)() if isinstance(value, list) else value for key, value in values.items()}
 
 
 def configuration(experiment: Experiment) -> dict[str, Any]:
@@ -124,34 +96,18 @@ def configuration(experiment: Experiment) -> dict[str, Any]:
     return nested(load_framework("deepspeed").options_of(settings_of(experiment)))
 
 
-class ModelParallelUnit:
-    """Groups of a layout as DeepSpeed's `mpu`, the model-parallel unit of Megatron-LM.
+def model_parallel_unit(layout: Layout, mesh: Mesh) -> SimpleNamespace:
+    """Return the groups of a layout as DeepSpeed's `mpu`, the model-parallel unit of Megatron-LM.
 
-    Tensor parallelism is the suite's, and DeepSpeed applies ZeRO over dp, as in its release of February 2020.
+    Tensor parallelism is the suite's, and DeepSpeed applies ZeRO over dp, as in its release of February 2020. Every
+    rank calls this function, which creates all groups.
     """
-
-    def __init__(self, layout: Layout, mesh: Mesh):
-        """Create all groups; every rank calls this."""
-        self.mesh = mesh
-        self.groups = {axis: _process_group(layout, axis) for axis in ("tp", "dp")}
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.tp.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.mesh.tp.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups["tp"]
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.dp.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.dp.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.groups["dp"]
+    unit = SimpleNamespace()
+    for kind, axis, group in (("model", "tp", mesh.tp), ("data", "dp", mesh.dp)):
+        values = {"rank": group.rank, "world_size": group.size, "group": _process_group(layout, axis)}
+        for name, value in values.items():
+            setattr(unit, f"get_{kind}_parallel_{name}", partial(lambda value: value, value))
+    return unit
 
 
 def _process_group(layout: Layout, axis: str) -> dist.ProcessGroup:
@@ -169,10 +125,11 @@ class DeepSpeedEngine:
         deepspeed = import_deepspeed(device.type)
         join_process_group(device)
         self.version: str = deepspeed.__version__
-        self.module_state = ModuleState()
-        mpu = ModelParallelUnit(layout, mesh) if layout.tp > 1 else None
+        self.active = Exchange(library_variables())
+        """Context in which the library has the state of this experiment."""
+        mpu = model_parallel_unit(layout, mesh) if layout.tp > 1 else None
         self.configuration = configuration(experiment)
-        with self.module_state.in_place():
+        with self.active:
             built = model_states.build_model(
                 experiment, mesh, device, self._partition(mpu) if layout.zero == 3 else None
             )
@@ -200,7 +157,7 @@ class DeepSpeedEngine:
         self._unscaled: Any = self.engine.optimizer if is_unscaled else None
         """Optimizer whose loss scale this engine applies to the loss; None if DeepSpeed applies it."""
 
-    def _partition(self, mpu: ModelParallelUnit | None) -> Callable[[Module], object]:
+    def _partition(self, mpu: SimpleNamespace | None) -> Callable[[Module], object]:
         """Return the function that partitions a new module in stage 3, so that no rank holds the full model."""
         from deepspeed.runtime.zero import Init
 
@@ -232,7 +189,7 @@ class DeepSpeedEngine:
         total = torch.zeros((), device=self.device)
         last = len(micro_batches) - 1
         scale = self._unscaled.loss_scale if self._unscaled is not None else None
-        with self.module_state.in_place():
+        with self.active:
             for i, batch in enumerate(micro_batches):
                 observe(Phase.FORWARD)
                 loss = self.engine(batch.tokens, batch.targets, batch.place)
@@ -269,7 +226,7 @@ class DeepSpeedEngine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a full copy of every (tp-local) parameter, by name."""
-        with self.module_state.in_place():
+        with self.active:
             return self.states.full_parameters()
 
     def splits(self) -> dict[str, int | None]:

@@ -213,15 +213,7 @@ def build_model(
     model = DeepSpeedGPT(experiment, mesh)
     leave_meta(model, device, dtype)  # the new parameters own no memory
     names, parameters = zip(*model.named_parameters(), strict=True)
-    values = initial_values(
-        names,
-        parameters,
-        seed=training.seed,
-        layers=experiment.model.layers,
-        rank=mesh.tp.rank,
-        ranks=mesh.tp.size,
-        device=device,
-    )
+    values = initial_values(names, parameters, experiment, mesh.tp, device)
     decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))
     built = DeepSpeedModel(
         model,

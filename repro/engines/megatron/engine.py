@@ -19,7 +19,7 @@ from torch import Tensor
 
 from repro.config import Experiment
 from repro.config.enums import Category, Phase
-from repro.engines import EngineReport
+from repro.engines import EngineReport, Exchange
 from repro.engines.megatron import exchange, model
 from repro.engines.native.model_part import MicroBatch, learning_rate
 from repro.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ class MegatronEngine:
         values = exchange.module_variables() | exchange.message_replacements()
         if device.type == "cpu":
             values |= exchange.cpu_replacements()
-        self.active = exchange.Exchange(values)
+        self.active = Exchange(values)
         """Context in which the library has the state of this experiment."""
         with self.active:
             exchange.initialize_groups(experiment.layout, device)

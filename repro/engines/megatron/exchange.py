@@ -1,14 +1,14 @@
-"""Isolation of megatron-core's module variables, and replacements of its functions.
+"""Module variables of megatron-core, and replacements of its functions.
 
 Groups, ranks, buffers and random states are module variables of the library, one set for a process. A job runs several
-experiments in one process, so each engine has its own set, which `Exchange` swaps in for the time of a call.
+experiments in one process. Each engine therefore has its own set, which an `Exchange` activates during a call.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -20,58 +20,22 @@ from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from repro.config import Layout
+from repro.engines import Attribute
 from repro.parallel.mesh import ensure_process_group, make_process_group
-
-_ABSENT = object()
-Attribute = tuple[Any, str]
-"""Module or class, and the name of one of its attributes."""
-
-
-class Exchange:
-    """Reentrant context in which attributes of modules and classes have other values.
-
-    Assignments inside the context are retained for the next entry.
-    """
-
-    def __init__(self, values: dict[Attribute, Any]):
-        self._values = values
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._swap()
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._swap()
-
-    def _swap(self) -> None:
-        for (owner, name), inside in self._values.items():
-            self._values[owner, name] = vars(owner).get(name, _ABSENT)
-            if inside is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, inside)
 
 
 def module_variables() -> dict[Attribute, Any]:
     """Return the library's module variables, with their values after the import."""
-    found: dict[Attribute, Any] = {}
-    _collect(found, parallel_state, (name for name in vars(parallel_state) if _is_state(name)))
-    _collect(found, random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"))
-    found[parallel_state, "create_group"] = _create_group
-    return found
+    names: list[Attribute] = [(parallel_state, name) for name in vars(parallel_state) if _is_state(name)]
+    names += [(random, "_CUDA_RNG_STATE_TRACKER"), (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED")]
+    return {
+        **{(owner, name): getattr(owner, name) for owner, name in names},
+        (parallel_state, "create_group"): _create_group,
+    }
 
 
 def _is_state(name: str) -> bool:
     return name == "_global_process_group_list" or (name.startswith("_") and name[1:].isupper())
-
-
-def _collect(found: dict[Attribute, Any], module: ModuleType, names: Iterable[str]) -> None:
-    for name in names:
-        found[module, name] = getattr(module, name)
 
 
 def _create_group(
@@ -181,8 +145,7 @@ class _Tracker:
 
     @contextmanager
     def fork(self, name: str = "") -> Iterator[None]:
-        with nullcontext():
-            yield
+        yield
 
     def get_states(self) -> dict[str, Tensor]:
         return {}

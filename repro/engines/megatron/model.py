@@ -267,15 +267,7 @@ def initial_values_by_name(
     """Return a function from a parameter's name to its initial fp32 value on this tp rank, in the suite's terms."""
     model = GPT(experiment.model, experiment.layout, experiment.training, mesh.tp)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    values = initial_values(
-        names,
-        parameters,
-        seed=experiment.training.seed,
-        layers=experiment.model.layers,
-        rank=mesh.tp.rank,
-        ranks=mesh.tp.size,
-        device=device,
-    )
+    values = initial_values(names, parameters, experiment, mesh.tp, device)
     place = {name: i for i, name in enumerate(names)}
 
     def value(name: str) -> Tensor:

@@ -22,7 +22,6 @@ from repro.parallel.pipeline.runner import Observer, Pipeline
 from repro.parallel.pipeline.schedule import build_schedule, in_flight
 from repro.parallel.storage import DTYPES, empty
 from repro.parallel.zero.optimizer import (
-    AdamGroup,
     GradientShards,
     LossScaler,
     Norms,
@@ -68,9 +67,8 @@ class NativeEngine:
             like = self.buckets[0].full
             self.placeholders = [empty(m * n, like, Category.OTHER) for m, n in sorted(shapes)]
         self.gradients = GradientShards(self.buckets, mesh, layout.kernels)
-        groups = [AdamGroup(training.weight_decay), AdamGroup(0.0)]
-        betas = training.beta1, training.beta2
-        self.optimizer = ShardedAdamW(self.buckets, groups, *betas, training.eps, layout.kernels)
+        decays, betas = (training.weight_decay, 0.0), (training.beta1, training.beta2)
+        self.optimizer = ShardedAdamW(self.buckets, decays, *betas, training.eps, layout.kernels)
         self.scaler: LossScaler | None = None
         if layout.precision == "fp16":
             self.scaler = LossScaler(

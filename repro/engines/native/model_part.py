@@ -84,15 +84,8 @@ class ModelPart:
         self._names = {name: getattr(p, "name_in_model", name) for name, p in self.model.named_parameters()}
 
         def values(parameters: list[Parameter]) -> InitialValues:
-            return initial_values(
-                list(self._names.values()),
-                parameters,
-                seed=training.seed,
-                layers=experiment.model.layers,
-                rank=mesh.tp.rank,
-                ranks=mesh.tp.size,
-                device=device,
-            )
+            names = list(self._names.values())
+            return initial_values(names, parameters, experiment, mesh.tp, device)
 
         sharding = Sharding.from_layout(layout, mesh.dp, device, DTYPES[layout.precision])
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)

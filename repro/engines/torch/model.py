@@ -240,8 +240,7 @@ def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callabl
     parameters = list(model.parameters())
 
     def make(i: int, device: torch.device) -> Tensor:
-        settings = {"seed": experiment.training.seed, "layers": experiment.model.layers}
-        values = initial_values(names, parameters, **settings, rank=0, ranks=1, device=device)
+        values = initial_values(names, parameters, experiment, tp, device)
         return values(i, 0, parameters[i].numel()).view(parameters[i].shape)
 
     return {name: partial(make, i) for i, name in enumerate(names)}

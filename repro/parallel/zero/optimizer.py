@@ -29,13 +29,6 @@ from repro.parallel.zero.partition import GatherUnit, parameters_by_unit
 
 
 @dataclass(frozen=True)
-class AdamGroup:
-    """Settings of one parameter group."""
-
-    weight_decay: float
-
-
-@dataclass(frozen=True)
 class Norms:
     """Results of one step on which all ranks agreed, as 0-dim fp32 tensors."""
 
@@ -130,13 +123,14 @@ class ShardedAdamW:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        groups: Sequence[AdamGroup],
+        decays: Sequence[float],
         beta1: float,
         beta2: float,
         eps: float,
         operators: OperatorSet = OperatorSet.FUSED,
     ):
-        self.buckets, self.groups, self.operators = list(buckets), list(groups), operators
+        """`decays`: weight decay of each parameter group."""
+        self.buckets, self.decays, self.operators = list(buckets), list(decays), operators
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         like = self.buckets[0].master
         self.step_count = torch.zeros((), dtype=torch.float32, device=like.device)
@@ -170,7 +164,7 @@ class ShardedAdamW:
 
     def _by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the parts of one tensor per bucket, by parameter group; empty lists without tensors."""
-        found: list[list[Tensor]] = [[] for _ in self.groups]
+        found: list[list[Tensor]] = [[] for _ in self.decays]
         for tensor, parts in zip(tensors, self._parts, strict=bool(tensors)):
             pieces = tensor.split([count for _, count in parts]) if len(parts) > 1 else [tensor]
             for (group, _), piece in zip(parts, pieces, strict=True):
@@ -191,7 +185,7 @@ class ShardedAdamW:
             divisor = None
         step = self.step_count + 1
         given = self._by_group(gradients)
-        for g, group in enumerate(self.groups):
+        for g, decay in enumerate(self.decays):
             if not self._masters[g]:
                 continue
             kernels.adamw_(
@@ -205,7 +199,7 @@ class ShardedAdamW:
                 beta1=self.beta1,
                 beta2=self.beta2,
                 eps=self.eps,
-                weight_decay=group.weight_decay,
+                weight_decay=decay,
                 grad_scale=divisor,
                 found_inf=skip,
                 plain=self.operators.plain,
@@ -231,14 +225,11 @@ class LossScaler:
     without overflow. All state is on the device, so no decision waits for the host.
     """
 
-    def __init__(
-        self, initial: float, window: int, hysteresis: int, device: torch.device, floor: float = 1.0
-    ):
+    def __init__(self, initial: float, window: int, hysteresis: int, device: torch.device):
         def scalar(value: float) -> Tensor:
             return torch.full((), value, dtype=torch.float32, device=device)
 
-        self.scale, self.floor = scalar(initial), floor
-        self.window, self.hysteresis = window, hysteresis
+        self.scale, self.window, self.hysteresis = scalar(initial), window, hysteresis
         self.good_steps, self.tolerance = scalar(0.0), scalar(float(hysteresis))
 
     def update(self, overflow: Tensor) -> None:
@@ -247,7 +238,7 @@ class LossScaler:
         self.good_steps.add_(1).mul_(1 - overflow)
         halve = (overflow > 0) & (self.tolerance <= 0)
         double = self.good_steps >= self.window
-        self.scale.mul_(torch.where(halve, 0.5, 1.0) * torch.where(double, 2.0, 1.0)).clamp_(min=self.floor)
+        self.scale.mul_(torch.where(halve, 0.5, 1.0) * torch.where(double, 2.0, 1.0)).clamp_(min=1.0)
         self.good_steps.mul_(torch.where(double, 0.0, 1.0))
         self.tolerance.copy_(torch.where(double, float(self.hysteresis), self.tolerance))
 

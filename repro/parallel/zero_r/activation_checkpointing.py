@@ -43,7 +43,7 @@ class ActivationCheckpoint:
         self.before = before
         """Checkpoint that backward loads after this one."""
         self.kept: Tensor | None = None
-        """ActivationCheckpoint tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
+        """Saved tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
         self.arena: Arena | None = None
         self.piece: Piece | None = None
         """Memory of `kept` under `md`."""
@@ -245,5 +245,4 @@ def recompute_attention(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> T
 
     `attend` must use no parameter. Its dropout draws from counters, so that it drops the same weights again.
     """
-    heads: Tensor = _RecomputeAttention.apply(attend, q, k, v)
-    return heads
+    return _RecomputeAttention.apply(attend, q, k, v)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from repro.config import ConfigError, Model
+from repro.engines.native.checkpoint.files import write_safetensors
 from repro.quality.weights.families import FAMILIES
 from repro.quality.weights.family import Family
 from repro.quality.weights.source import (
@@ -22,7 +23,7 @@ from repro.quality.weights.source import (
     check_tensors,
     name_from_folder,
 )
-from repro.quality.weights.tensor_files import read_safetensors, read_torch_file, write_safetensors
+from repro.quality.weights.tensor_files import read_safetensors, read_torch_file
 from repro.util.files import write_file
 
 CONFIG_FILE = "config.json"
@@ -154,7 +155,7 @@ def export_huggingface(
     for number, group in enumerate(groups, 1):
         part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         path = folder / f"model{part}.safetensors"
-        write_safetensors(path, {name: shapes[name] for name in group}, read)
+        write_safetensors(path, {name: shapes[name] for name in group}, read, {"format": "pt"})
         where |= dict.fromkeys(group, path.name)
         written.append(path)
     if len(groups) > 1:

@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,26 +77,6 @@ def _mapped_tensor(
     if raw.data_ptr() % kind.itemsize:
         raw = raw.clone()
     return raw.view(kind).view(*shape)
-
-
-def write_safetensors(
-    path: Path, shapes: Mapping[str, Sequence[int]], read_slices: Callable[[str], Iterable[Tensor]]
-) -> None:
-    """Write fp32 tensors of these `shapes`; `read_slices` yields the elements of a tensor in order."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shapes.items():
-        stop = offset + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
-            for piece in read_slices(name):
-                assert piece.dtype == torch.float32
-                file.write(memoryview(piece.contiguous().numpy().data).cast("B"))
 
 
 class Placeholder:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from repro.engines.native.checkpoint.files import write_safetensors
 from repro.quality.weights.families import GPT2
-from repro.quality.weights.tensor_files import write_safetensors
 from tests.training import TINY
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "m"), ("a", "t"), ("Ġm", "at")]
@@ -42,5 +42,5 @@ def write_weights(folder: Path, logits: dict[int, float], size: int = SIZE) -> N
         tensors["wte.weight"][token, 0] = logit
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    write_safetensors(folder / "model.safetensors", shapes, lambda name: [tensors[name].reshape(-1)])
+    write_safetensors(folder / "model.safetensors", shapes, lambda name: [tensors[name].reshape(-1)], {})
     (folder / "config.json").write_text(json.dumps(GPT2.document(model, size)))

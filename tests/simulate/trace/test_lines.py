@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from repro.simulate.trace.recorder import innermost_line
+from repro import kernels
+from repro.simulate.trace.recorder import innermost_line, line_of_step
 
 SOURCE = "\n\ndef through(call):\n    return call()\n"
 
@@ -43,3 +46,37 @@ def test_the_innermost_of_several_and_no_folder_of_that_name() -> None:
     assert outer(lambda: inner(found)) == "repro/model/layer.py:4"
     others = module("torch.nn.functional", "/home/me/kernels/.venv/torch/nn/functional.py")
     assert outer(lambda: others(found)) == "repro/model/gpt.py:4"
+
+
+class Lines(TorchDispatchMode):
+    """Record the file of every fused operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "repro":
+            self.files[func._schema.name] = line_of_step().partition(":")[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "inputs", "numbers"),
+    [
+        ("bias_gelu", "gelu", 2, ()),
+        ("swiglu", "glu", 1, ()),
+        ("layer_norm", "layernorm", 3, ()),
+        ("rms_norm", "rmsnorm", 2, ()),
+        ("causal_softmax", "softmax", 1, (0.5,)),
+    ],
+)
+def test_both_passes_of_an_operator_have_a_line_of_its_module(
+    name: str, module: str, inputs: int, numbers: tuple[float, ...]
+) -> None:
+    shapes = ((4, 4), (4,), (4,))[:inputs]
+    tensors = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
+    with Lines() as lines:
+        getattr(kernels, name)(*tensors, *numbers).sum().backward()
+    file = f"kernels/{module}.py"
+    assert lines.files == {f"repro::{name}": file, f"repro::{name}_backward": file}

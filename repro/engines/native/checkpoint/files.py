@@ -7,8 +7,9 @@ Tensors are written and read in slices, without a second copy, and a reader read
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,22 +54,43 @@ def write_rank_file(
     `shapes` are the shapes of the full parameters. `progress` is called after each slice.
     """
     metadata = {name: " ".join(map(str, shape)) for name, shape in shapes.items()}
+    tensors = {entry.title: (entry.rectangle, tensor) for entry, tensor in entries}
+
+    def read_slices(title: str) -> Iterator[Tensor]:
+        rectangle, tensor = tensors[title]
+        assert tensor.numel() == rectangle.size
+        for part in tensor.detach().split(SLICE):
+            yield part.cpu()
+            progress()
+
+    sizes = {title: [rectangle.rows, rectangle.columns] for title, (rectangle, _) in tensors.items()}
+    write_safetensors(path, sizes, read_slices, metadata)
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    read_slices: Callable[[str], Iterable[Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write fp32 tensors of these `shapes` and wait until they are on disk.
+
+    `read_slices` yields the elements of a tensor in order.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for entry, tensor in entries:
-        assert (tensor.dtype, tensor.numel()) == (torch.float32, entry.rectangle.size)
-        stop = offset + ITEM * tensor.numel()
-        shape = [entry.rectangle.rows, entry.rectangle.columns]
-        header[entry.title] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, stop]}
+    for name, shape in shapes.items():
+        stop = offset + ITEM * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in entries:
-            for part in tensor.detach().split(SLICE):
-                file.write(memoryview(part.cpu().numpy().data).cast("B"))
-                progress()
+        for name in shapes:
+            for part in read_slices(name):
+                assert part.dtype == torch.float32
+                file.write(memoryview(part.contiguous().numpy().data).cast("B"))
         file.flush()
         os.fsync(file.fileno())
 
