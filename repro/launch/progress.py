@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from repro.config.enums import Phase
@@ -53,9 +52,7 @@ class Progress:
             self.say(f"{self.known} already in the store, {self.total} to run")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 
@@ -63,12 +60,10 @@ class Progress:
         """Show the start of a launch: a line for each compared experiment, or for the first of a sequence."""
         self.job, self.course = job, JobStepCounters(job)
         self._spoke = time.monotonic()
-        experiments = job.experiments
         if self._bars is not None:
             self._clear()
-            for i in range(len(experiments) if job.compare else 1):
+            for i in range(len(job.experiments) if job.compare else 1):
                 self._line(i, "starting")
-            return
 
     def tick(self, position: Position) -> None:
         """Show the position of rank 0 of the running launch."""
@@ -93,10 +88,8 @@ class Progress:
         if experiment not in self._lines:
             if not self.job.compare:
                 self._clear()
-            name, columns = (
-                self.job.experiments[experiment].name,
-                max(12, self._bars.console.width - FIXED_COLUMNS),
-            )
+            name = self.job.experiments[experiment].name
+            columns = max(12, self._bars.console.width - FIXED_COLUMNS)
             short = name if len(name) <= columns else f"{name[: columns - 1]}…"
             self._lines[experiment] = self._bars.add_task(short, total=None, place="", rate="", left="")
         steps = self.course.steps[experiment]

@@ -78,8 +78,8 @@ class Slurm:
         expected = (
             f"longer than signal_delay_s = {self.signal_delay_s} s, the time from the stop signal to the end"
         )
-        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
-        require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
+        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
+        require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yield the texts that become options of `sbatch`, with their keys."""
