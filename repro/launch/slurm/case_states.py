@@ -228,15 +228,17 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
     return outcome, ", ".join(parts)
 
 
+@dataclass(frozen=True)
 class CaseSurvey:
     """Survey of every case's state, read once."""
 
-    def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
-        self.registry, self.store, self.scheduler = registry, store, scheduler
+    registry: Registry
+    store: Store
+    scheduler: Scheduler
 
-    def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
-        """Return all cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
-        chosen = self.registry.all() if submissions is None else submissions
+    def cases(self) -> list[CaseState]:
+        """Return the cases of all submissions.  Raises `SchedulerError` if the queue is unreadable."""
+        chosen = self.registry.all()
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
         latest = by_key(self.store.records())
         found: list[CaseState] = []
