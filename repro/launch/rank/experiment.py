@@ -72,14 +72,13 @@ class ExperimentRun:
         self.link_bytes: list[int] = []
         """Bytes that the network transmitted in the timed steps."""
         report(0, Phase.INIT)
-        self.watched = watched
-        self.profiles, history = profiles, None
+        self.watched, self.profiles = watched, profiles
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
             if device.type == "cuda":
                 torch.cuda.memory._record_memory_history()
-            else:
-                history = AllocationHistory(line_of_step)
+        has_history = profiles is not None and device.type != "cuda"
+        history = AllocationHistory(line_of_step) if has_history else None
         self.tracker = MemoryTracker(history) if watched else None
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
