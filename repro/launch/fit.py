@@ -185,10 +185,8 @@ def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
     for part in ("cuda", "beside_torch", "states"):
-        largest: dict[str, int] = {}
-        for memory in memories:
-            for key, value in memory.get(part, {}).items():
-                largest[key] = max(value, largest.get(key, 0))
+        values = [memory.get(part, {}) for memory in memories]
+        largest = {key: max(one.get(key, 0) for one in values) for each in values for key in each}
         if largest or part != "states":
             found[part] = largest
     return found

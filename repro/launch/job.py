@@ -47,9 +47,8 @@ class Job:
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
         assert self.rounds >= 1
-        assert (
-            len({(e.layout.world, e.system, e.limits.memory_bytes, e.network) for e in self.experiments}) == 1
-        )
+        shared = {(e.layout.world, e.system, e.limits.memory_bytes, e.network) for e in self.experiments}
+        assert len(shared) == 1
 
     @property
     def world(self) -> int:

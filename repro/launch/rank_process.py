@@ -150,9 +150,8 @@ class HeartbeatWriter:
 
     def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
         """Write that the rank enters `phase` of `step` of an experiment of its job."""
-        _PHASE.pack_into(
-            self._map, self._phase_at, experiment_index, _PHASE_NUMBERS[phase], step, time.monotonic()
-        )
+        number = _PHASE_NUMBERS[phase]
+        _PHASE.pack_into(self._map, self._phase_at, experiment_index, number, step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str, purpose: str = "") -> None:
         """Write that the rank issues its collective number `sequence`: `op` over `group`."""
@@ -178,15 +177,8 @@ class HeartbeatReader:
         """Return the position of `rank`."""
         experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
-        return Position(
-            experiment,
-            step,
-            _PHASES[number],
-            sequence,
-            _decode_name(op),
-            _decode_name(group),
-            max(began, issued),
-        )
+        op, group = (name.rstrip(b"\0").decode() for name in (op, group))
+        return Position(experiment, step, _PHASES[number], sequence, op, group, max(began, issued))
 
     def close(self) -> None:
         """Unmap the file."""
@@ -199,7 +191,3 @@ def _map_file(path: Path) -> mmap.mmap:
         return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-
-
-def _decode_name(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode()

@@ -157,18 +157,22 @@ class MemoryTracker(UncompiledMode):
             return found
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        for seen in list(self._live.values()):
-            if (live := seen.reference()) is not None:
-                self._follow(live, seen)
+        for live, seen in self._storages():
+            self._follow(live, seen)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for live, _ in self._storages():
+            live.watcher = None  # type: ignore[attr-defined]
+
+    def _storages(self) -> Iterator[tuple[torch.UntypedStorage, _TrackedStorage]]:
+        """Yield the storages that are not freed."""
         for seen in list(self._live.values()):
             if (live := seen.reference()) is not None:
-                live.watcher = None  # type: ignore[attr-defined]
+                yield live, seen
 
     def marked(self, data: torch.UntypedStorage, category: Category) -> None:
         """Count a storage under its new mark."""
@@ -197,12 +201,10 @@ class MemoryTracker(UncompiledMode):
     def live(self) -> dict[str, int]:
         """Return the live bytes by category, and the device's total."""
         found = self._nothing()
-        for seen in list(self._live.values()):
-            live = seen.reference()
-            if live is not None:
-                category = storage.category_of(live) or seen.born
-                if category != Category.SHAPE:
-                    found[category] += live.nbytes()
+        for live, seen in self._storages():
+            category = storage.category_of(live) or seen.born
+            if category != Category.SHAPE:
+                found[category] += live.nbytes()
         return _with_total(found)
 
     @staticmethod

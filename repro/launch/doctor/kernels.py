@@ -26,6 +26,13 @@ ALL_ARCHITECTURES = (70, 80, 90, 100)
 """Architectures of `--kernels all`: V100, A100, H100 and B200."""
 _FALLBACK_NOTE = "torch's operators run on a GPU, and every record says so"
 
+_RESOURCES = re.compile(
+    r"Compiling entry function '(\w+)'.*?"
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+    r"Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
+    re.DOTALL,
+)
+
 
 class KernelResources(NamedTuple):
     """Resources of one kernel."""
@@ -42,17 +49,9 @@ class KernelResources(NamedTuple):
 def parse_resources(log: str) -> dict[str, KernelResources]:
     """Return the resources by kernel from the log of a compilation with `--ptxas-options=-v`."""
     found: dict[str, KernelResources] = {}
-    name, stack, spilled = "", 0, 0
-    for line in log.splitlines():
-        if entry := re.search(r"Compiling entry function '(\w+)'", line):
-            name = entry[1]
-        elif frame := re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
-        ):
-            stack, spilled = int(frame[1]), int(frame[2]) + int(frame[3])
-        elif used := re.search(r"Used (\d+) registers", line):
-            shared = re.search(r"(\d+) bytes smem", line)
-            found[name] = KernelResources(int(used[1]), stack, spilled, int(shared[1]) if shared else 0)
+    for name, *counts in _RESOURCES.findall(log):
+        stack, stores, loads, registers, shared = (int(count or 0) for count in counts)
+        found[name] = KernelResources(registers, stack, stores + loads, shared)
     return found
 
 

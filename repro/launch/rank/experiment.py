@@ -286,15 +286,18 @@ class ExperimentRun:
     def _read(self) -> None:
         self.series.read(self.experiment.layout.precision == "fp16")
 
-    def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Return all measurements of the experiment. Then profile a further step, if profiles are wanted."""
+    def result(self, diverged: str = "") -> RankResult:
+        """Return all measurements of the experiment, and the reason if it `diverged`.
+
+        Then profile a further step, if profiles are wanted.
+        """
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
         found = RankResult(
             rank=self.mesh.rank,
-            outcome=outcome,
-            reason=reason,
+            outcome="diverged" if diverged else "ok",
+            reason=diverged,
             loss=series.loss,
             grad_norm=series.grad_norm,
             loss_scale=series.loss_scale,
@@ -313,7 +316,7 @@ class ExperimentRun:
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
-        if self.profiles is not None and outcome == "ok":
+        if self.profiles is not None and not diverged:
             self._profile_step(self.profiles / f"rank-{self.mesh.rank}.json")
         return found
 

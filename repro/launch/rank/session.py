@@ -132,36 +132,20 @@ class RankSession:
     def run_one(self, index: int) -> dict[str, Any]:
         """Run one experiment to its end and return its result."""
         run = self._start(index)
-        try:
-            run.prelude()
-            run.steps(run.left)
-        except Diverged as error:
-            return self._finish(index, run.result("diverged", str(error)).as_dict())
-        return self._finish(index, run.result().as_dict())
+        diverged = _advance(run, None) or _advance(run, run.left)
+        return self._finish(index, run.result(diverged).as_dict())
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments, which are all on the device, in turns; return the results by key."""
         runs = [self._start(i) for i in range(len(self.job.experiments))]
-        diverged: dict[int, str] = {}
-
-        def attempt(i: int, steps: int | None) -> None:
-            if i in diverged:
-                return
-            try:
-                runs[i].prelude() if steps is None else runs[i].steps(steps)
-            except Diverged as error:
-                diverged[i] = str(error)
-
-        for i in range(len(runs)):
-            attempt(i, None)
+        diverged = [_advance(run, None) for run in runs]
         for turn in range(self.job.rounds):
-            for i in range(len(runs)):
-                attempt(i, self._timed_steps(i, turn))
-        results = {}
-        for i, run in enumerate(runs):
-            result = run.result("diverged", diverged[i]) if i in diverged else run.result()
-            results[run.experiment.key] = self._finish(i, result.as_dict())
-        return results
+            for i, run in enumerate(runs):
+                diverged[i] = diverged[i] or _advance(run, self._timed_steps(i, turn))
+        return {
+            run.experiment.key: self._finish(i, run.result(diverged[i]).as_dict())
+            for i, run in enumerate(runs)
+        }
 
     def _timed_steps(self, index: int, turn: int) -> int:
         """Return the number of timed steps of a turn; the last round takes the remainder."""
@@ -187,19 +171,23 @@ class RankSession:
                 if experiment.key in results:
                     continue  # diverged
                 run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
-                diverged = ""
-                try:
-                    run.prelude()
-                    run.steps(self._timed_steps(i, turn))
-                except Diverged as error:
-                    diverged = str(error)
+                diverged = _advance(run, None) or _advance(run, self._timed_steps(i, turn))
                 run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
                 rounds[i], rows[i] = run.rounds, run.phase_rows
                 if diverged or turn == job.rounds - 1:
-                    results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
+                    results[experiment.key] = run.result(diverged).as_dict()
                 del run
                 gc.collect()
         return {e.key: self._finish(i, results[e.key]) for i, e in enumerate(job.experiments)}
+
+
+def _advance(run: ExperimentRun, steps: int | None) -> str:
+    """Run `steps` timed steps, or with None the untimed steps. Return the reason of a divergence, or ''."""
+    try:
+        run.prelude() if steps is None else run.steps(steps)
+    except Diverged as error:
+        return str(error)
+    return ""
 
 
 def run_memory_trial(

@@ -104,11 +104,8 @@ def cancel_jobs(results: Path, what: str) -> int:
         cases = CaseSurvey(registry, Store(results), scheduler).cases()
         open_cases = [case for case in cases if case.state in OPEN_STATES]
         files = {submission.id: submission.suite_file for submission in registry.all()}
-
-        def matches(name: str, suite: str, submission: str) -> bool:
-            return not what or what in (suite, submission, files[submission]) or fnmatchcase(name, what)
-
-        chosen = [case for case in open_cases if matches(case.name, case.suite, case.submission)]
+        places = {case: (case.suite, case.submission, files[case.submission]) for case in open_cases}
+        chosen = [c for c in open_cases if not what or what in places[c] or fnmatchcase(c.name, what)]
         if not chosen:
             known = list_names(what, [case.name for case in open_cases]) or "none"
             raise ConfigError("cancel", what, f"a suite, submission or case that waits or runs: {known}")

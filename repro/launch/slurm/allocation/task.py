@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from repro.launch import rank_process
 from repro.launch.job import STOP_FILE, Job
@@ -278,12 +277,8 @@ def main(arguments: list[str]) -> int:
     """Run one rank and return its exit code in the convention of a shell."""
     folder = Path(arguments[0])
     seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-
     for sort in (*SIGNALS, rank_process.STACKS_SIGNAL):
-        signal.signal(sort, note)
+        signal.signal(sort, lambda number, frame: seen.append(number))
     launch = TaskLaunch.load(folder)
     os.umask(launch.umask)
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
