@@ -86,7 +86,7 @@ class RecordHead(RecordPart):
         return f"{self.suite}/{self.name}"
 
 
-class OfExperiment:
+class ExperimentConditions:
     """Base of records with the conditions of an experiment."""
 
     name: str
@@ -105,7 +105,7 @@ class OfExperiment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentRecord(RecordHead, OfExperiment):
+class ExperimentRecord(RecordHead, ExperimentConditions):
     """Outcome and observations of one experiment. Measured and simulated evidence of one key are two records."""
 
     kind: str = field(default="experiment", init=False)
@@ -191,7 +191,7 @@ class ComparisonRecord(RecordHead):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRecord(RecordHead, OfExperiment):
+class FitRecord(RecordHead, ExperimentConditions):
     """Largest model or micro-batch that trains in a device's memory, and the smallest that does not.
 
     `repro fit --measure` writes it. The record has no rate and no step time, because a trial has two steps. It is no
