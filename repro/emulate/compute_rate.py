@@ -56,14 +56,8 @@ def core_flops_per_s() -> float:
     return count_flop(MEASUREMENT_S, time.thread_time) / (time.thread_time() - began)
 
 
-def main() -> int:
-    """Print the compute rate of one thread."""
+if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
     print(core_flops_per_s())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -74,9 +74,8 @@ def verify(links: Links) -> dict[str, Any]:
     if network.nodes > 1:
         trips["between"] = round_trip_s(links, 0, network.ranks_per_node)
         if (trip_s := trips["between"]) < 2 * network.delay_s * (1 - TOLERANCE):
-            raise WrongRate(
-                f"nodes answer each other in {trip_s:.2g} s, less than twice {network.delay_s:g} s"
-            )
+            least = f"twice {network.delay_s:g} s"
+            raise WrongRate(f"nodes answer each other in {trip_s:.2g} s, less than {least}")
     return {"rates": found, "round_trip_s": trips}
 
 

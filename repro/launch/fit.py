@@ -58,28 +58,23 @@ def plan_trials(
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
-    if local_launch.DEVICES[system] == "cuda" and gpus > local_launch.count_cuda_devices():
-        raise ConfigError(
-            "gpus",
-            gpus,
-            f"at most the {local_launch.count_cuda_devices()} CUDA devices that are visible here",
-        )
-    if local_launch.DEVICES[system] == "cpu":
+    if local_launch.DEVICES[system] == "cuda":
+        visible = local_launch.count_cuda_devices()
+        require(gpus <= visible, "gpus", gpus, f"at most the {visible} CUDA devices that are visible here")
+    else:
         at_most("gpus", gpus, local_launch.max_ranks())
     return Trials(question, system, limit, as_rank)
 
 
 def _local_system(system: str, limit: int | None) -> System:
     """Return the system of the trials; a processor is one device with the memory `limit`."""
-    on = discover()
-    on_cpu = local_launch.DEVICES[system] == "cpu"
-    if on_cpu:
-        if limit is None:
-            what = "is needed on processor cores: what one process may allocate, say 500MB"
-            raise ConfigError("memory_limit", says=what)
-        nothing = Quantity(value=0, source="a processor has no CUDA context")
-        return replace(on, context_bytes=nothing)
-    return on
+    if local_launch.DEVICES[system] != "cpu":
+        return discover()
+    if limit is None:
+        what = "is needed on processor cores: what one process may allocate, say 500MB"
+        raise ConfigError("memory_limit", says=what)
+    nothing = Quantity(value=0, source="a processor has no CUDA context")
+    return replace(discover(), context_bytes=nothing)
 
 
 @dataclass
@@ -101,10 +96,8 @@ class Trials:
         """Run the search, starting at the result of the simulation."""
         guess = fit.fit_by_simulation(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
-        values = self.question.values()
-        return fit.search_largest(
-            values, lambda value: self._attempt(value, interrupt), self.question.allocatable, start
-        )
+        values, limit = self.question.values(), self.question.allocatable
+        return fit.search_largest(values, lambda value: self._attempt(value, interrupt), limit, start)
 
     def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
         """Return the JSON document of `repro fit --measure --json`."""
@@ -177,15 +170,12 @@ class Trials:
         )
         job = Job(experiments=[experiment], as_rank=-1 if self.as_rank is None else self.as_rank)
         ending, results = run_once(job, interrupt, target=TRIAL_TARGET)
-        detail = {"memory_of_process": _largest_values([result["memory"] for result in results])}
-        why = ""
-        if ending.outcome == "oom":
-            why = memory_failure_kind(
-                ending.reason, local_launch.DEVICES[self.system], self.question.allocatable
-            )
-        elif ending.outcome != "ok":
-            why = ending.outcome
-        reserved = detail["memory_of_process"].get("cuda", {}).get("reserved_peak")
+        memory = _largest_values([result["memory"] for result in results])
+        why = "" if ending.outcome == "ok" else ending.outcome
+        if why == "oom":
+            device = local_launch.DEVICES[self.system]
+            why = memory_failure_kind(ending.reason, device, self.question.allocatable)
+        reserved, detail = memory.get("cuda", {}).get("reserved_peak"), {"memory_of_process": memory}
         return fit.FitTrial(value, ending.outcome, reserved, why, ending.reason, detail)
 
 
@@ -195,10 +185,8 @@ def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
     for part in ("cuda", "beside_torch", "states"):
-        largest: dict[str, int] = {}
-        for memory in memories:
-            for key, value in memory.get(part, {}).items():
-                largest[key] = max(value, largest.get(key, 0))
+        values = [memory.get(part, {}) for memory in memories]
+        largest = {key: max(one.get(key, 0) for one in values) for each in values for key in each}
         if largest or part != "states":
             found[part] = largest
     return found

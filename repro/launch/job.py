@@ -6,7 +6,7 @@ import json
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from repro.config import EmulatedNetwork, Experiment, from_dict
@@ -47,9 +47,8 @@ class Job:
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
         assert self.rounds >= 1
-        assert (
-            len({(e.layout.world, e.system, e.limits.memory_bytes, e.network) for e in self.experiments}) == 1
-        )
+        shared = {(e.layout.world, e.system, e.limits.memory_bytes, e.network) for e in self.experiments}
+        assert len(shared) == 1
 
     @property
     def world(self) -> int:
@@ -112,9 +111,7 @@ class Interrupt:
                 signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from repro import engines
 from repro.config import Experiment
@@ -41,7 +42,7 @@ def scratch_parent() -> Path:
 
 
 class LocalLaunch:
-    """A running job. Every rank leads its own session, so that Ctrl-C in the terminal reaches the launcher only.
+    """A running job.
 
     Start it from the main thread, because the kernel ends a rank with the *thread* that started it.
     """
@@ -77,16 +78,7 @@ class LocalLaunch:
             if self._network is not None:
                 command = self._network.facts.exec_command(rank, command)
                 own |= _on_node(self._network.network.ranks_per_node, rank)
-            with self._log(rank, "out") as out, self._log(rank, "err") as err:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    env=own,
-                    start_new_session=True,
-                )
-            self._ranks.append(process)
+            self._ranks.append(rank_process.start_rank(command, self.logs, rank, own))
 
     def poll(self, rank: int) -> int | None:
         """Return the exit code of `rank`, negative for a signal; None while it runs."""
@@ -122,12 +114,8 @@ class LocalLaunch:
         waiting = list(logs)
         while waiting and time.monotonic() < end:
             time.sleep(STACKS_POLL_INTERVAL_S)
-            waiting = [
-                r for r in waiting if rank_process.count_stacks(logs[r]) == before[r] and self._could_write(r)
-            ]
-
-    def _could_write(self, rank: int) -> bool:
-        return self.poll(rank) is None and not self.stopped(rank)
+            can_write = [rank for rank in waiting if self.poll(rank) is None and not self.stopped(rank)]
+            waiting = [rank for rank in can_write if rank_process.count_stacks(logs[rank]) == before[rank]]
 
     def ask_to_stop(self) -> None:
         """Request a checkpoint after the current step, and the end of the ranks."""
@@ -147,20 +135,11 @@ class LocalLaunch:
             self._network.close()
         self._heartbeats.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if keep_logs is None:
-            shutil.rmtree(self.logs, ignore_errors=True)
-        elif keep_logs != self.logs:
-            shutil.rmtree(keep_logs, ignore_errors=True)
-            self.logs.rename(keep_logs)
+        rank_process.move_logs(self.logs, keep_logs)
 
     def _signal(self, number: int) -> None:
         for process in self._ranks:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-
-    def _log(self, rank: int, stream: str) -> IO[bytes]:
-        return open(self.logs / f"rank-{rank}.{stream}", "wb")
+            rank_process.signal_rank(process, number)
 
 
 def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
@@ -213,10 +192,11 @@ def missing_resource(experiment: Experiment) -> str:
     world = experiment.layout.world
     if experiment.system not in DEVICES:
         return f"{world} GPUs of system {experiment.system}"
-    if DEVICES[experiment.system] == "cuda" and world > count_cuda_devices():
+    on_gpu, most = DEVICES[experiment.system] == "cuda", max_ranks()
+    if on_gpu and world > count_cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
-    if DEVICES[experiment.system] == "cpu" and world > max_ranks().value:
-        return f"{world} processes, and this machine takes {max_ranks().value} ({max_ranks().why})"
+    if not on_gpu and world > most.value:
+        return f"{world} processes, and this machine takes {most.value} ({most.why})"
     if lacking := engines.missing_library(experiment.engine):
         return lacking
     return lab.missing_requirement() if experiment.network is not None else ""
@@ -242,13 +222,14 @@ def memory_shortage(experiment: Experiment) -> str:
 
     The estimate is a lower bound for every engine, so a rejected experiment could only run out of memory.
     """
-    states, inputs = (_limited_bytes(experiment, size) for size in (_states(experiment), _inputs(experiment)))
-    free = memory_and_swap()
+    limit = experiment.limits.memory_bytes * experiment.layout.world or math.inf
+    states, inputs = min(_states(experiment), limit), min(_inputs(experiment), limit)
+    free, parameters = memory_and_swap(), total_parameters(experiment.model)
     if states > free:
         return (
             f"{units.size(states)} of memory for model states alone, and {units.size(free)} are free here; "
-            f"model = {experiment.model.name!r} has {total_parameters(experiment.model):,} parameters, and at most "
-            f"{int(total_parameters(experiment.model) * free / states):,} fit in this layout"
+            f"model = {experiment.model.name!r} has {parameters:,} parameters, and at most "
+            f"{int(parameters * free / states):,} fit in this layout"
         )
     if states + inputs > free:
         fits = int(experiment.layout.micro_batch * (free - states) / inputs)
@@ -262,9 +243,8 @@ def memory_shortage(experiment: Experiment) -> str:
 
 def _states(experiment: Experiment) -> float:
     """Return the bytes of model states of all ranks, each tensor-parallel replica counted once."""
-    return experiment.layout.copies * sum(
-        state_bytes(total_parameters(experiment.model), experiment.layout).values()
-    )
+    replica = state_bytes(total_parameters(experiment.model), experiment.layout)
+    return experiment.layout.copies * sum(replica.values())
 
 
 def _inputs(experiment: Experiment) -> float:
@@ -272,9 +252,3 @@ def _inputs(experiment: Experiment) -> float:
     model, layout = experiment.model, experiment.layout
     tokens = layout.micro_batch * experiment.seq
     return layout.dp * model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision]
-
-
-def _limited_bytes(experiment: Experiment, size: float) -> float:
-    """Return `size`, or the memory limit of all ranks if that is smaller."""
-    limit = experiment.limits.memory_bytes * experiment.layout.world
-    return min(size, limit) if limit else size

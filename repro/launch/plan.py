@@ -50,9 +50,8 @@ def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
         if not any(fnmatchcase(name, glob) for name in names):
             expected = f"a glob that matches an experiment of {suite.file}: {listed(names)}"
             raise ConfigError("--only", glob, expected)
-    if not only:
-        return list(suite.entries)
-    return [entry for entry in suite.entries if any(fnmatchcase(entry.experiment.name, g) for g in only)]
+    wanted = only or ["*"]
+    return [entry for entry in suite.entries if any(fnmatchcase(entry.experiment.name, g) for g in wanted)]
 
 
 def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from repro.config.enums import Phase
@@ -35,9 +34,8 @@ class Progress:
 
     def __init__(self, total: int, known: int):
         self.total, self.known, self.done = total, known, 0
-        self.job: Job | None = None
-        """The running launch."""
-        self.course: JobStepCounters | None = None
+        self.running: JobStepCounters | None = None
+        """Counters of the running launch."""
         self._began = time.monotonic()
         self._spoke = self._began
         self._lines: dict[int, TaskID] = {}
@@ -53,53 +51,47 @@ class Progress:
             self.say(f"{self.known} already in the store, {self.total} to run")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 
     def launch(self, job: Job) -> None:
         """Show the start of a launch: a line for each compared experiment, or for the first of a sequence."""
-        self.job, self.course = job, JobStepCounters(job)
+        self.running = JobStepCounters(job)
         self._spoke = time.monotonic()
-        experiments = job.experiments
         if self._bars is not None:
             self._clear()
-            for i in range(len(experiments) if job.compare else 1):
+            for i in range(len(job.experiments) if job.compare else 1):
                 self._line(i, "starting")
-            return
 
     def tick(self, position: Position) -> None:
         """Show the position of rank 0 of the running launch."""
-        if not position.begun or self.job is None or self.course is None:
+        if not position.begun or self.running is None:
             return
-        steps = self.course.update(position)
+        steps = self.running.update(position)
         if position.phase == Phase.DONE:  # its line has been removed, or will be
             return
         if self._bars is not None:
             self._line(position.experiment, str(position.phase))
         elif time.monotonic() - self._spoke > REPORT_INTERVAL_S:
-            speed = _rate(steps.rate), _time_left(self.course.left_s(steps))
+            speed = _rate(steps.rate), _time_left(self.running.left_s(steps))
             said = [f"step {steps.done} of {steps.total}", str(position.phase), *filter(None, speed)]
-            name = self.job.experiments[position.experiment].name
+            name = self.running.job.experiments[position.experiment].name
             self.say(f"  {name}: {', '.join(said)} ({self._left()})")
 
     def _line(self, experiment: int, place: str) -> None:
         """Update the display's line of an experiment; without turns it replaces the preceding experiment's line."""
         assert self._bars is not None
-        assert self.job is not None
-        assert self.course is not None
+        assert self.running is not None
+        job, counters = self.running.job, self.running.steps
         if experiment not in self._lines:
-            if not self.job.compare:
+            if not job.compare:
                 self._clear()
-            name, columns = (
-                self.job.experiments[experiment].name,
-                max(12, self._bars.console.width - FIXED_COLUMNS),
-            )
+            name = job.experiments[experiment].name
+            columns = max(12, self._bars.console.width - FIXED_COLUMNS)
             short = name if len(name) <= columns else f"{name[: columns - 1]}…"
             self._lines[experiment] = self._bars.add_task(short, total=None, place="", rate="", left="")
-        steps = self.course.steps[experiment]
+        steps = counters[experiment]
         self._bars.update(
             self._lines[experiment],
             completed=steps.done,
@@ -108,7 +100,7 @@ class Progress:
             rate=_rate(steps.rate),
         )
         for at, line in self._lines.items():  # each turn also shortens the remaining time of the others
-            self._bars.update(line, left=_time_left(self.course.left_s(self.course.steps[at])))
+            self._bars.update(line, left=_time_left(self.running.left_s(counters[at])))
 
     def _clear(self) -> None:
         """Remove the lines of the preceding launch."""
@@ -126,7 +118,7 @@ class Progress:
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
             for at, line in list(self._lines.items()):
-                if self.job is not None and self.job.experiments[at].name == name:
+                if self.running is not None and self.running.job.experiments[at].name == name:
                     self._bars.remove_task(line)
                     del self._lines[at]
         elif expected and time.monotonic() - self._spoke > REPORT_INTERVAL_S:
@@ -221,7 +213,7 @@ class JobStepCounters:
         turns = job.rounds if job.apart else 1
         trainings = [experiment.training for experiment in job.experiments]
         self.steps = [StepCounter(turns * t.untimed_steps + t.steps - t.untimed_steps) for t in trainings]
-        self._take_turns, self._clock, self._last = job.compare, clock, clock()
+        self.job, self._clock, self._last = job, clock, clock()
 
     def update(self, position: Position) -> StepCounter:
         """Update the counter of the experiment in which rank 0 is, and return it."""
@@ -233,6 +225,6 @@ class JobStepCounters:
 
     def left_s(self, steps: StepCounter) -> float | None:
         """Return the seconds until `steps` ends. Experiments that take turns end together."""
-        together: Sequence[StepCounter] = self.steps if self._take_turns else [steps]
+        together: Sequence[StepCounter] = self.steps if self.job.compare else [steps]
         each = [one.left_s for one in together]
         return sum(one for one in each if one is not None) if None not in each else None

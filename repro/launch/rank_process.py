@@ -6,10 +6,13 @@ microsecond without a lock, because each field has one writer. The slot of a kil
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -56,6 +59,36 @@ def process_state(pid: int) -> str:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process."""
     return process_state(pid) in ("T", "t")
+
+
+def start_rank(
+    command: list[str], logs: Path, rank: int, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a rank as the leader of a session, so that Ctrl-C in the terminal does not reach it."""
+    with open(logs / f"rank-{rank}.out", "wb") as out, open(error_log_path(logs, rank), "wb") as err:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def signal_rank(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a rank and its children, unless the rank has ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def move_logs(logs: Path, target: Path | None) -> None:
+    """Move the logs of an ended launch to `target`, or remove them if it is None."""
+    if target != logs and logs.exists():
+        shutil.rmtree(target or logs, ignore_errors=True)
+        if target is not None:
+            logs.rename(target)
 
 
 def error_log_path(logs: Path, rank: int) -> Path:
@@ -117,11 +150,10 @@ class HeartbeatWriter:
 
     def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
         """Write that the rank enters `phase` of `step` of an experiment of its job."""
-        _PHASE.pack_into(
-            self._map, self._phase_at, experiment_index, _PHASE_NUMBERS[phase], step, time.monotonic()
-        )
+        number = _PHASE_NUMBERS[phase]
+        _PHASE.pack_into(self._map, self._phase_at, experiment_index, number, step, time.monotonic())
 
-    def collective(self, sequence: int, op: str, group: str) -> None:
+    def collective(self, sequence: int, op: str, group: str, purpose: str = "") -> None:
         """Write that the rank issues its collective number `sequence`: `op` over `group`."""
         _COLLECTIVE.pack_into(
             self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
@@ -145,15 +177,8 @@ class HeartbeatReader:
         """Return the position of `rank`."""
         experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
-        return Position(
-            experiment,
-            step,
-            _PHASES[number],
-            sequence,
-            _decode_name(op),
-            _decode_name(group),
-            max(began, issued),
-        )
+        op, group = (name.rstrip(b"\0").decode() for name in (op, group))
+        return Position(experiment, step, _PHASES[number], sequence, op, group, max(began, issued))
 
     def close(self) -> None:
         """Unmap the file."""
@@ -166,7 +191,3 @@ def _map_file(path: Path) -> mmap.mmap:
         return mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
-
-
-def _decode_name(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode()

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from repro.config import Experiment, suites
+from repro.config import Experiment
 from repro.config.suites import Entry, Suite
 from repro.launch.job import Job
 from repro.launch.progress import Progress
-from repro.results import select
 from repro.results.record_parts import KernelsRan, Provenance, RankResult, kernel_fallbacks
 from repro.results.schema import CONCLUSIVE, MEASURED, ExperimentRecord, Record
 from repro.results.select import by_key, by_keys
@@ -117,12 +116,10 @@ class Recorder:
         """Append a record and report it. On a full disk, append the record that `failed` makes of the reason."""
         full = ""
         try:
-            self.store.append(written)
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
+            self._append(written, f"disk full while writing the result to {self.store.folder}")
+        except DiskFull as error:
             # The store has freed its reserve, which is large enough for a failure.
-            full = f"disk full while writing the result to {self.store.folder}"
+            full = str(error)
             written = failed(full)
             self._append(written, f"{written.reason}, and the outcome of {written.name} did not fit")
         expected = self.suite.entry(written.name).expect in ("", written.outcome)
@@ -150,7 +147,7 @@ class Recorder:
 
     def adopt(self, entries: list[Entry]) -> None:
         """Copy records of equal keys, and so of equal experiments, to this suite's names."""
-        latest = select.by_key(self.store.records(), self.evidence)
+        latest = by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
             if record is None or not record.conclusive:
@@ -164,8 +161,8 @@ class Recorder:
 
 
 def summarise_run(
-    suite: suites.Suite,
-    entries: list[suites.Entry],
+    suite: Suite,
+    entries: list[Entry],
     store: Store,
     ran: set[str],
     needs: dict[str, str],

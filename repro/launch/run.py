@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from repro.config import ConfigError, Experiment, words
 from repro.config.suites import Entry, Suite, load_suite
@@ -50,9 +49,9 @@ def run_suites(
     if evidence == SIMULATED:
         yield from simulated.simulate_suites(selected, results, system, rerun)
         return
-    runnable = [_split_runnable(suite, entries) for suite, entries in selected]
-    for (suite, entries), (here, needs) in zip(selected, runnable, strict=True):
-        found = _run_measured(suite, entries, here, needs, results, rerun=rerun or profile, profile=profile)
+    missing = [_missing_requirements(suite, entries) for suite, entries in selected]
+    for (suite, entries), needs in zip(selected, missing, strict=True):
+        found = _run_measured(suite, entries, needs, results, rerun or profile, profile)
         yield found
         if found.summary["stopped"]:
             return
@@ -86,34 +85,33 @@ def _require_writable(results: Path) -> None:
 
 
 def _run_measured(
-    suite: Suite, entries: list[Entry], here: list[Entry], needs: dict[str, str], results: Path, **how: bool
+    suite: Suite, entries: list[Entry], needs: dict[str, str], results: Path, rerun: bool, profile: bool
 ) -> RunEnd:
-    """Run `entries`. `how`: whether they run again, and whether ranks write profiles (`Runner`)."""
+    here = [entry for entry in entries if not needs[entry.experiment.name]]
     failure = ""
     with Store(results) as store, Interrupt() as interrupt:
-        tasks = plan.plan_tasks(suite, here, store, rerun=how["rerun"])
+        tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
         todo = {experiment.name for task in tasks for experiment in task.experiments}
         with Progress(total=len(todo), known=len(here) - len(todo)) as progress:
             recorder = Recorder(suite, store, progress)
             try:
                 recorder.adopt(entries)
-                Runner(recorder, progress, interrupt, local_launcher(results), **how).run(tasks)
+                launcher = local_launcher(results)
+                Runner(recorder, progress, interrupt, launcher, rerun=rerun, profile=profile).run(tasks)
             except DiskFull as error:
                 failure = str(error)
         summary = summarise_run(suite, entries, store, ran=todo, needs=needs)
     return run_end(summary, failure=failure, signal=interrupt.signal)
 
 
-def _split_runnable(suite: Suite, entries: list[Entry]) -> tuple[list[Entry], dict[str, str]]:
-    """Return the entries that this machine can run, and the missing requirement of each entry by name.
-
-    Raises `ConfigError` if it can run none.
-    """
+def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
+    """Return the missing requirement of each entry by name.  Raises `ConfigError` if this machine can run none."""
     needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
-    here = [entry for entry in entries if not needs[entry.experiment.name]]
-    if not here:
-        raise _nothing_runnable_error(suite, entries, needs)
-    return here, needs
+    if all(needs.values()):
+        first = entries[0].experiment.name
+        count = f"{len(entries)} experiments, the first of them" if len(entries) > 1 else "experiment"
+        raise ConfigError("not run", says=f"needs {needs[first]}", file=f'{suite.file}: {count} "{first}"')
+    return needs
 
 
 def missing_for_measurement(entry: Entry) -> str:
@@ -125,27 +123,9 @@ def missing_for_measurement(entry: Entry) -> str:
     needs = local_launch.missing_resource(experiment)
     if not needs and local_launch.DEVICES[experiment.system] == "cpu" and entry.expect != "oom":
         needs = local_launch.memory_shortage(experiment)
-    hint = (
-        f"; `--evidence {SIMULATED}` traces it here"
-        if not simulated.missing_for_simulation(experiment)
-        else ""
-    )
-    return needs and needs + hint
-
-
-def _nothing_runnable_error(suite: Suite, entries: list[Entry], needs: dict[str, str]) -> ConfigError:
-    """Return the error, in one line, that this machine can run none of the selected experiments."""
-    first = entries[0].experiment
-    place = f'{suite.file}: experiment "{first.name}"'
-    if len(entries) > 1:
-        place = f'{suite.file}: {len(entries)} experiments, the first of them "{first.name}"'
-    return ConfigError("not run", says=f"needs {needs[first.name]}", file=place)
-
-
-Durations: TypeAlias = dict[tuple[str, str], float]
-"""Durations in seconds by suite and name."""
-Traced: TypeAlias = dict[str, ExperimentRecord]
-"""The newest simulation by key."""
+    if needs and not simulated.missing_for_simulation(experiment):
+        return f"{needs}; `--evidence {SIMULATED}` traces it here"
+    return needs
 
 
 @dataclass(frozen=True)
@@ -172,7 +152,7 @@ def preview_run(
     suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
 ) -> list[ExperimentPreview]:
     """Return a preview of every selected experiment, in the order of the files.  Raises `ConfigError`."""
-    store = Store(results)
+    store, simulates = Store(results), evidence == SIMULATED
     found: list[ExperimentPreview] = []
     took = _last_durations(store, evidence)
     traced = by_key(store.records(), SIMULATED)
@@ -180,61 +160,51 @@ def preview_run(
         entries = plan.select_entries(suite, only)
         if system:
             entries = simulated.move_to_system(entries, system)
-        found += _preview_suite(suite, entries, store, rerun, evidence, took, traced)
+        needs = {
+            e.experiment.name: simulated.missing_for_simulation(e.experiment)
+            if simulates
+            else missing_for_measurement(e)
+            for e in entries
+        }
+        here = [entry for entry in entries if not needs[entry.experiment.name]]
+        if simulates:
+            on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in here}
+            todo = {entry.experiment.name for entry in simulated.missing_entries(here, store, on, rerun)}
+        else:
+            tasks = plan.plan_tasks(suite, here, store, rerun=rerun)
+            todo = {experiment.name for task in tasks for experiment in task.experiments}
+        for entry in entries:
+            experiment, name = entry.experiment, entry.experiment.name
+            lacking = needs[name]
+            if lacking:
+                state, where = ELSEWHERE, f"needs {lacking}"
+            else:
+                state = TO_RUN if name in todo else KNOWN
+                where = _describe_ranks(experiment, simulates)
+            found.append(
+                ExperimentPreview(
+                    suite.name,
+                    name,
+                    state,
+                    where,
+                    steps=1 if simulates else experiment.training.steps,
+                    last_s=None if lacking else took.get((suite.name, name)),
+                    limit_s=0.0 if simulates else experiment.limits.timeout_s,
+                    memory="" if simulates and lacking else _describe_memory(experiment, traced),
+                )
+            )
     return found
 
 
-def _preview_suite(
-    suite: Suite,
-    entries: list[Entry],
-    store: Store,
-    rerun: bool,
-    evidence: str,
-    took: Durations,
-    traced: Traced,
-) -> Iterator[ExperimentPreview]:
-    simulates = evidence == SIMULATED
+def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
     if simulates:
-        needs = {e.experiment.name: simulated.missing_for_simulation(e.experiment) for e in entries}
-    else:
-        needs = {e.experiment.name: missing_for_measurement(e) for e in entries}
-    here = [entry for entry in entries if not needs[entry.experiment.name]]
-    if simulates:
-        on = {entry.experiment.name: simulated.simulated_system(entry.experiment) for entry in here}
-        todo = {entry.experiment.name for entry in simulated.missing_entries(here, store, on, rerun)}
-    else:
-        todo = {e.name for task in plan.plan_tasks(suite, here, store, rerun=rerun) for e in task.experiments}
-    for entry in entries:
-        experiment, name = entry.experiment, entry.experiment.name
-        lacking = needs[name]
-        if lacking:
-            state, where = ELSEWHERE, f"needs {lacking}"
-        else:
-            state = TO_RUN if name in todo else KNOWN
-            where = _describe_simulation(experiment) if simulates else _describe_processes(experiment)
-        yield ExperimentPreview(
-            suite.name,
-            name,
-            state,
-            where,
-            steps=1 if simulates else experiment.training.steps,
-            last_s=None if lacking else took.get((suite.name, name)),
-            limit_s=0.0 if simulates else experiment.limits.timeout_s,
-            memory="" if simulates and lacking else _describe_memory(experiment, traced),
-        )
-
-
-def _describe_simulation(experiment: Experiment) -> str:
-    return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, traced here"
-
-
-def _describe_processes(experiment: Experiment) -> str:
+        return f"{words.count_noun(experiment.layout.world, 'rank')} of {experiment.system}, traced here"
     what = "rank" if DEVICES[experiment.system] == "cpu" else "GPU"
-    said = words.count_noun(experiment.layout.world, what)
-    return f"{said} here, {experiment.network}" if experiment.network is not None else f"{said} here"
+    ranks = words.count_noun(experiment.layout.world, what)
+    return f"{ranks} here, {experiment.network}" if experiment.network is not None else f"{ranks} here"
 
 
-def _describe_memory(experiment: Experiment, traced: Traced) -> str:
+def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
     """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
@@ -253,7 +223,7 @@ def _describe_memory(experiment: Experiment, traced: Traced) -> str:
     return f"states {units.size(states)} {of}{fits}"
 
 
-def _last_durations(store: Store, evidence: str) -> Durations:
-    """Return the durations of the newest records of one kind of evidence."""
+def _last_durations(store: Store, evidence: str) -> dict[tuple[str, str], float]:
+    """Return the seconds of the newest records of one kind of evidence, by suite and name."""
     records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
     return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

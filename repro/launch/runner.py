@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from repro.config import Experiment
 from repro.emulate.network import NoNetwork
@@ -86,8 +86,7 @@ class Runner:
         self.recorder, self.progress, self.launcher = recorder, progress, launcher
         self.store = recorder.store
         self.interrupt, self.rerun = interrupt, rerun
-        self.folders = ["checkpoints", *["profiles"] * profile]
-        """Folders of the store that ranks write to."""
+        self.profile = profile
 
     def run(self, tasks: list[Task]) -> None:
         """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
@@ -124,18 +123,16 @@ class Runner:
 
     def _run(self, task: Task) -> None:
         """Launch the experiments of a task. After a failure, launch the unaffected experiments again."""
-        comparison = task.comparison
+        comparison, root = task.comparison, self.store.root.absolute()
         remaining = list(task.experiments)
         while remaining and not self.interrupt:
-            compare = (
-                comparison is not None and len(remaining) > 1 and remaining[0].name == comparison.baseline
+            job = Job(
+                experiments=remaining,
+                checkpoints=str(root / "checkpoints"),
+                profiles=str(root / "profiles") if self.profile else "",
             )
-            rounds = comparison.rounds if comparison is not None and compare else 1
-            apart = comparison is not None and compare and comparison.apart
-            folders: dict[str, Any] = {
-                name: str((self.store.root / name).absolute()) for name in self.folders
-            }
-            job = Job(experiments=remaining, rounds=rounds, compare=compare, apart=apart, **folders)
+            if comparison and len(remaining) > 1 and remaining[0].name == comparison.baseline:
+                job = replace(job, compare=True, rounds=comparison.rounds, apart=comparison.apart)
             remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:

@@ -121,9 +121,8 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
         gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates buffers for its messages
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
     except Exception as error:  # an outcome, not the end of the suite
-        return failed_record(
-            experiment, describe_error(error), suite=suite, wall_s=time.perf_counter() - began
-        )
+        spent_s = time.perf_counter() - began
+        return failed_record(experiment, describe_error(error), suite=suite, wall_s=spent_s)
     spent_s = time.perf_counter() - began
     return simulated_record(experiment, simulation, system, suite=suite, wall_s=spent_s)
 
@@ -154,9 +153,8 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
     def move(experiment: Experiment) -> Experiment:
         name = f"{experiment.name}@{loaded.name}"
-        return replace(
-            experiment, name=name, system=system, network=experiment.network if is_emulated else None
-        )
+        network = experiment.network if is_emulated else None
+        return replace(experiment, name=name, system=system, network=network)
 
     return [replace(entry, experiment=move(entry.experiment), expect="") for entry in entries]
 

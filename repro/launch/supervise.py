@@ -127,10 +127,8 @@ class _Watcher:
                     return self._judge()
             elif ended == len(self.ranks):
                 return self._end("ok", "")
-            else:
-                overdue = self._overdue(now, current)
-                if overdue is not None:
-                    return overdue
+            elif overdue := self._overdue(now, current):
+                return overdue
             tick(self.launch.position(0), self.spent)
             time.sleep(POLL_INTERVAL_S)
 
@@ -200,9 +198,8 @@ class _Watcher:
         if words != self.last_word:
             self.last_word, self.last_progress = words, now
         if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
-            return self._end(
-                "timeout", f"not done after {limits.timeout_s:g} s (limits.timeout_s) {self._where_all()}"
-            )
+            limit = f"{limits.timeout_s:g} s (limits.timeout_s)"
+            return self._end("timeout", f"not done after {limit} {self._where_all()}")
         if limits.hang_s and now - self.last_progress > patience:
             self.launch.dump_stacks()
             source = " (limits.hang_s)" if patience == limits.hang_s else ""

@@ -151,34 +151,38 @@ class MemoryTracker(UncompiledMode):
         self._resize = torch.UntypedStorage.resize_
         tracker, resize = self, self._resize
 
-        def resize_(whole: torch.UntypedStorage, size: int) -> Any:
-            found = resize(whole, size)
-            tracker.resized(whole, size)
+        def resize_(data: torch.UntypedStorage, size: int) -> Any:
+            found = resize(data, size)
+            tracker.resized(data, size)
             return found
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        for seen in list(self._live.values()):
-            if (live := seen.reference()) is not None:
-                self._follow(live, seen)
+        for live, seen in self._storages():
+            self._follow(live, seen)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for live, _ in self._storages():
+            live.watcher = None  # type: ignore[attr-defined]
+
+    def _storages(self) -> Iterator[tuple[torch.UntypedStorage, _TrackedStorage]]:
+        """Yield the storages that are not freed."""
         for seen in list(self._live.values()):
             if (live := seen.reference()) is not None:
-                live.watcher = None  # type: ignore[attr-defined]
+                yield live, seen
 
-    def marked(self, whole: torch.UntypedStorage, category: Category) -> None:
+    def marked(self, data: torch.UntypedStorage, category: Category) -> None:
         """Count a storage under its new mark."""
-        self.resized(whole, whole.nbytes())
+        self.resized(data, data.nbytes())
 
-    def resized(self, whole: torch.UntypedStorage, size: int) -> None:
+    def resized(self, data: torch.UntypedStorage, size: int) -> None:
         """Count a storage with its new size."""
-        seen = self._live.get(whole._cdata)
+        seen = self._live.get(data._cdata)
         if seen is not None:
-            self._count(seen, storage.category_of(whole) or seen.born, size)
+            self._count(seen, storage.category_of(data) or seen.born, size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -197,12 +201,10 @@ class MemoryTracker(UncompiledMode):
     def live(self) -> dict[str, int]:
         """Return the live bytes by category, and the device's total."""
         found = self._nothing()
-        for seen in list(self._live.values()):
-            live = seen.reference()
-            if live is not None:
-                category = storage.category_of(live) or seen.born
-                if category != Category.SHAPE:
-                    found[category] += live.nbytes()
+        for live, seen in self._storages():
+            category = storage.category_of(live) or seen.born
+            if category != Category.SHAPE:
+                found[category] += live.nbytes()
         return _with_total(found)
 
     @staticmethod
@@ -232,27 +234,27 @@ class MemoryTracker(UncompiledMode):
             if size > most[name]:
                 most[name] = size
 
-    def _see(self, whole: torch.UntypedStorage) -> None:
-        key = whole._cdata
+    def _see(self, data: torch.UntypedStorage) -> None:
+        key = data._cdata
         if key in self._live:
-            self.resized(whole, whole.nbytes())
+            self.resized(data, data.nbytes())
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
-        if whole.device.type == "meta":
+        if data.device.type == "meta":
             # A model that is not sharded yet, or the fake tensors of DTensor.
             born = Category.SHAPE
 
         def forget(_: object) -> None:
             self._count(self._live.pop(key), born, 0)
 
-        seen = self._live[key] = _TrackedStorage(weakref.ref(whole, forget), born)
-        self._follow(whole, seen)
+        seen = self._live[key] = _TrackedStorage(weakref.ref(data, forget), born)
+        self._follow(data, seen)
         self._newborn.append((seen, seen.category, seen.size))
 
-    def _follow(self, whole: torch.UntypedStorage, seen: _TrackedStorage) -> None:
+    def _follow(self, data: torch.UntypedStorage, seen: _TrackedStorage) -> None:
         """Count a storage, and watch its marks from now on."""
-        self._count(seen, storage.category_of(whole) or seen.born, whole.nbytes())
-        whole.watcher = self  # type: ignore[attr-defined]
+        self._count(seen, storage.category_of(data) or seen.born, data.nbytes())
+        data.watcher = self  # type: ignore[attr-defined]
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
         """Move a storage to `category` with `size` bytes."""

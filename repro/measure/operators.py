@@ -124,18 +124,13 @@ class CollectiveCounter(UncompiledMode):
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         name = func._schema.name
-        of_group = any(
-            argument.name in ("process_group", "group_name") for argument in func._schema.arguments
-        )
-        if not of_group or name in _WITHOUT_PAYLOAD:
+        names = [argument.name for argument in func._schema.arguments]
+        if not {"process_group", "group_name"} & {*names} or name in _WITHOUT_PAYLOAD:
             return
         if name not in _MESSAGES:
             raise RuntimeError(f"{name}: a collective of which _MESSAGES does not say what it sends")
         op, message = _MESSAGES[name]
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | {
-            **kwargs,
-            "result": out,
-        }
+        given = {**dict(zip(names, args, strict=False)), **kwargs, "result": out}
         ranks = _ranks(given)
         payload = sum(leaf.nbytes for leaf in tree_leaves(given[message]) if isinstance(leaf, Tensor))
         if len(ranks) > 1:

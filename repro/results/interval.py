@@ -72,18 +72,10 @@ class StepInterval(RecordPart):
     moves: list[Sensitivity]
     """Effect of each unknown alone; largest effect first."""
 
-    def likely_range(self, best: float) -> tuple[float, float]:
-        """Return the 90 % interval of the step time, extended to the step time `best` at the best values."""
-        return likely_range(self.draws, best)
-
-    def possible_range(self, best: float) -> tuple[float, float]:
-        """Return the shortest and the longest step time of all cases and `best`."""
-        return possible_range(self.cases(), best)
-
     def summary(self, best: float) -> dict[str, Any]:
         """Return JSON data for a step that takes `best` at the best values, without curves."""
-        low, high = self.likely_range(best)
-        least, most = self.possible_range(best)
+        low, high = likely_range(self.draws, best)
+        least, most = possible_range(self.cases(), best)
         moves = [{**replace(move, curve=None).as_dict(), "span": move.span / best} for move in self.moves]
         return {"low_s": low, "high_s": high, "least_s": least, "most_s": most, "moves": moves}
 

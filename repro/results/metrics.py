@@ -130,8 +130,8 @@ def communication(rows: Sequence[TrafficRow], per_layer: Sequence[LayerTraffic])
     """Return the communication metrics of rank 0. Rows of the same operation (other group sizes, purposes) add up."""
     metrics: Metrics = {"comm.sent_bytes": sum(row.sent_bytes for row in rows)}
     for row in rows:
-        _add(metrics, f"comm.{row.group}.{row.op}", calls=row.calls, payload_bytes=row.payload_bytes)
-        _add(metrics, f"comm.{row.group}.{row.op}", sent_bytes=row.sent_bytes)
+        amounts = {name: getattr(row, name) for name in ("calls", "payload_bytes", "sent_bytes")}
+        _add(metrics, f"comm.{row.group}.{row.op}", **amounts)
         if row.link:
             _add(metrics, f"comm.link.{row.link}", sent_bytes=row.sent_bytes)
     for layer in per_layer:

@@ -261,19 +261,11 @@ class NetworkReport(RecordPart):
         """Combine the reports of all ranks; return None without ranks on an emulated network."""
         if not ranks or (facts := ranks[0].facts) is None:
             return None
-        return cls(
-            mtu=facts["mtu"],
-            payload_share=facts["payload_share"],
-            rates=facts["rates"],
-            round_trip_s=facts["round_trip_s"],
-            user_namespace=facts["user_namespace"],
-            compute_flops_per_s=[rank.compute_flops_per_s for rank in ranks],
-            core_share=ranks[0].core_share,
-            sent_bytes=[rank.sent_bytes for rank in ranks],
-            received_bytes=[rank.received_bytes for rank in ranks],
-            node_sent_bytes=[rank.node_sent_bytes for rank in ranks if rank.node_sent_bytes is not None],
-            node_received_bytes=[r.node_received_bytes for r in ranks if r.node_received_bytes is not None],
-        )
+        by_rank = ("compute_flops_per_s", "sent_bytes", "received_bytes")
+        by_node = ("node_sent_bytes", "node_received_bytes")
+        values = {name: [getattr(rank, name) for rank in ranks] for name in (*by_rank, *by_node)}
+        known = {name: [one for one in found if one is not None] for name, found in values.items()}
+        return cls.read({**facts, **known, "core_share": ranks[0].core_share})
 
 
 def kernels_of_ranks(results: Sequence[RankResult]) -> KernelsRan:

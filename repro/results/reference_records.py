@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from repro.config.errors import ConfigError
 from repro.results.record_parts import StepSeries
@@ -19,6 +19,7 @@ from repro.results.schema import MEASURED, ComparisonRecord, ExperimentRecord, F
 from repro.results.select import select
 from repro.util.files import write_file
 
+ReferenceRecord: TypeAlias = ExperimentRecord | ComparisonRecord | FitRecord
 REFERENCE_DIRECTORY = Path(__file__).parent / "reference"
 KEPT_PROVENANCE = ("git", "torch", "gpus")
 """Entries of the provenance that a reference record keeps unchanged."""
@@ -94,7 +95,7 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
     on_gpu = [record for record in found if record.conditions.get("system") != "local"]
     chosen_runs = on_gpu or found
     labels = {record.label for record in chosen_runs}
-    kept: list[ExperimentRecord | ComparisonRecord | FitRecord] = [
+    kept: list[ReferenceRecord] = [
         *(record for record in chosen_runs if record.conclusive),
         *(one for one in chosen.comparisons if f"{one.suite}/{one.subject.name}" in labels),
     ]
@@ -105,9 +106,7 @@ def write_reference(records: Iterable[Record], path: Path) -> int:
     return len(lines)
 
 
-def shortened_record(
-    record: ExperimentRecord | ComparisonRecord | FitRecord,
-) -> ExperimentRecord | ComparisonRecord | FitRecord:
+def shortened_record(record: ReferenceRecord) -> ReferenceRecord:
     """Return a record without the parts that no claim reads."""
     origin = record.provenance
     packages = origin.get("packages") or {}

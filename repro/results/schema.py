@@ -86,19 +86,26 @@ class RecordHead(RecordPart):
         return f"{self.suite}/{self.name}"
 
 
-def _experiment(conditions: dict[str, Any], name: str) -> Experiment:
-    """Return the experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
-    try:
-        return from_dict(conditions)
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        right = f"conditions that this version knows: {error}"
-        raise ConfigError("experiment", name, right) from None
+class ExperimentConditions:
+    """Base of records with the conditions of an experiment."""
+
+    name: str
+    conditions: dict[str, Any]
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
+        try:
+            return from_dict(self.conditions)
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            right = f"conditions that this version knows: {error}"
+            raise ConfigError("experiment", self.name, right) from None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentRecord(RecordHead):
+class ExperimentRecord(RecordHead, ExperimentConditions):
     """Outcome and observations of one experiment. Measured and simulated evidence of one key are two records."""
 
     kind: str = field(default="experiment", init=False)
@@ -133,11 +140,6 @@ class ExperimentRecord(RecordHead):
     wall_s: float = 0.0
     copy_of: str | None = None
     """Id of the record of the same experiment under another suite or another name."""
-
-    @cached_property
-    def experiment(self) -> Experiment:
-        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
-        return _experiment(self.conditions, self.name)
 
     @property
     def shown_as(self) -> str:
@@ -189,7 +191,7 @@ class ComparisonRecord(RecordHead):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRecord(RecordHead):
+class FitRecord(RecordHead, ExperimentConditions):
     """Largest model or micro-batch that trains in a device's memory, and the smallest that does not.
 
     `repro fit --measure` writes it. The record has no rate and no step time, because a trial has two steps. It is no
@@ -222,11 +224,6 @@ class FitRecord(RecordHead):
     note: str = ""
     provenance: Provenance = field(default_factory=dict)
     wall_s: float | None = None
-
-    @cached_property
-    def experiment(self) -> Experiment:
-        """The experiment of the conditions. Raises `ConfigError` for unknown conditions of a newer program."""
-        return _experiment(self.conditions, self.name)
 
     @property
     def conclusive(self) -> bool:

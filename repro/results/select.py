@@ -58,34 +58,34 @@ class Selection:
 
 def select(records: Iterable[Record]) -> Selection:
     """Return the records of all suites that count."""
-    by_name: dict[tuple[str, str, str], ExperimentRecord] = {}
-    by_pair: dict[tuple[str, str, str], ComparisonRecord] = {}
+    by_name: dict[tuple[str, str], ExperimentRecord] = {}
+    by_pair: dict[tuple[str, str], ComparisonRecord] = {}
     every = list(records)
     seen = [record for record in every if isinstance(record, ExperimentRecord | ComparisonRecord)]
     scored = [record for record in every if isinstance(record, EvaluationRecord) and record.outcome == "ok"]
     ours = _of_today(seen)
     for record in ours:
         if isinstance(record, ComparisonRecord):
-            by_pair[record.suite, record.subject.name, record.baseline.name] = record
+            subject, baseline = (f"{record.suite}/{side.name}" for side in (record.subject, record.baseline))
+            by_pair[subject, baseline] = record
         elif isinstance(record, ExperimentRecord):
-            at = (record.evidence, record.suite, record.name)
+            at = (record.evidence, record.label)
             before = by_name.get(at)
             if before is None or record.conclusive or not before.conclusive:
                 by_name[at] = record
     return Selection(
-        by_name={
-            (evidence, f"{suite}/{name}"): by_name[evidence, suite, name]
-            for evidence, suite, name in sorted(by_name)
-        },
-        by_pair={
-            (f"{suite}/{subject}", f"{suite}/{baseline}"): by_pair[suite, subject, baseline]
-            for suite, subject, baseline in sorted(by_pair)
-        },
+        by_name=dict(sorted(by_name.items(), key=lambda item: _sort_key(*item[0]))),
+        by_pair=dict(sorted(by_pair.items(), key=lambda item: _sort_key(*item[0]))),
         evaluations=sorted(scored, key=lambda record: record.order),
         fits=[record for record in _of_today(every) if isinstance(record, FitRecord)],
         older=len(ours) - len(by_name) - len(by_pair),
         foreign=len(seen) - len(ours),
     )
+
+
+def _sort_key(*names: str) -> list[list[str]]:
+    """Return the key that sorts by suite before the name in it."""
+    return [name.split("/", 1) for name in names]
 
 
 def by_key(

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from repro.config.errors import ConfigError
@@ -45,7 +44,8 @@ class Store:
         self.root = root
         self.folder = root / "records"
         self._file: int | None = None
-        self._path: Path | None = None
+        self.path: Path | None = None
+        """The file that this store appends to; None before the first append."""
         self._reserve: int | None = None
         self._good = 0
         self._owner = 0
@@ -96,7 +96,7 @@ class Store:
         try:
             written = os.write(descriptor, line)
             if written != len(line):  # on a full disk, os.write writes only a part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -151,11 +151,6 @@ class Store:
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*.jsonl"))
 
-    @property
-    def path(self) -> Path | None:
-        """The file that this store appends to; None before the first append."""
-        return self._path
-
     def close(self) -> None:
         """Close this writer's file and remove its reserve."""
         if self._owner == os.getpid():
@@ -167,9 +162,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> int:
@@ -188,17 +181,17 @@ class Store:
                 continue
         else:
             raise FileExistsError(errno.EEXIST, "no free name for a record file", str(self.folder))
-        self._path, self._owner, self._good = path, os.getpid(), 0
+        self.path, self._owner, self._good = path, os.getpid(), 0
         self._reserve = _take_reserve(path.with_suffix(".reserve"))
         sync_folder(self.folder)
         return self._file
 
     def _free_reserve(self) -> None:
-        if self._reserve is None or self._path is None:
+        if self._reserve is None or self.path is None:
             return
         with contextlib.suppress(OSError):
             os.ftruncate(self._reserve, 0)
-            os.unlink(self._path.with_suffix(".reserve"))
+            os.unlink(self.path.with_suffix(".reserve"))
         os.close(self._reserve)
         self._reserve = None
 

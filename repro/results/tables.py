@@ -5,8 +5,8 @@ Terminal tables, `--json` and data frames show the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -76,14 +76,6 @@ class ComparableResults:
     comparisons: list[ComparisonRecord]
     """Comparisons of interleaved experiments."""
 
-    def only(self, names: Container[str]) -> ComparableResults:
-        """Return the records and comparisons of these experiments."""
-        return replace(
-            self,
-            records=[record for record in self.records if record.name in names],
-            comparisons=[c for c in self.comparisons if c.subject.name in names and c.baseline.name in names],
-        )
-
 
 def matches_pattern(pattern: str, suite: str, name: str) -> bool:
     """Return whether a pattern (a suite, or a glob of `name` or `suite/name`) matches; an empty pattern matches all."""
@@ -92,10 +84,15 @@ def matches_pattern(pattern: str, suite: str, name: str) -> bool:
 
 def comparable_results(selection: Selection, pattern: str = "") -> list[ComparableResults]:
     """Return the selected results that match `pattern`, by suite and kind of evidence."""
+    records = selection.by_name.values()
+    return _grouped(selection, (r for r in records if matches_pattern(pattern, r.suite, r.name)))
+
+
+def _grouped(selection: Selection, chosen: Iterable[ExperimentRecord]) -> list[ComparableResults]:
+    """Return the `chosen` records of the selection, and their comparisons, by suite and kind of evidence."""
     found: dict[tuple[str, str], list[ExperimentRecord]] = {}
-    for record in selection.by_name.values():
-        if matches_pattern(pattern, record.suite, record.name):
-            found.setdefault((record.suite, record.shown_as), []).append(record)
+    for record in chosen:
+        found.setdefault((record.suite, record.shown_as), []).append(record)
     results = []
     for suite, kind in sorted(found, key=lambda at: (at[0], KINDS.index(at[1]))):
         records = sorted(found[suite, kind], key=_order)
@@ -108,10 +105,9 @@ def results_of_run(
     selection: Selection, suite: str, names: Iterable[str], evidence: str
 ) -> list[ComparableResults]:
     """Return the results of a run of these experiments; evidence `measured` includes emulated results."""
-    wanted, simulated = set(names), evidence == SIMULATED
-    groups = (group for group in comparable_results(selection) if group.suite == suite)
-    every = [group.only(wanted) for group in groups if (group.evidence == SIMULATED) == simulated]
-    return [group for group in every if group.records]
+    wanted = set(names)
+    records = selection.simulated if evidence == SIMULATED else selection.measured
+    return _grouped(selection, (r for r in records if r.suite == suite and r.name in wanted))
 
 
 def _order(record: ExperimentRecord) -> tuple[Any, ...]:

@@ -41,5 +41,4 @@ def test_the_last_wave_of_rows_is_not_full() -> None:
     backward = layernorm.program("half", "half", 8192, 8, True)
     assert (backward.threads, requested_bytes(backward)) == (512, 32)
     found = occupancy_of(backward, KernelResources(40, 0, 0, 0), GPUS[70])
-    assert found.blocks == 2
     assert found.bandwidth == pytest.approx(8192 / 160 / 52)

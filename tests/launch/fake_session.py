@@ -17,7 +17,7 @@ from typing import Any
 from repro.launch.job import Job
 
 
-class Diverged(Exception):
+class Diverged(FloatingPointError):
     """The loss is not a number."""
 
 

@@ -21,12 +21,13 @@ from repro.config.enums import Phase
 from repro.config.systems import load_system_file
 from repro.engines.native.model_part import learning_rate
 from repro.launch.rank import experiment as experiment_module
-from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
-from repro.launch.rank.step_data import StepHistory
+from repro.launch.rank.experiment import ExperimentRun, process_memory
+from repro.launch.rank.step_data import Diverged, StepHistory
 from repro.measure.memory import MemoryTracker
 from repro.measure.timing import StageWaits, StepClock
 from repro.parallel import mesh as meshes
 from repro.parallel.zero.optimizer import Norms
+from repro.results.record_parts import RankMemory
 from repro.simulate.time.breakdown import trace_events
 from repro.simulate.time.predict import predict
 from tests.launch.runs import experiments, run, write_suite
@@ -143,14 +144,14 @@ def test_of_a_gpu_the_allocators_numbers_and_what_is_beside_it_are_kept(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: said if device.index == 3 else {})
     monkeypatch.setattr(experiment_module, "non_torch_bytes", lambda device: 11)
     mesh = replace(meshes.single_rank_mesh(), beside_torch={"start": 4, "world": 6})
-    told = process_memory(torch.device("cuda", 3), mesh)
+    told = process_memory(RankMemory(), torch.device("cuda", 3), mesh)
     assert told.cuda == {"allocated_peak": 5, "reserved_peak": 7, "retries": 2}
     assert told.beside_torch == {"start": 4, "world": 6, "end": 11}
     none = {"allocated_peak": 0, "reserved_peak": 0, "retries": 0}
-    assert process_memory(torch.device("cuda", 0), mesh).cuda == none, (
+    assert process_memory(RankMemory(), torch.device("cuda", 0), mesh).cuda == none, (
         "before its first tensor a device says nothing"
     )
-    assert process_memory(torch.device("cpu"), mesh).beside_torch is None
+    assert process_memory(RankMemory(), torch.device("cpu"), mesh).beside_torch is None
     held = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     assert told.rss_peak_bytes == pytest.approx(held, rel=0.1)
 
@@ -228,7 +229,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_step() -> None:
     run.prelude()
     with pytest.raises(Diverged, match=r"(loss|gradient norm) is (nan|inf) at step [1-7]"):
         run.steps(7)
-    result = run.result("diverged", "why").as_dict()
+    result = run.result("why").as_dict()
     assert result["loss"]
     assert all(math.isfinite(loss) for loss in result["loss"])
 

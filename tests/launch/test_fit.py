@@ -89,7 +89,7 @@ def test_one_rank_of_many_holds_what_that_rank_would(
         name = "all" if layout.pp == 1 else "first" if stage == 0 else "last"
         expected = measure_live_bytes(trace(experiment, PipelineRole(name, stage, 1)).events)
         tracker = MemoryTracker()
-        found = session._run_trial(experiment, as_rank, 0, torch.device("cpu"), heartbeat, tracker)
+        found = session._run_trial(experiment, as_rank, torch.device("cpu"), heartbeat, tracker)
         assert found["memory"]["states"] == expected.states
         assert tracker.most["parameters"] == expected.most["parameters"]
         assert tracker.most["optimizer"] == expected.most["optimizer"]

@@ -82,9 +82,8 @@ def _memory() -> Check:
 
 
 def _disk(results: Path) -> Check:
-    place = results.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    folder = results.absolute()
+    place = next(each for each in (folder, *folder.parents) if each.exists())
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
     free = shutil.disk_usage(place).free
@@ -204,8 +203,8 @@ def check_gpus(torch: Any) -> list[Check]:
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
         capability = (device.major, device.minor)
-        text = f"{device.name}, {units.size(device.total_memory)}, compute capability "
-        text += f"{device.major}.{device.minor}"
+        version = f"compute capability {device.major}.{device.minor}"
+        text = f"{device.name}, {units.size(device.total_memory)}, {version}"
         lacking = _missing_kernels_reason(torch, capability)
         enables = lacking or supported_precisions(capability)
         checks.append(Check(f"cuda:{index}", NO if lacking else YES, text, enables))

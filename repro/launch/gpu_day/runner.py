@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -169,19 +169,15 @@ class _Visit:
         output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""
         with open(output, "wb") as sink:
             process = self._start(step, sink)
-        while True:
-            ended = process.poll() is not None
+        while process.poll() is None and not reason:
             records += self.writer.copy_new_records()
             self.writer.copy_output(output)
-            if ended:
-                break
             if self.interrupt:
                 reason = "interrupted"
             elif time.monotonic() - began > limit_s:
                 reason = f"timeout after {limit_s:.0f} s"
-            if reason:
-                break
-            time.sleep(STEP_POLL_INTERVAL_S)
+            else:
+                time.sleep(STEP_POLL_INTERVAL_S)
         _end_group(process)
         records += self.writer.copy_new_records()
         self.writer.copy_output(output, ended=True)
@@ -219,15 +215,11 @@ class _Visit:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End the processes of a step: SIGTERM, and SIGKILL after a grace period; also those that the step left behind."""
-    for number, grace_s in ((signal.SIGTERM, STEP_END_GRACE_S), (signal.SIGKILL, STEP_END_GRACE_S)):
-        try:
+    with suppress(ProcessLookupError, PermissionError):  # no process is left
+        for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            break
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            continue
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STEP_END_GRACE_S)
     process.wait()
 
 

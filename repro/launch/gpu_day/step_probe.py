@@ -128,27 +128,19 @@ def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> Non
         with MemoryTracker() as tracker:
             run.steps(1)
         stats: dict[str, Any] = {"tracked_peak_bytes": tracker.peak["total"]}
-        document: dict[str, Any] = {"name": name, "events": [], "stats": stats}
+        document: dict[str, Any] = {"name": name, "stats": stats, "events": []}
     else:
         run.steps(1)
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")
         run.steps(1)
         found = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        stats = {
-            key: value
-            for key, value in torch.cuda.memory_stats().items()
-            if key.endswith(".all.peak") or key.startswith("num_")
-        }
-        document = {
-            "name": name,
-            "stats": stats,
-            "segments": [
-                {key: segment[key] for key in ("total_size", "allocated_size", "segment_type", "stream")}
-                for segment in found["segments"]
-            ],
-            "events": [_event(event) for event in found["device_traces"][0]],
-        }
+        every = torch.cuda.memory_stats().items()
+        stats = {key: value for key, value in every if key.endswith(".all.peak") or key.startswith("num_")}
+        facts = ("total_size", "allocated_size", "segment_type", "stream")
+        segments = [{key: segment[key] for key in facts} for segment in found["segments"]]
+        events = [_event(event) for event in found["device_traces"][0]]
+        document = {"name": name, "stats": stats, "segments": segments, "events": events}
     data = gzip.compress(json.dumps(document).encode(), compresslevel=6)
     if len(data) > MAX_FILE_BYTES:
         document["events"] = [event[:3] for event in document["events"]]

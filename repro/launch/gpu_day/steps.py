@@ -111,10 +111,13 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
 
 def _tiny(step: GpuDayStep) -> GpuDayStep:
     """Return a step with the times of a rehearsal."""
-    estimate = min(REHEARSAL_ESTIMATE_S, step.estimate_s)
-    environment = (*step.environment, ("OMP_NUM_THREADS", "1"))
-    step = replace(step, estimate_s=estimate, limit_s=REHEARSAL_LIMIT_S)
-    return replace(step, basis=REHEARSAL_BASIS, environment=environment)
+    return replace(
+        step,
+        estimate_s=min(REHEARSAL_ESTIMATE_S, step.estimate_s),
+        limit_s=REHEARSAL_LIMIT_S,
+        basis=REHEARSAL_BASIS,
+        environment=(*step.environment, ("OMP_NUM_THREADS", "1")),
+    )
 
 
 def _missing(table: dict[str, Any], rehearse: bool) -> str:

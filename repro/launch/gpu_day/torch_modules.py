@@ -122,17 +122,13 @@ def measure_plain_step(
         optimizer.zero_grad()
         return loss.item()  # waits for the device
 
-    began = time.perf_counter()
-    for _ in range(UNTIMED_STEPS):
-        step()
-    untimed_s = time.perf_counter() - began
     times = []
-    for _ in range(TIMED_STEPS):
+    for _ in range(UNTIMED_STEPS + TIMED_STEPS):
         began = time.perf_counter()
         loss = step()
         times.append(time.perf_counter() - began)
-    step_s = statistics.median(times)
-    return {"step_s": step_s, "untimed_s": untimed_s, "peak_bytes": _peak_bytes(device), "loss": loss}
+    seconds = {"step_s": statistics.median(times[UNTIMED_STEPS:]), "untimed_s": sum(times[:UNTIMED_STEPS])}
+    return {**seconds, "peak_bytes": _peak_bytes(device), "loss": loss}
 
 
 def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:

@@ -150,9 +150,8 @@ class CheckpointManager:
         if self.mesh.rank:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        write_json(
-            self.root / TRAINING_FILE, {"name": self.experiment.name, "course": self.experiment.course}
-        )
+        training = {"name": self.experiment.name, "course": self.experiment.course}
+        write_json(self.root / TRAINING_FILE, training)
         index.remove(folder)
         folder.mkdir()
 
@@ -226,15 +225,13 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
     """Raise `ConfigError` with the first differing key unless the checkpoint belongs to the same training."""
+    right = "as in the experiment that is to go on from it"
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):
             for name in sorted({*mine, *theirs}):
                 if mine.get(name) != theirs.get(name):
-                    at_default = "its default"
-                    right = f"{mine.get(name, at_default)!r}, as in the experiment that is to go on from it"
-                    raise ConfigError(name, theirs.get(name, at_default), right, file=file, where=key)
+                    ours, other = (values.get(name, "its default") for values in (mine, theirs))
+                    raise ConfigError(name, other, f"{ours!r}, {right}", file=file, where=key)
         elif mine != theirs:
-            raise ConfigError(
-                key, theirs, f"{mine!r}, as in the experiment that is to go on from it", file=file
-            )
+            raise ConfigError(key, theirs, f"{mine!r}, {right}", file=file)

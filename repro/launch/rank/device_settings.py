@@ -84,13 +84,8 @@ def apply_gpu_environment(experiments: Sequence[Experiment]) -> None:
 
 def current_gpu_environment() -> dict[str, str]:
     """Return the values of these variables in this process."""
-    names = (
-        MAX_CONNECTIONS_VARIABLE,
-        AVOID_RECORD_STREAMS_VARIABLE,
-        HIGH_PRIORITY_VARIABLE,
-        *DETERMINISTIC_ENVIRONMENT,
-    )
-    return {name: os.environ[name] for name in names if name in os.environ}
+    names = (MAX_CONNECTIONS_VARIABLE, AVOID_RECORD_STREAMS_VARIABLE, HIGH_PRIORITY_VARIABLE)
+    return {name: os.environ[name] for name in (*names, *DETERMINISTIC_ENVIRONMENT) if name in os.environ}
 
 
 @contextmanager
@@ -106,17 +101,15 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     import torch
 
     settings = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every buffer at every use: nothing is read unwritten
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(was_enabled, warn_only=warned_only)
         settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
@@ -152,9 +145,8 @@ def _check_memory_before_groups() -> None:
     if groups is None:
         return
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    size = GLOO_THREADS_PER_GROUP * (
-        2 << 20 if stack == resource.RLIM_INFINITY else stack
-    )  # pthread_create(3)
+    stack = 2 << 20 if stack == resource.RLIM_INFINITY else stack  # pthread_create(3)
+    size = GLOO_THREADS_PER_GROUP * stack
     make = groups._new_process_group_helper
 
     def checked(*arguments: Any, **named: Any) -> Any:

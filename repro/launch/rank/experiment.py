@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from repro.launch.rank import device_settings
 from repro.launch.rank.checkpoints import CheckpointManager, CheckpointPlace
 from repro.launch.rank.device_settings import deterministic_algorithms
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
-from repro.launch.rank.step_data import BatchLoader, Diverged, StepHistory
+from repro.launch.rank.step_data import BatchLoader, StepHistory
 from repro.measure.memory import AllocationHistory, MemoryTracker, write_memory_snapshot
 from repro.measure.operators import CollectiveCounter, KernelCounter
 from repro.measure.timing import COMPUTE_PHASES, CORE_TIME, StageWaits, StepClock
@@ -31,8 +32,6 @@ from repro.parallel.mesh import END, Mesh, non_torch_bytes
 from repro.results.metrics import per_layer
 from repro.results.record_parts import CheckpointReport, RankMemory, RankResult, StageReport, TrafficRow
 from repro.simulate.trace.recorder import line_of_step
-
-__all__ = ["Diverged", "ExperimentRun"]
 
 Report = Callable[[int, Phase], None]
 """Callback with (step, phase) at every change of phase."""
@@ -73,14 +72,13 @@ class ExperimentRun:
         self.link_bytes: list[int] = []
         """Bytes that the network transmitted in the timed steps."""
         report(0, Phase.INIT)
-        self.watched = watched
-        self.profiles, history = profiles, None
+        self.watched, self.profiles = watched, profiles
         if profiles is not None:
             profiles.mkdir(parents=True, exist_ok=True)
             if device.type == "cuda":
                 torch.cuda.memory._record_memory_history()
-            else:
-                history = AllocationHistory(line_of_step)
+        has_history = profiles is not None and device.type != "cuda"
+        history = AllocationHistory(line_of_step) if has_history else None
         self.tracker = MemoryTracker(history) if watched else None
         with self.tracker or nullcontext():
             self.engine = build_engine(experiment, mesh, device)
@@ -150,9 +148,7 @@ class ExperimentRun:
                 rows += self.clock.read()  # limits the events that a long run holds
         rows += self.clock.read()
         grown = [b - a for a, b in zip(before, self._count_link_bytes(), strict=True)]
-        self.link_bytes = (
-            [sum(pair) for pair in zip(self.link_bytes, grown, strict=True)] if self.link_bytes else grown
-        )
+        self.link_bytes = [sum(pair) for pair in zip_longest(self.link_bytes, grown, fillvalue=0)]
         first = self.index - count
         self._read()
         ordinary = [row for i, row in enumerate(rows) if first + i not in self.series.skipped]
@@ -290,16 +286,18 @@ class ExperimentRun:
     def _read(self) -> None:
         self.series.read(self.experiment.layout.precision == "fp16")
 
-    def result(self, outcome: str = "ok", reason: str = "") -> RankResult:
-        """Return all measurements of the experiment. Then profile a further step, if profiles are wanted."""
+    def result(self, diverged: str = "") -> RankResult:
+        """Return all measurements of the experiment, and the reason if it `diverged`.
+
+        Then profile a further step, if profiles are wanted.
+        """
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
-        process = process_memory(self.device, self.mesh)
         found = RankResult(
             rank=self.mesh.rank,
-            outcome=outcome,
-            reason=reason,
+            outcome="diverged" if diverged else "ok",
+            reason=diverged,
             loss=series.loss,
             grad_norm=series.grad_norm,
             loss_scale=series.loss_scale,
@@ -311,19 +309,14 @@ class ExperimentRun:
             software=asdict(self.engine.report()),
             environment=device_settings.current_gpu_environment() if self.device.type == "cuda" else None,
             kernels=self.kernels.as_dict(),
-            memory=replace(
-                self.memory,
-                rss_peak_bytes=process.rss_peak_bytes,
-                cuda=process.cuda,
-                beside_torch=process.beside_torch,
-            ),
+            memory=process_memory(self.memory, self.device, self.mesh),
             comm=self.comm,
             comm_per_layer=per_layer(e, self.mesh.pp.rank, self.comm),
             network=self.network.report(self.link_bytes, timed) if self.network else None,
             parameters=self.engine.local_parameters(),
             padding=self.engine.padding(),
         )
-        if self.profiles is not None and outcome == "ok":
+        if self.profiles is not None and not diverged:
             self._profile_step(self.profiles / f"rank-{self.mesh.rank}.json")
         return found
 
@@ -352,9 +345,10 @@ class ExperimentRun:
         )
 
 
-def process_memory(device: torch.device, mesh: Mesh) -> RankMemory:
-    """Return the peak memory of the process: resident set, and on CUDA the values of allocator and driver."""
-    resident = RankMemory(rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+def process_memory(categories: RankMemory, device: torch.device, mesh: Mesh) -> RankMemory:
+    """Return `categories` with the process's peaks: resident set, and on CUDA the values of allocator and driver."""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident = replace(categories, rss_peak_bytes=peak_bytes)
     if device.type != "cuda":
         return resident
     stats = torch.cuda.memory_stats(device)

@@ -48,13 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     heartbeat = HeartbeatWriter(folder / "heartbeat", options.rank, keep)
     outcome, reason = "ok", ""
-    diverged: type[BaseException] = FloatingPointError
     if options.device == "cuda":
         device_settings.apply_gpu_environment(job.experiments)
     try:
         module_name, function = options.target.split(":")
         module = importlib.import_module(module_name)
-        diverged = getattr(module, "Diverged", FloatingPointError)
         if job.memory_bytes:
             for engine in {experiment.engine for experiment in job.experiments}:
                 engines.import_libraries(engine, options.device)
@@ -73,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         _write_report(folder, options.rank, outcome, reason)
     except Exception as error:
         lift_memory_limit()
-        outcome = classify_error(error, diverged)
+        outcome = classify_error(error)
         reason = str(error) if outcome == "interrupted" else describe_error(error)
         # The report comes first: freeing the tensors of the failed step may wait for peers, and NCCL's watchdog
         # may end the process.
@@ -87,11 +85,11 @@ def _write_report(folder: Path, rank: int, outcome: str, reason: str) -> None:
     write_json(rank_report_path(folder, rank), {"rank": rank, "outcome": outcome, "reason": reason})
 
 
-def classify_error(error: BaseException, diverged: type[BaseException] = FloatingPointError) -> str:
+def classify_error(error: BaseException) -> str:
     """Return the outcome of an exception: `oom`, `diverged`, `interrupted` or `error`."""
     if isinstance(error, Stopped):
         return "interrupted"
-    if isinstance(error, (diverged, FloatingPointError)):
+    if isinstance(error, FloatingPointError):
         return "diverged"
     # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; only the message
     # distinguishes the first from other runtime errors.

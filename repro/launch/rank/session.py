@@ -23,15 +23,15 @@ from repro.launch.job import Job
 from repro.launch.rank.checkpoints import CheckpointPlace
 from repro.launch.rank.device_settings import rank_device
 from repro.launch.rank.emulated_network import EmulatedNetworkRank
-from repro.launch.rank.experiment import Diverged, ExperimentRun, process_memory
+from repro.launch.rank.experiment import ExperimentRun, process_memory
+from repro.launch.rank.step_data import Diverged
 from repro.launch.rank_process import HeartbeatWriter
 from repro.measure.memory import MemoryTracker
 from repro.model.gpt import BatchPosition
 from repro.parallel import mesh as meshes
 from repro.parallel.mesh import Mesh, connect_communicators
+from repro.results.record_parts import RankMemory
 from repro.simulate.trace.roles import shortened
-
-__all__ = ["Diverged", "run_rank"]
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Timeout of collectives. It never expires, because the launcher detects hangs earlier."""
@@ -101,9 +101,7 @@ class RankSession:
         if self.network is not None:
             throttle = self.network.throttle
             mesh.ledger.observers.append(lambda *_: throttle.settle())
-        mesh.ledger.observers.append(
-            lambda sequence, op, group, purpose: self.heartbeat.collective(sequence, op, group)
-        )
+        mesh.ledger.observers.append(self.heartbeat.collective)
         return mesh
 
     def _start(self, index: int, mesh: Mesh | None = None, *, watched: bool = True) -> ExperimentRun:
@@ -134,36 +132,20 @@ class RankSession:
     def run_one(self, index: int) -> dict[str, Any]:
         """Run one experiment to its end and return its result."""
         run = self._start(index)
-        try:
-            run.prelude()
-            run.steps(run.left)
-        except Diverged as error:
-            return self._finish(index, run.result("diverged", str(error)).as_dict())
-        return self._finish(index, run.result().as_dict())
+        diverged = _advance(run, None) or _advance(run, run.left)
+        return self._finish(index, run.result(diverged).as_dict())
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
         """Run compared experiments, which are all on the device, in turns; return the results by key."""
         runs = [self._start(i) for i in range(len(self.job.experiments))]
-        diverged: dict[int, str] = {}
-
-        def attempt(i: int, steps: int | None) -> None:
-            if i in diverged:
-                return
-            try:
-                runs[i].prelude() if steps is None else runs[i].steps(steps)
-            except Diverged as error:
-                diverged[i] = str(error)
-
-        for i in range(len(runs)):
-            attempt(i, None)
+        diverged = [_advance(run, None) for run in runs]
         for turn in range(self.job.rounds):
-            for i in range(len(runs)):
-                attempt(i, self._timed_steps(i, turn))
-        results = {}
-        for i, run in enumerate(runs):
-            result = run.result("diverged", diverged[i]) if i in diverged else run.result()
-            results[run.experiment.key] = self._finish(i, result.as_dict())
-        return results
+            for i, run in enumerate(runs):
+                diverged[i] = diverged[i] or _advance(run, self._timed_steps(i, turn))
+        return {
+            run.experiment.key: self._finish(i, run.result(diverged[i]).as_dict())
+            for i, run in enumerate(runs)
+        }
 
     def _timed_steps(self, index: int, turn: int) -> int:
         """Return the number of timed steps of a turn; the last round takes the remainder."""
@@ -189,60 +171,56 @@ class RankSession:
                 if experiment.key in results:
                     continue  # diverged
                 run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
-                diverged = ""
-                try:
-                    run.prelude()
-                    run.steps(self._timed_steps(i, turn))
-                except Diverged as error:
-                    diverged = str(error)
+                diverged = _advance(run, None) or _advance(run, self._timed_steps(i, turn))
                 run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
                 rounds[i], rows[i] = run.rounds, run.phase_rows
                 if diverged or turn == job.rounds - 1:
-                    results[experiment.key] = run.result("diverged" if diverged else "ok", diverged).as_dict()
+                    results[experiment.key] = run.result(diverged).as_dict()
                 del run
                 gc.collect()
         return {e.key: self._finish(i, results[e.key]) for i, e in enumerate(job.experiments)}
 
 
+def _advance(run: ExperimentRun, steps: int | None) -> str:
+    """Run `steps` timed steps, or with None the untimed steps. Return the reason of a divergence, or ''."""
+    try:
+        run.prelude() if steps is None else run.steps(steps)
+    except Diverged as error:
+        return str(error)
+    return ""
+
+
 def run_memory_trial(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Run the memory trial of each experiment on this rank; return `{"memory", "parameters"}` per key, in bytes.
+    """Run the memory trial of the job's experiment on this rank; return `{"memory", "parameters"}` by key, in bytes.
 
     This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps; the model
     states are those after the first step. With `job.as_rank`, the process allocates the memory of that rank of the
     layout, and its collectives have no data.
     """
-    place = rank_device(device)
-    found = {}
+    place, [experiment] = rank_device(device), job.experiments
     with joined_process_group(rank, world, place, rendezvous):
-        for index, experiment in enumerate(job.experiments):
-            found[experiment.key] = _run_trial(
-                experiment, job.as_rank, index, place, heartbeat, MemoryTracker()
-            )
-    return found
+        return {experiment.key: _run_trial(experiment, job.as_rank, place, heartbeat, MemoryTracker())}
 
 
 def _run_trial(
     experiment: Experiment,
     as_rank: int,
-    index: int,
     device: torch.device,
     heartbeat: HeartbeatWriter,
     tracker: MemoryTracker,
 ) -> dict[str, Any]:
     inputs = 2, experiment.layout.replica_batch, experiment.seq
     if as_rank >= 0:
-        mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
         # As in a trace: memory is that of all micro-batches after a few of them.
-        experiment = replace(experiment, layout=shortened(experiment.layout, mesh.pp.rank))
+        stage = experiment.layout.index_of("pp", as_rank)
+        experiment = replace(experiment, layout=shortened(experiment.layout, stage))
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
     else:
         mesh = make_mesh(experiment, device)
-    mesh.ledger.observers.append(
-        lambda sequence, op, group, purpose: heartbeat.collective(sequence, op, group)
-    )
-    heartbeat.phase(index, 0, Phase.INIT)
+    mesh.ledger.observers.append(heartbeat.collective)
+    heartbeat.phase(0, 0, Phase.INIT)
     layout, vocab = experiment.layout, experiment.model.vocab
     with tracker:
         engine = NativeEngine(experiment, mesh, device)
@@ -252,12 +230,13 @@ def _run_trial(
     for step in range(TRIAL_STEPS):
         batches = [MicroBatch(tokens, targets, BatchPosition(step, k)) for k in range(layout.accumulation)]
         with tracker if step == 0 else nullcontext():
-            engine.step(batches, lambda phase, step=step: heartbeat.phase(index, step, phase))  # type: ignore[misc]
+            engine.step(batches, lambda phase, step=step: heartbeat.phase(0, step, phase))  # type: ignore[misc]
             engine.synchronize()
         if step == 0:
             live = tracker.live()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    heartbeat.phase(index, TRIAL_STEPS, Phase.DONE)
-    memory = replace(process_memory(device, mesh), states={part: live[part] for part in MODEL_STATES})
+    heartbeat.phase(0, TRIAL_STEPS, Phase.DONE)
+    states = RankMemory(states={part: live[part] for part in MODEL_STATES})
+    memory = process_memory(states, device, mesh)
     return {"memory": memory.as_dict(), "parameters": engine.local_parameters()}

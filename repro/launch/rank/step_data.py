@@ -116,16 +116,13 @@ class StepHistory:
                 step = len(self.loss)
                 if fp16 and overflow:
                     self.skipped.append(step)
-                    if self.skipped[-MAX_CONSECUTIVE_SKIPPED_STEPS:] == list(
-                        range(step - MAX_CONSECUTIVE_SKIPPED_STEPS + 1, step + 1)
-                    ):
-                        raise Diverged(
-                            f"{MAX_CONSECUTIVE_SKIPPED_STEPS} steps in a row overflowed, up to step {step}"
-                        )
-                elif not math.isfinite(loss) or not math.isfinite(gradient):
-                    what = "loss" if not math.isfinite(loss) else "gradient norm"
-                    value = loss if what == "loss" else gradient
-                    raise Diverged(f"{what} is {value} at step {step}")
+                    most = MAX_CONSECUTIVE_SKIPPED_STEPS
+                    if self.skipped[-most:] == list(range(step - most + 1, step + 1)):
+                        raise Diverged(f"{most} steps in a row overflowed, up to step {step}")
+                elif not math.isfinite(loss):
+                    raise Diverged(f"loss is {loss} at step {step}")
+                elif not math.isfinite(gradient):
+                    raise Diverged(f"gradient norm is {gradient} at step {step}")
                 self.loss.append(loss)
                 self.grad_norm.append(gradient if math.isfinite(gradient) else None)
         self.loss_scale += [float(scale) for scale in self.scales]

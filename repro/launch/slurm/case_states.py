@@ -88,9 +88,9 @@ class Registry:
     def __init__(self, results: Path):
         self.folder = results / "jobs"
 
-    def path(self, submission: Submission | str) -> Path:
+    def path(self, submission: Submission) -> Path:
         """Return the folder of a submission."""
-        return self.folder / (submission if isinstance(submission, str) else submission.id)
+        return self.folder / submission.id
 
     def new_id(self, suite: str) -> str:
         """Return a new id, which sorts by time and contains the suite's name."""
@@ -228,15 +228,17 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
     return outcome, ", ".join(parts)
 
 
+@dataclass(frozen=True)
 class CaseSurvey:
     """Survey of every case's state, read once."""
 
-    def __init__(self, registry: Registry, store: Store, scheduler: Scheduler):
-        self.registry, self.store, self.scheduler = registry, store, scheduler
+    registry: Registry
+    store: Store
+    scheduler: Scheduler
 
-    def cases(self, submissions: list[Submission] | None = None) -> list[CaseState]:
-        """Return all cases of `submissions` (default: all).  Raises `SchedulerError` if the queue is unreadable."""
-        chosen = self.registry.all() if submissions is None else submissions
+    def cases(self) -> list[CaseState]:
+        """Return the cases of all submissions.  Raises `SchedulerError` if the queue is unreadable."""
+        chosen = self.registry.all()
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
         latest = by_key(self.store.records())
         found: list[CaseState] = []
@@ -259,10 +261,10 @@ def _case(
     experiment: Experiment,
     job_id: str,
     job: JobState | None,
-    said: dict[str, Any],
+    last_state: dict[str, Any],
     record: ExperimentRecord | None,
 ) -> CaseState:
-    """Return the state of `experiment`; `said` is the last state file of its allocation."""
+    """Return the state of `experiment`; `last_state` is the last state file of its allocation."""
     own = record if record is not None and _is_later(record, submission) else None
     base = CaseState(
         submission=submission.id,
@@ -272,8 +274,8 @@ def _case(
         bundle=bundle.index,
         job=job_id,
         state=PENDING,
-        nodes=(job.nodes if job else "") or ",".join(said.get("nodes", [])),
-        restarts=max(int(said.get("restarts", 0)), job.restarts if job else 0),
+        nodes=(job.nodes if job else "") or ",".join(last_state.get("nodes", [])),
+        restarts=max(int(last_state.get("restarts", 0)), job.restarts if job else 0),
         job_state=job.state if job else "",
         recorded=own is not None,
     )
@@ -284,7 +286,7 @@ def _case(
     if own is not None and own.outcome != "interrupted":
         return replace(base, state=FAILED, detail=own.reason, outcome=own.outcome)
     if job is not None and job.live:
-        return _live(base, job, said)
+        return _live(base, job, last_state)
     outcome, reason = outcome_without_record(job)
     # The allocation recorded the end, and did not start again.
     if own is not None and own.reason != reason:
@@ -294,9 +296,9 @@ def _case(
     return replace(lost, state=CANCELLED) if lost.failure == "cancelled" else lost
 
 
-def _live(base: CaseState, job: JobState, said: dict[str, Any]) -> CaseState:
+def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseState:
     """Return the state of a case without an outcome whose job waits or runs."""
-    current, stopped = said.get("current") or {}, said.get("stopped") or {}
+    current, stopped = last_state.get("current") or {}, last_state.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
         held = f"`scontrol release {base.job}` lets it start" if "held" in job.reason.lower() else ""

@@ -24,6 +24,7 @@ from repro.launch.slurm.case_states import (
     CaseSurvey,
     Registry,
     Submission,
+    read_case_states,
 )
 from repro.launch.slurm.scheduler import Scheduler, SchedulerError
 from repro.results.measured import experiment_record
@@ -40,7 +41,11 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
     job = submission.jobs().get(bundle.index, "")
-    ranks = folder / "logs" / str(bundle.index) / _log_folder(registry, submission, bundle, name, key)
+    # Cases of one launch share a folder while the launch runs.
+    running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
+    if name in running:
+        key = next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])
+    ranks = folder / "logs" / str(bundle.index) / key
     if rank is None:
         files = sorted((folder / "submitit").glob(f"{job}_0_log.*")) if job else []
         _print_tails(files, f"job {job or 'none'} of {name}")
@@ -53,14 +58,6 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
     _print_tails(files, f"rank {rank} of {name} (logs exist while it runs, and after failures)")
     return 0
-
-
-def _log_folder(registry: Registry, submission: Submission, bundle: Bundle, name: str, key: str) -> str:
-    """Return the log folder of the case's ranks; cases of one launch share a folder while the launch runs."""
-    running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
-    if name not in running:
-        return key
-    return next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])
 
 
 def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
@@ -107,11 +104,8 @@ def cancel_jobs(results: Path, what: str) -> int:
         cases = CaseSurvey(registry, Store(results), scheduler).cases()
         open_cases = [case for case in cases if case.state in OPEN_STATES]
         files = {submission.id: submission.suite_file for submission in registry.all()}
-
-        def matches(name: str, suite: str, submission: str) -> bool:
-            return not what or what in (suite, submission, files[submission]) or fnmatchcase(name, what)
-
-        chosen = [case for case in open_cases if matches(case.name, case.suite, case.submission)]
+        places = {case: (case.suite, case.submission, files[case.submission]) for case in open_cases}
+        chosen = [c for c in open_cases if not what or what in places[c] or fnmatchcase(c.name, what)]
         if not chosen:
             known = list_names(what, [case.name for case in open_cases]) or "none"
             raise ConfigError("cancel", what, f"a suite, submission or case that waits or runs: {known}")
@@ -133,21 +127,22 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
     Returns 0 if every case of the last submissions is done or not ended, 1 if some failed.
     """
-    registry, scheduler = Registry(results), Scheduler()
-    submissions = registry.all()
-    if not submissions and into is None:
+    registry = Registry(results)
+    if not registry.all() and into is None:
         raise ConfigError("--results", str(results), "a folder that `repro submit` has used")
     with Store(results) as store:
         try:
-            cases = CaseSurvey(registry, store, scheduler).cases() if submissions else []
+            cases, warnings = read_case_states(registry, store, every=False)
         except SchedulerError as error:
             raise ConfigError("SLURM", says=f"does not answer: {error}") from None
-        cases = list({case.key: case for case in cases}.values())
         written = [case for case in cases if case.state in (LOST, CANCELLED) and not case.recorded]
         for case in written:
             store.append(lost_record(registry, case))
         records = store.records()
-        copied = copy_records(store, into) if into is not None else 0
+        copied = 0
+        if into is not None:
+            with Store(into) as target:
+                copied = target.take_over(store)
     failed = [case for case in cases if case.state in (FAILED, LOST, CANCELLED)]
     document = {
         "cases": [case.as_dict() for case in cases],
@@ -156,7 +151,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
         "copied": copied,
         "skipped_lines": store.skipped,
         "bad_nodes": count_bad_nodes(cases),
-        "warnings": list(dict.fromkeys(scheduler.warnings)),
+        "warnings": warnings,
     }
     if json:
         print(jsonlib.dumps(document))
@@ -175,12 +170,6 @@ def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
     return experiment_record(
         experiment, [], suite=submission.suite, provenance={"slurm": job}, wall_s=0.0, **end
     )
-
-
-def copy_records(store: Store, into: Path) -> int:
-    """Append the records of `store` whose ids are missing to the store at `into`; return their number."""
-    with Store(into) as mine:
-        return mine.take_over(store)
 
 
 def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:

@@ -75,11 +75,10 @@ class Slurm:
 
     def leave_time(self, key: str, time_limit: str) -> None:
         """Raise `ConfigError` if a job of `time_limit`, named `key`, would get its stop signal at its start."""
-        expected = (
-            f"longer than signal_delay_s = {self.signal_delay_s} s, the time from the stop signal to the end"
-        )
-        whole_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
-        require(60 * whole_min > self.signal_delay_s, key, time_limit, expected)
+        delay = f"signal_delay_s = {self.signal_delay_s} s"
+        expected = f"longer than {delay}, the time from the stop signal to the end"
+        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
+        require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yield the texts that become options of `sbatch`, with their keys."""
@@ -180,10 +179,14 @@ class Profile:
         """Return the file mode mask of a job's processes."""
         return 0o077 if self.storage.private else 0o022
 
-    @property
-    def gpu_type_prefix(self) -> str:
-        """Return the prefix of a GPU count in `sbatch` options: `v100:`, or empty for any type."""
-        return f"{self.slurm.gpu_type}:" if self.slurm.gpu_type else ""
+    def gpu_request(self, count: int) -> dict[str, str]:
+        """Return the option of sbatch and srun for `count` GPUs of a node; empty if the site has no such option."""
+        slurm = self.slurm
+        if not slurm.gpus_per_node or slurm.gpu_request == "none":
+            return {}
+        kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+        by_gres = slurm.gpu_request == "gres"
+        return {slurm.gpu_request.replace("-", "_"): f"{'gpu:' * by_gres}{kind}{count}"}
 
     def class_of(self, name: str) -> CaseClass:
         """Return the settings for the experiment called `name`."""

@@ -56,7 +56,7 @@ class ThreeCases:
             arrays=[row],
         )
         self.registry.write(self.submission)
-        self.folder = self.registry.path("x")
+        self.folder = self.registry.folder / "x"
         SubmissionWork(suite=suite, bundles=array.bundles, rerun=False).save(self.folder)
         self.experiments = {entry.experiment.name: entry.experiment for entry in suite.entries}
         slurm.set(jobs={f"12_{i}": JOB for i in range(3)})

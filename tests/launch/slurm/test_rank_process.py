@@ -58,7 +58,9 @@ class Rank(RankProcess):
 
         monkeypatch.setattr(task, "scratch_parent", lambda: self.work)
         monkeypatch.setattr(task, "count_kernel_oom_kills", lambda: self.kernel)
-        monkeypatch.setattr(task, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+        monkeypatch.setattr(
+            rank_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+        )
         monkeypatch.setattr(task.os, "killpg", lambda pid, number: self.signals.append((pid, number)))
         monkeypatch.setattr(task.rank_process, "is_stopped", lambda pid: self.halted)
         super().__init__("tcp://n1:5", "cpu", "x:y", self.logs, 1, 2)

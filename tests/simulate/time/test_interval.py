@@ -28,7 +28,7 @@ from repro.config.systems.unknowns import (
     with_values,
 )
 from repro.model import counts
-from repro.results.interval import StepInterval
+from repro.results.interval import StepInterval, likely_range, possible_range
 from repro.simulate.step import simulate
 from repro.simulate.time.calibration import (
     Generation,
@@ -146,8 +146,8 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
     experiment, traces = traced(name)
     found = predict(experiment, load_system_file("dgx2"), traces, interval=True)
     assert found.interval is not None
-    low, high = found.interval.likely_range(found.step_s)
-    least, most = found.interval.possible_range(found.step_s)
+    low, high = likely_range(found.interval.draws, found.step_s)
+    least, most = possible_range(found.interval.cases(), found.step_s)
     assert least <= low <= found.step_s <= high <= most
     assert low < high
     spans = [move.span for move in found.interval.moves]
@@ -179,7 +179,7 @@ def test_what_is_known_of_a_device_is_known_where_its_kernels_were_measured(
         "device.time.kernel_s",
         f"{found.generation.name}: FLOP/s",
     }  # type: ignore[union-attr]
-    (low, high), ends = found.interval.likely_range(found.step_s), [found.step_s]
+    (low, high), ends = likely_range(found.interval.draws, found.step_s), [found.step_s]
     for move in found.interval.moves:
         ends += [move.low_s, move.high_s]
     slack = 0.01 * found.step_s
@@ -198,8 +198,8 @@ def test_who_knows_a_number_has_no_wider_interval(key: str) -> None:
     assert step.interval is not None
     assert exact_.interval is not None
     (low, high), (least, most) = (
-        exact_.interval.likely_range(step.step_s),
-        step.interval.likely_range(step.step_s),
+        likely_range(exact_.interval.draws, step.step_s),
+        likely_range(step.interval.draws, step.step_s),
     )
     assert high - low <= (most - least) * 1.02
 
@@ -230,8 +230,9 @@ def test_a_wider_range_makes_no_interval_narrower(name: str, down: float, up: fl
     step = schedule_traces(experiment, system, traces, MODELLED_KERNELS).step_s
     outer, inner = (by_itself(experiment, one, traces) for one in (wide, narrow))
     slack = 1e-6 * step
-    for ends in ("likely_range", "possible_range"):
-        (low, high), (least, most) = getattr(inner, ends)(step), getattr(outer, ends)(step)
+    likely = [likely_range(one.draws, step) for one in (inner, outer)]
+    possible = [possible_range(one.cases(), step) for one in (inner, outer)]
+    for (low, high), (least, most) in (likely, possible):
         assert least <= low + slack
         assert high <= most + slack
 

@@ -155,11 +155,12 @@ class BundleProgress(Progress):
         """Record the position of rank 0."""
         super().tick(position)
         current, now = self._state["current"], time.monotonic()
-        if not position.begun or current is None or self.job is None or self.course is None:
+        if not position.begun or current is None or self.running is None:
             return
         changed = current["phase"] == "start"
         current["step"], current["phase"] = position.step, position.phase
-        now_at, rate = self.job.experiments[position.experiment], self.course.steps[position.experiment].rate
+        now_at = self.running.job.experiments[position.experiment]
+        rate = self.running.steps[position.experiment].rate
         current["case"], current["steps"] = now_at.name, now_at.training.steps
         current["steps_per_s"] = None if rate is None else round(rate, 4)
         if changed or now - self._written >= WRITE_INTERVAL_S:

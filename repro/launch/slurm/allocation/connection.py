@@ -60,13 +60,10 @@ class Connection:
         """Wait until the time has passed or the connection ends."""
         self._socket.settimeout(seconds)
         try:
-            if self._socket.recv(1) == b"":
-                self.open = False
-        except TimeoutError as error:
-            if error.errno:  # a timeout of the kernel, not of the socket
-                self.open = False
-        except OSError:
-            self.open = False
+            self.open &= self._socket.recv(1) != b""
+        except OSError as error:
+            # The socket's own timeout has no error number, a timeout of the kernel has one.
+            self.open &= isinstance(error, TimeoutError) and not error.errno
         self._socket.settimeout(None)
 
 

@@ -80,9 +80,8 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
             elif not missing:
                 state.set_nodes(place["slurm"]["nodes"])
                 names = [report.node for report in reports]
-                launch = partial(
-                    ClusterLaunch, allocation=allocation, nodes=names, target=rank_target(), stop=stop
-                )
+                options: dict[str, Any] = {"target": rank_target(), "stop": stop}
+                launch = partial(ClusterLaunch, allocation=allocation, nodes=names, **options)
                 launcher = Launcher(folder / "logs" / str(index), launch)
                 Runner(recorder, state, stop, launcher, rerun=work.rerun).run(tasks)
     except Exception as error:
@@ -213,7 +212,9 @@ class RunBundle:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if state.open and stop.requeue:
-            _requeue(previous[REQUEUE], REQUEUE)
+            if callable(requeue := previous[REQUEUE]):
+                requeue(REQUEUE, None)  # submitit ends this process, or raises after the last requeue
+            sys.exit(128 + REQUEUE)
         if state.open and stop:
             sys.exit(128 + signal.SIGTERM)
         return state.count_outcomes()
@@ -230,13 +231,6 @@ def _wait_for_requeue_signal(stop: AllocationStop) -> None:
     end = time.monotonic() + REQUEUE_SIGNAL_TIMEOUT_S
     while time.monotonic() < end and not stop.requeue:
         time.sleep(POLL_INTERVAL_S)
-
-
-def _requeue(handler: Any, number: int) -> None:
-    """Have submitit requeue the job. submitit ends this process, or raises after the last requeue."""
-    if callable(handler):
-        handler(number, None)
-    sys.exit(128 + number)
 
 
 @dataclass(frozen=True)

@@ -191,11 +191,7 @@ class ClusterLaunch:
         """End the launch; after a failure, move the logs to `keep_logs`."""
         self.kill()
         (self.logs / task.LAUNCH_FILE).unlink(missing_ok=True)
-        if keep_logs is None:
-            shutil.rmtree(self.logs, ignore_errors=True)
-        elif keep_logs != self.logs and self.logs.exists():
-            shutil.rmtree(keep_logs, ignore_errors=True)
-            self.logs.rename(keep_logs)
+        rank_process.move_logs(self.logs, keep_logs)
         if self._loss:
             self._stop.give_up(f"{LOST_NODE}{self._loss}")
 

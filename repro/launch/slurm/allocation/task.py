@@ -19,13 +19,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from repro.launch import rank_process
 from repro.launch.job import STOP_FILE, Job
 from repro.launch.local_launch import scratch_parent
 from repro.launch.rank import program as rank_program
-from repro.launch.rank_process import HeartbeatReader
+from repro.launch.rank_process import HeartbeatReader, Position
 from repro.launch.slurm.allocation.connection import Connection, Message
 from repro.launch.slurm.allocation.stop import SIGNALS, signals_blocked
 from repro.launch.supervise import count_kernel_oom_kills
@@ -81,16 +80,8 @@ class RankProcess:
         command = rank_process.rank_command(
             self._folder, self.number, device=self._device, rendezvous=self._rendezvous, target=self._target
         )
-        stem = self._logs / f"rank-{self.number}"
-        with open(f"{stem}.out", "wb") as out, open(f"{stem}.err", "wb") as err, signals_blocked():
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                start_new_session=True,
-            )
+        with signals_blocked():
+            self._process = rank_process.start_rank(command, self._logs, self.number, environment)
 
     def news(self, now: float) -> Iterator[Message]:
         """Yield the messages that the controller has not received; the last one reports the end."""
@@ -100,9 +91,10 @@ class RankProcess:
             return
         code = self._process.poll()
         if code is None:
-            if now - self._looked >= POSITION_INTERVAL_S:
+            is_due = now - self._looked >= POSITION_INTERVAL_S
+            if is_due:
                 self._pass_on_stop()
-            if now - self._looked >= POSITION_INTERVAL_S or self._experiment_index() != self._experiment:
+            if is_due or self._read_position()[1] != self._experiment:
                 yield from self._position(now)
             yield from self._results()
             before = self._stacks_before
@@ -121,28 +113,24 @@ class RankProcess:
             with contextlib.suppress(OSError):  # it is then killed, and resumes from its last checkpoint
                 (self._folder / STOP_FILE).touch()
 
-    def _experiment_index(self) -> int:
-        """Return the index of the rank's current experiment; -1 before the first."""
+    def _read_position(self) -> tuple[Position, int]:
+        """Return the rank's position, and the index of its current experiment; -1 before the first."""
         assert self._heartbeats is not None
         position = self._heartbeats.position(self.number)
-        return position.experiment if position.begun else -1
+        return position, position.experiment if position.begun else -1
 
     def _position(self, now: float) -> Iterator[Message]:
         self._looked = now
-        if self._heartbeats is None:
-            return
-        position = self._heartbeats.position(self.number)
+        position, experiment = self._read_position()
         stopped = self._process is not None and rank_process.is_stopped(self._process.pid)
         if position.seconds == self._said and stopped == self._stopped:
             return
-        self._said, self._stopped = position.seconds, stopped
-        self._experiment = position.experiment if position.begun else -1
+        self._said, self._stopped, self._experiment = position.seconds, stopped, experiment
         # Each node has its own clock: the age is sent, and the controller converts it to its own time.
         yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
 
     def _results(self, last: bool = False) -> Iterator[Message]:
-        if self._folder is None:
-            return
+        assert self._folder is not None
         while self._next < self._experiments:
             result = read_json(rank_program.result_path(self._folder, self._next, self.number))
             if result:
@@ -165,10 +153,8 @@ class RankProcess:
         return rank_process.error_log_path(self._logs, self.number)
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the rank and its children."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        if self._process is not None:
+            rank_process.signal_rank(self._process, number)
 
     def dump_stacks(self) -> None:
         """Have the rank write its stacks to its log; `news` reports their arrival."""
@@ -291,12 +277,8 @@ def main(arguments: list[str]) -> int:
     """Run one rank and return its exit code in the convention of a shell."""
     folder = Path(arguments[0])
     seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-
     for sort in (*SIGNALS, rank_process.STACKS_SIGNAL):
-        signal.signal(sort, note)
+        signal.signal(sort, lambda number, frame: seen.append(number))
     launch = TaskLaunch.load(folder)
     os.umask(launch.umask)
     rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])

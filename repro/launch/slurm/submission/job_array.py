@@ -106,11 +106,8 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
         # Neighbours by rank share a node, in the layout's order.
         "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
     }
-    if slurm.gpus_per_node and slurm.gpu_request != "none":
-        # All GPUs of exclusive nodes; otherwise one for each rank.
-        gpus = slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node
-        by_gres = slurm.gpu_request == "gres"
-        wanted["gres" if by_gres else "gpus_per_node"] = f"{'gpu:' * by_gres}{profile.gpu_type_prefix}{gpus}"
+    # All GPUs of exclusive nodes; otherwise one for each rank.
+    wanted |= profile.gpu_request(slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node)
     return {key: value for key, value in wanted.items() if value not in ("", 0, False, [], None)}
 
 

@@ -37,11 +37,9 @@ def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]
         ("container-image", site.environment.container),
         ("container-mounts", site.environment.container_mounts),
         *site.slurm.options.items(),
+        *site.gpu_request(site.slurm.gpus_per_node).items(),
     ):
         command += [f"--{option.replace('_', '-')}={value}"] if value else []
-    if site.slurm.gpus_per_node and site.slurm.gpu_request != "none":
-        option = "--gres=gpu:" if site.slurm.gpu_request == "gres" else "--gpus-per-node="
-        command.append(f"{option}{site.gpu_type_prefix}{site.slurm.gpus_per_node}")
     python = shlex.quote(site.environment.python or sys.executable)
     lines = [*job_array.setup_lines(site), f"exec {python} -m {__name__} {shlex.quote(str(marker))}"]
     try:

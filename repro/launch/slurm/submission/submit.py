@@ -75,10 +75,14 @@ def submit_suite(
         except SchedulerError as error:
             says = f"SLURM does not answer: {error}"
             raise ConfigError("--profile", str(profile_file), says=says) from None
-        if not planned.cases:
-            _print_nothing_to_submit(planned, json)
-            return 0
-        return _submit_arrays(planned, registry, store.newest, json)
+        if planned.cases:
+            return _submit_arrays(planned, registry, store.newest, json)
+    if json:
+        print(jsonlib.dumps({"submission": None, "jobs": [], "cases": 0, "failure": ""}))
+    else:
+        submission_plan.print_left_out(planned)
+        print("Nothing to submit.")
+    return 0
 
 
 def _submit_arrays(planned: SubmissionPlan, registry: Registry, newest_record: int, json: bool) -> int:
@@ -176,14 +180,6 @@ def _write_submission(planned: SubmissionPlan, registry: Registry, newest_record
     planned.work().save(folder)
     registry.write(submission)
     return submission
-
-
-def _print_nothing_to_submit(planned: SubmissionPlan, json: bool) -> None:
-    if json:
-        print(jsonlib.dumps({"submission": None, "jobs": [], "cases": 0, "failure": ""}))
-        return
-    submission_plan.print_left_out(planned)
-    print("Nothing to submit.")
 
 
 def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str, *, target: str) -> str:
