@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from repro.claims.expression import ExpressionError, Result, evaluate_expression
+from repro.claims.expression import Expression, ExpressionError, Result, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS, SCRIPT_COUNTS
 from repro.claims.ledger import CLOSED_FORM, EMULATED, ITSELF, Claim, Evidence, Row
 from repro.claims.one_device import describe_fits, device_functions, scale_of_fits
@@ -125,7 +126,7 @@ def _evaluate_on(
         known = row.printed if expected is None else expected
         common["margin"] = rule.margin(*seen, float(known.value)) if known is not None else None
     if evidence.kind == SIMULATED and expected is None:
-        doubt = propagate_unknowns(evidence, row, read, records, functions)
+        doubt = propagate_unknowns(evidence.value, row, read, records, functions)
         if doubt is not None:
             common["doubt"] = doubt = doubt.in_units_of(UNITS[row.unit])
             value = Result(value.value, doubt.low, doubt.high)
@@ -176,13 +177,13 @@ def _crosses_limit(rule: AcceptedRange, low: float, high: float) -> bool:
 
 
 def propagate_unknowns(
-    evidence: Evidence,
+    expression: Expression,
     row: Row,
     experiments: Sequence[str],
     records: Records,
     functions: Mapping[str, Callable[..., Any]],
 ) -> InputUncertainty | None:
-    """Return the uncertainty of the value of `evidence` from unknown inputs; None without unknown inputs.
+    """Return the uncertainty of a simulated value from unknown inputs; None without unknown inputs.
 
     Evaluate the expression in every case of the records of `experiments`. Both sides of a ratio use the same case, so
     their common unknowns cancel.
@@ -194,8 +195,8 @@ def propagate_unknowns(
     variables = {**CONSTANTS, **row.variables}
 
     def value(case: Case | None) -> Any:
-        moved = {**functions, **records.functions(evidence.kind, case)}
-        return evaluate_expression(evidence.value, moved, variables).value
+        moved = {**functions, **records.functions(SIMULATED, case)}
+        return evaluate_expression(expression, moved, variables).value
 
     try:
         best, joint = value(None), [value(number) for number in range(draws)]
@@ -213,6 +214,7 @@ def propagate_unknowns(
     return InputUncertainty(*likely_range(joint, best), *possible_range([*joint, *ends], best), best, alone)
 
 
+@cache
 def run_command(suite: str, kind: str) -> str:
     """Return the command that creates the missing records of a suite."""
     file = f"suites/{suite}.toml" if suite in SUITES.names() else f"{suite}.toml"

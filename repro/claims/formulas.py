@@ -219,36 +219,11 @@ def _root(x: float) -> float:
 
 
 FORMULAS: dict[str, Callable[..., float]] = {
-    function.__name__: function
-    for function in (
-        model_state_bytes,
-        layer_activation_bytes,
-        memory_reduction,
-        max_params,
-        adam_state_bytes,
-        deepspeed_zero2_estimate,
-        activation_elements,
-        checkpoint_elements,
-        flat_buffer_bytes,
-        arithmetic_intensity,
-        dp_elements,
-        megatron_all_reduces,
-        megatron_block_elements,
-        partitioned_activation_elements,
-        tensor_parallel_elements,
-        pipeline_elements,
-        pipeline_messages,
-        ring_all_reduce_factor,
-        gpt_params,
-        gpt_flops,
-        bubble_fraction,
-        schedule_bubble,
-        train_seconds,
-        training_steps,
-        rounded,
-        mean,
-    )
+    name: value
+    for name, value in globals().items()
+    if callable(value) and value.__module__ == __name__ and not name.startswith("_")
 }
+"""The public functions above, by name."""
 FORMULAS["sqrt"] = _root
 CONSTANTS: dict[str, float] = {
     "GB": GB,

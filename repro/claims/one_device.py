@@ -13,7 +13,7 @@ from typing import Any
 
 from repro.claims.expression import Uncertain, Value
 from repro.claims.ledger import ONE_RANK, PUBLISHED_SCALE
-from repro.claims.records import Missing
+from repro.claims.records import Missing, uncertain_ratio
 from repro.config import ConfigError, Experiment, Layout, models
 from repro.config.engines import NATIVE
 from repro.model.counts import total_parameters
@@ -79,18 +79,12 @@ def device_functions(
             compared = chosen.by_pair.get((fused.label, reference.label))
             if compared is None:
                 return fused.metrics["samples_per_s"] / reference.metrics["samples_per_s"]
-            low, high = compared.low, compared.high
-            ratio = compared.ratio
-            return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)
+            return uncertain_ratio(compared)
         reason = f"no two runs of {layers} layers of {hidden} on one GPU"
         raise Missing(KERNELS_NAME, reason, "repro run suites/one_gpu.toml --only '1.5b-*'")
 
-    return {
-        "largest_fit": largest_fit,
-        "fit_outcome": fit_outcome,
-        "fit_states": fit_states,
-        "kernel_speedup": kernel_speedup,
-    }
+    functions = (largest_fit, fit_outcome, fit_states, kernel_speedup)
+    return {function.__name__: function for function in functions}
 
 
 DEVICE_FUNCTIONS = frozenset({"largest_fit", "fit_outcome", "fit_states", "kernel_speedup"})

@@ -23,7 +23,7 @@ from repro.claims.evidence import propagate_unknowns
 from repro.claims.expression import Expression, ExpressionError, arguments, evaluate_expression
 from repro.claims.formulas import CONSTANTS, FORMULAS
 from repro.claims.judge import experiments_read
-from repro.claims.ledger import PUBLISHED_SCALE, TRACE, Evidence, Ledger, Row
+from repro.claims.ledger import Ledger, Row
 from repro.claims.published import UNITS, append_unit, format_value
 from repro.claims.reader import parse_checked
 from repro.claims.records import Missing, Records
@@ -67,21 +67,6 @@ class SystemQuestion:
     def word(self, value: float) -> str:
         """Return the word for `value` in the row's unit; empty without words."""
         return self.words[sum(value >= step for step in self.steps)] if self.words else ""
-
-    def evidence(self) -> Evidence:
-        """Return the expression as simulated evidence for `evidence.propagate_unknowns`."""
-        return Evidence(
-            kind=SIMULATED,
-            scale=PUBLISHED_SCALE,
-            origin=TRACE,
-            value=self.value,
-            expect=None,
-            metric=self.row.metric,
-        )
-
-    def row_with_peak(self, peak: float | None) -> Row:
-        """Return the row with the variable `PEAK`, in FLOP/s."""
-        return self.row if peak is None else replace(self.row, variables={**self.row.variables, PEAK: peak})
 
 
 @dataclass(frozen=True)
@@ -249,7 +234,9 @@ def _suite_records(records: Iterable[Record]) -> list[ExperimentRecord]:
 def _answer(
     question: SystemQuestion, records: Records, named: Mapping[str, ExperimentRecord], peak: float | None
 ) -> Answer:
-    row = question.row_with_peak(peak)
+    row = question.row
+    if peak is not None:
+        row = replace(row, variables={**row.variables, PEAK: peak})
     read = experiments_read(question.value, row.variables)
     functions = {**FORMULAS, **records.functions(SIMULATED)}
     try:
@@ -263,14 +250,16 @@ def _answer(
     if isinstance(value, str):
         return Answer(question=question, value=value)
     size = UNITS[row.unit]
-    uncertainty = propagate_unknowns(question.evidence(), row, read, records, functions)
+    uncertainty = propagate_unknowns(question.value, row, read, records, functions)
+    low = high = None
     if uncertainty is not None:
         uncertainty = uncertainty.in_units_of(size)
+        low, high = uncertainty.low, uncertainty.high
     return Answer(
         question=question,
         value=value / size,
-        low=None if uncertainty is None else uncertainty.low,
-        high=None if uncertainty is None else uncertainty.high,
+        low=low,
+        high=high,
         word=_word_with_alternatives(question, value / size, uncertainty),
         rests_on=weakest_basis(map(basis_of_record, timed)),
     )

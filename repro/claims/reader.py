@@ -24,7 +24,7 @@ from repro.claims.one_device import device_functions
 from repro.claims.published import UNITS, PrintedNumber, digitised, parse_printed_number, printed
 from repro.claims.records import Records
 from repro.claims.tolerance import BOUNDS, RELATIVE_TOLERANCE, TOLERANCE_POINTS, statement_of
-from repro.config.errors import ConfigError
+from repro.config.errors import ConfigError, require
 from repro.results.schema import EMULATED, SIMULATED
 from repro.results.select import select
 
@@ -128,11 +128,9 @@ def _check_headline(headline: ledger.Headline, claims: Mapping[str, ledger.Claim
 
 
 def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file: str) -> ledger.Claim:
-    if not _ID.fullmatch(entry.id):
-        raise ConfigError("id", entry.id, "lower-case words joined by hyphens")
+    require(bool(_ID.fullmatch(entry.id)), "id", entry.id, "lower-case words joined by hyphens")
     _one_of("family", entry.family, ledger.FAMILIES)
-    if not entry.source:
-        raise ConfigError("source", entry.source, "at least one source key with a place")
+    require(bool(entry.source), "source", entry.source, "at least one source key with a place")
     for source in entry.source:
         _one_of("source", source.partition(" ")[0], sources)
     steps = tuple(_number("steps", step).value for step in entry.steps)
@@ -143,8 +141,7 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         raise ConfigError("rows", expected="at least one row, in rows or in [[claim.table]]")
     labels = [row.label for row in rows]
     for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError("label", label, "different for every row of the claim")
+        require(labels.count(label) == 1, "label", label, "different for every row of the claim")
     for row in rows:
         if row.metric == "limit" and not steps:
             raise ConfigError(
@@ -157,29 +154,20 @@ def _claim(entry: ledger.ClaimEntry, sources: Mapping[str, ledger.Source], file:
         right = f"true in {parts} rows or more, since `published` has {parts} parts; a claim agrees when all parts do"
         raise ConfigError("main", expected=right)
     predicted = any(row.blind for row in rows)
-    if predicted != bool(entry.predicted_blind) or (predicted and not _DAY.match(entry.predicted_blind)):
-        raise ConfigError(
-            "predicted_blind",
-            entry.predicted_blind,
-            "the day and the commit of the predictions in `blind`, as 2026-11-22 at 1c75963; nothing without them",
-        )
-    return ledger.Claim(
-        id=entry.id,
-        title=entry.title,
-        family=entry.family,
-        published=entry.published,
-        conditions=entry.conditions,
-        source=tuple(entry.source),
-        certainty=_one_of("certainty", entry.certainty, ledger.CERTAINTIES),
-        contradictions=tuple(entry.contradictions),
-        note=entry.note,
-        needs=entry.needs,
-        steps=steps,
-        rows=tuple(rows),
-        file=file,
-        predicted_blind=entry.predicted_blind,
-        repeat=entry.repeat,
+    right = (
+        "the day and the commit of the predictions in `blind`, as 2026-11-22 at 1c75963; nothing without them"
     )
+    is_dated = bool(_DAY.match(entry.predicted_blind)) if predicted else not entry.predicted_blind
+    require(is_dated, "predicted_blind", entry.predicted_blind, right)
+    _one_of("certainty", entry.certainty, ledger.CERTAINTIES)
+    lists = {"source": tuple(entry.source), "contradictions": tuple(entry.contradictions)}
+    return ledger.Claim(**_common(entry, ledger.Claim) | lists, steps=steps, rows=tuple(rows), file=file)
+
+
+def _common(entry: object, of: type[Any]) -> dict[str, Any]:
+    """Return the fields of an entry that `of` has under the same names."""
+    names = {field.name for field in dataclasses.fields(of)} - {"steps", "rows"}
+    return {name: value for name, value in vars(entry).items() if name in names}
 
 
 def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledger.Row]:
@@ -188,10 +176,8 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
     errors = {cell.column: cell.error for cell in table.cells}
     rows = []
     for line in table.body:
-        if len(line) != len(table.columns):
-            raise ConfigError(
-                "table.body", line, f"{len(table.columns)} values, one for each of {table.columns}"
-            )
+        right = f"{len(table.columns)} values, one for each of {table.columns}"
+        require(len(line) == len(table.columns), "table.body", line, right)
         at = dict(zip(table.columns, line, strict=True))
         variables = {
             key: _variable(value, errors.get(key, 0.0)) for key, value in at.items() if key.isidentifier()
@@ -209,26 +195,11 @@ def _table_rows(entry: ledger.ClaimEntry, table: ledger.TableEntry) -> list[ledg
             calibrates = cell.calibrates or (str(at.get("calibrates", "")) if cell.simulated else "")
             notes = (cell.note, str(at.get("note", "")), str(at.get(f"{cell.column} note", "")))
             note = " ".join(part for part in notes if part)
-            blind, erratum = (
-                str(at.get(f"{cell.column} blind", "")),
-                cell.erratum or str(at.get("erratum", "")),
-            )
-            rows.append(
-                _row(
-                    entry,
-                    dataclasses.replace(
-                        cell, label=label, note=note, calibrates=calibrates, blind=blind, erratum=erratum
-                    ),
-                    published,
-                    variables,
-                    label,
-                )
-            )
+            blind, erratum = at.get(f"{cell.column} blind", ""), cell.erratum or at.get("erratum", "")
+            keys: dict[str, Any] = {"calibrates": calibrates, "blind": str(blind), "erratum": str(erratum)}
+            filled = dataclasses.replace(cell, label=label, note=note, **keys)
+            rows.append(_row(entry, filled, published, variables, label))
     return rows
-
-
-def _unit(entry: ledger.TestableEntry, claim: ledger.ClaimEntry) -> str:
-    return claim.unit if entry.unit is None else entry.unit
 
 
 def _variable(value: int | float | str, error: float) -> Value | Uncertain:
@@ -252,13 +223,10 @@ def _row(
     try:
         metric = _one_of("metric", entry.metric or claim.metric, RELATIVE_TOLERANCE)
         certainty = _one_of("certainty", entry.certainty or claim.certainty, ledger.CERTAINTIES)
-        if entry.error < 0:
-            raise ConfigError("error", entry.error, "0 or more")
-        unit = _one_of("unit", _unit(entry, claim), UNITS)
-        if entry.blind and not entry.simulated:
-            raise ConfigError(
-                "blind", entry.blind, says="needs simulated evidence, today's answer to the same question"
-            )
+        require(entry.error >= 0, "error", entry.error, "0 or more")
+        unit = _one_of("unit", claim.unit if entry.unit is None else entry.unit, UNITS)
+        says = "needs simulated evidence, today's answer to the same question"
+        require(bool(entry.simulated) or not entry.blind, "blind", entry.blind, says=says)
         number: PrintedNumber | None
         try:
             number = parse_printed_number(published)
@@ -267,9 +235,8 @@ def _row(
         evidence = []
         if entry.analytic:
             value = parse_checked("analytic", entry.analytic, _CLOSED, variables)
-            if is_constant(value, variables):
-                says = "no number that the row names changes it, so that it could not fail"
-                raise ConfigError("analytic", entry.analytic, says=says)
+            says = "no number that the row names changes it, so that it could not fail"
+            require(not is_constant(value, variables), "analytic", entry.analytic, says=says)
             origin = ledger.ITSELF if entry.given else analytic_origin(value, variables)
             evidence.append(
                 ledger.Evidence(
@@ -280,49 +247,38 @@ def _row(
             for item in getattr(entry, kind):
                 found = _evidence(kind, item, metric, variables)
                 evidence.append(dataclasses.replace(found, origin=ledger.ITSELF) if entry.given else found)
-        if entry.calibrates and not entry.simulated:
-            raise ConfigError(
-                "calibrates", entry.calibrates, says="needs simulated evidence, which then gets no verdict"
-            )
-        if number is None and any(item.expect is None for item in evidence):
-            raise ConfigError(
-                "published", published, "a number such as 1.88, 14.4B or 3-5, since a value is compared"
-            )
+        says = "needs simulated evidence, which then gets no verdict"
+        require(bool(entry.simulated) or not entry.calibrates, "calibrates", entry.calibrates, says=says)
+        right = "a number such as 1.88, 14.4B or 3-5, since a value is compared"
+        is_compared = any(item.expect is None for item in evidence)
+        require(number is not None or not is_compared, "published", published, right)
         for points in sorted({metric, *(item.metric for item in evidence)} & TOLERANCE_POINTS.keys()):
-            if unit != "%":
-                raise ConfigError("unit", unit, f"% with metric {points}, whose tolerance is in points")
+            require(unit == "%", "unit", unit, f"% with metric {points}, whose tolerance is in points")
         if len({bool(item.reading) for item in evidence if item.kind != "analytic"}) > 1:
             raise ConfigError("reading", says="must be a condition for each test of the row, or for none")
         calls = frozenset(name for item in evidence for name in item.value.calls)
         statement = statement_of(number, published, entry.bound, metric, calls)
-        if entry.statement not in ("", statement):
-            right = f"{statement}, by its text, bound, metric and functions; a threshold has metric limit"
-            raise ConfigError("statement", entry.statement, right)
+        right = f"{statement}, by its text, bound, metric and functions; a threshold has metric limit"
+        require(entry.statement in ("", statement), "statement", entry.statement, right)
+        _one_of("bound", entry.bound, BOUNDS)
+        derived = {
+            "published": published,
+            "unit": unit,
+            "metric": metric,
+            "statement": statement,
+            "certainty": certainty,
+            "blind": _number("blind", entry.blind) if entry.blind else None,
+            "needs": entry.needs or claim.needs,
+            "not_comparable": entry.not_comparable or claim.not_comparable,
+        }
         row = ledger.Row(
-            label=entry.label,
-            published=published,
+            **_common(entry, ledger.Row) | derived,
             printed=number,
-            unit=unit,
-            metric=metric,
-            statement=statement,
-            bound=_one_of("bound", entry.bound, BOUNDS),
-            error=entry.error,
-            certainty=certainty,
             evidence=tuple(evidence),
-            calibrates=entry.calibrates,
-            blind=_number("blind", entry.blind) if entry.blind else None,
-            needs=entry.needs or claim.needs,
-            not_comparable=entry.not_comparable or claim.not_comparable,
-            note=entry.note,
-            source=entry.source,
-            erratum=entry.erratum,
-            sentence=entry.sentence,
-            main=entry.main,
-            given=entry.given,
             variables=variables,
         )
-        if shared := shared_input(row):
-            raise ConfigError("given", "", f"what of the answer is an input: {shared}")
+        shared = shared_input(row)
+        require(not shared, "given", "", f"what of the answer is an input: {shared}")
         return row
     except ConfigError as error:
         raise error.within(where=where) from None
@@ -339,9 +295,9 @@ def _evidence(
         raise ConfigError(
             "expect", says="is missing: a scaled twin is compared with the formula at its own scale"
         )
-    if kind == EMULATED and (item.expect or metric != "ratio"):
-        right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
-        raise ConfigError(EMULATED, item.value, says=right)
+    right = "needs the metric ratio, against the published value: of a twin only ratios are alike"
+    is_ratio = metric == "ratio" and not item.expect
+    require(kind != EMULATED or is_ratio, EMULATED, item.value, says=right)
     is_word = item.expect.lstrip()[:1] in ("'", '"', "")
     if not (is_word or item.metric or metric == "exact" or item.scale == ledger.SCALED_TWIN):
         says = f"is missing next to expect: {metric}, as the value has, or exact, for this very number"

@@ -187,10 +187,10 @@ class Records:
         def losses(experiment: str) -> list[float | None]:
             """Return the loss of every step of an experiment that ended ok."""
             record = find(experiment)
-            if record.outcome != "ok" or not record.series.loss:
-                raise Missing(
-                    experiment, _ended(record) if record.outcome != "ok" else "its record has no losses"
-                )
+            if record.outcome != "ok":
+                raise Missing(experiment, _ended(record))
+            if not record.series.loss:
+                raise Missing(experiment, "its record has no losses")
             return record.series.loss
 
         def strayed(experiment: str, reference: str, *controls: str) -> Value:
@@ -214,13 +214,11 @@ class Records:
             for experiment in (subject, baseline):
                 if found := self.selection.by_name.get((MEASURED, experiment)):
                     _of_kind(found)
-            record = self.selection.by_pair.get((subject, baseline))
-            if record is not None:
-                return Uncertain(*_interval(record))
-            record = self.selection.by_pair.get((baseline, subject))
-            if record is not None:
-                ratio, low, high = _interval(record)
-                return Uncertain(1 / ratio, 1 / high, 1 / low)
+            if record := self.selection.by_pair.get((subject, baseline)):
+                return uncertain_ratio(record)
+            if record := self.selection.by_pair.get((baseline, subject)):
+                inverse = uncertain_ratio(record)
+                return Uncertain(1 / inverse.value, 1 / inverse.high, 1 / inverse.low)
             raise Missing(subject, f"not compared with {baseline} in one run")
 
         def evaluated(model: str, task: str, way: str, metric: str) -> Value:
@@ -239,21 +237,9 @@ class Records:
             reason = "not run here, runnable by anyone with the weights"
             raise Missing(f"{model} on {task}", reason, evaluation(task, way))
 
-        return {
-            "metric": metric,
-            "evaluated": evaluated,
-            "setting": setting,
-            "parameters": parameters,
-            "outcome": outcome,
-            "failure": failure,
-            "largest": largest,
-            "smallest": smallest,
-            "fastest": fastest,
-            "rising": rising,
-            "strayed": strayed,
-            "apart": apart,
-            "compared": compared,
-        }
+        found: list[Callable[..., Value | Uncertain]] = [metric, setting, parameters, outcome, failure]
+        found += [largest, smallest, fastest, rising, strayed, apart, compared, evaluated]
+        return {function.__name__: function for function in found}
 
 
 def evaluation(task: str, way: str) -> str:
@@ -322,7 +308,7 @@ def _ended(record: ExperimentRecord) -> str:
     return f"ended {record.outcome}: {record.reason or 'no reason given'}"
 
 
-def _interval(comparison: ComparisonRecord) -> tuple[float, float, float]:
-    """Return ratio, low and high; without an interval (too few rounds) all three are the ratio."""
+def uncertain_ratio(comparison: ComparisonRecord) -> Uncertain:
+    """Return the ratio with its interval; without one (too few rounds), both ends are the ratio."""
     ratio, low, high = comparison.ratio, comparison.low, comparison.high
-    return ratio, ratio if low is None else low, ratio if high is None else high
+    return Uncertain(ratio, ratio if low is None else low, ratio if high is None else high)

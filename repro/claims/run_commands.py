@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from repro.claims.evidence import run_command
 from repro.claims.expression import arguments, evaluate_expression
 from repro.claims.formulas import CONSTANTS
 from repro.claims.independence import SCORE_FUNCTION
@@ -37,8 +38,8 @@ class EvidenceCommand:
     text: str
     needs: str
     """Devices and system, empty if any machine suffices: `400 GPUs of dgx2`."""
-    suite: str
-    names: tuple[str, ...]
+    suite: str = ""
+    names: tuple[str, ...] = ()
 
 
 HEADLINES = "headlines"
@@ -116,20 +117,17 @@ class SuiteCatalogue:
     def _command(self, suite: str, system: str, kind: str, names: set[str]) -> EvidenceCommand:
         known = self.suites.get(suite)
         every = [entry.experiment.name for entry in known.entries] if known else sorted(names)
-        file = f"suites/{Path(known.file).name}" if known else f"suites/{suite}.toml"
         only = (
             ""
             if set(every) == names
             else "".join(f" --only '{glob}'" for glob in covering_globs(names, every))
         )
         needs = ""
-        if kind == "simulated":
-            text = f"repro run {file} --evidence simulated{only}"
-        elif system in ("", *LOCAL_SYSTEMS):
-            text = f"repro run {file}{only}"
-        else:
+        text = run_command(suite, kind) + only
+        if kind != SIMULATED and system not in ("", *LOCAL_SYSTEMS):
             assert known is not None
-            text = f"repro submit {file} --profile {self._profiles.get(system, 'YOURS.toml')}{only}"
+            profile = self._profiles.get(system, "YOURS.toml")
+            text = f"repro submit suites/{Path(known.file).name} --profile {profile}{only}"
             worlds = [e.experiment.layout.world for e in known.entries if e.experiment.name in names]
             needs = f"{max(worlds, default=0)} GPUs of {system}"
         return EvidenceCommand(kind=kind, text=text, needs=needs, suite=suite, names=tuple(sorted(names)))
@@ -144,9 +142,7 @@ def evaluation_commands(claim: Claim) -> list[EvidenceCommand]:
                 if function == SCORE_FUNCTION:
                     text = evaluation(*texts[1:3])
                     needs = row.needs or "weights that were not released"
-                    found.setdefault(
-                        text, EvidenceCommand(kind="measured", text=text, needs=needs, suite="", names=())
-                    )
+                    found.setdefault(text, EvidenceCommand(kind="measured", text=text, needs=needs))
     return list(found.values())
 
 
@@ -161,9 +157,7 @@ def device_commands(claim: Claim) -> list[EvidenceCommand]:
             try:
                 evaluate_expression(evidence.value, empty, {**CONSTANTS, **row.variables})
             except Missing as missing:
-                command = EvidenceCommand(
-                    kind="measured", text=missing.remedy, needs="one GPU", suite="", names=()
-                )
+                command = EvidenceCommand(kind="measured", text=missing.remedy, needs="one GPU")
                 found.setdefault(missing.remedy, command)
     return list(found.values())
 

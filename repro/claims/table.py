@@ -131,38 +131,20 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
     """Return one claim with every field, row and piece of evidence, ready for JSON."""
     claim = result.claim
     return {
-        "id": claim.id,
-        "title": claim.title,
-        "family": claim.family,
-        "file": claim.file,
+        **_fields(claim, "id", "title", "family", "file"),
         "about": ledger.about[claim.file],
-        "published": claim.published,
-        "conditions": claim.conditions,
+        **_fields(claim, "published", "conditions"),
         "source": [
-            {
-                "key": key,
-                "place": place,
-                "title": ledger.sources[key].title,
-                "where": ledger.sources[key].where,
-            }
+            {"key": key, "place": place, **_fields(ledger.sources[key], "title", "where")}
             for key, _, place in (text.partition(" ") for text in claim.source)
         ],
-        "certainty": claim.certainty,
-        "predicted_blind": claim.predicted_blind,
-        "contradictions": list(claim.contradictions),
-        "note": claim.note,
-        "needs": claim.needs,
-        "verdict": result.verdict,
-        "basis": result.basis,
-        "reason": result.reason,
+        **_fields(claim, "certainty", "predicted_blind", "contradictions", "note", "needs"),
+        **_fields(result, "verdict", "basis", "reason"),
         "why": why(result),
         "disagreements": list(result.disagreements),
         "evidence": [
             {
-                "kind": kind.kind,
-                "scale": kind.scale,
-                "verdict": kind.verdict,
-                "rows": kind.rows,
+                **_fields(kind, "kind", "scale", "verdict", "rows"),
                 "rows_decided": kind.decided,
                 "rows_reproduced": kind.reproduced,
             }
@@ -170,6 +152,11 @@ def as_dict(result: ClaimResult, ledger: Ledger) -> dict[str, Any]:
         ],
         "rows": [_row(row) for row in result.rows],
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    """Return fields of an object by name, with infinity as text, because JSON has no infinity."""
+    return {name: _json(getattr(of, name)) for name in names}
 
 
 def count_text(result: ClaimResult, name: str) -> str:
@@ -187,28 +174,14 @@ def count_text(result: ClaimResult, name: str) -> str:
 def _row(result: RowResult) -> dict[str, Any]:
     row = result.row
     return {
-        "label": row.label,
-        "published": row.published,
+        **_fields(row, "label", "published"),
         "value": None if row.printed is None else row.printed.value,
-        "unit": row.unit,
-        "statement": row.statement,
-        "bound": row.bound,
-        "error": row.error,
-        "metric": row.metric,
-        "certainty": row.certainty,
-        "verdict": result.verdict,
-        "basis": result.basis,
-        "reason": result.reason,
-        "needs": row.needs,
-        "not_comparable": row.not_comparable,
-        "calibrates": row.calibrates,
-        "main": row.main,
-        "given": row.given,
+        **_fields(row, "unit", "statement", "bound", "error", "metric", "certainty"),
+        **_fields(result, "verdict", "basis", "reason"),
+        **_fields(row, "needs", "not_comparable", "calibrates", "main", "given"),
         "blind": None if row.blind is None else row.blind.value,
         "note": row.note,
-        "margin": None if result.margin is None else [_json(end) for end in result.margin],
-        "mutations": result.mutations,
-        "weakness": result.weakness,
+        **_fields(result, "margin", "mutations", "weakness"),
         "evidence": [_finding(finding) for finding in result.findings],
         "disagreements": len(result.disagrees),
     }
@@ -218,18 +191,8 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "kind": finding.kind,
         "scale": finding.scale_label,
-        "reading": finding.reading,
-        "measured_on": finding.measured_on,
-        "is_reference": finding.is_reference,
-        "origin": finding.origin,
-        "value": _json(finding.value),
-        "low": _json(finding.low),
-        "high": _json(finding.high),
-        "expected": _json(finding.expected),
-        "tolerance": finding.tolerance,
-        "verdict": finding.verdict,
-        "reason": finding.reason,
-        "expression": finding.expression,
+        **_fields(finding, "reading", "measured_on", "is_reference", "origin", "value", "low", "high"),
+        **_fields(finding, "expected", "tolerance", "verdict", "reason", "expression"),
         "moved_by": _moved(finding.doubt),
     }
 
@@ -245,5 +208,7 @@ def _moved(doubt: InputUncertainty | None) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> Any:
-    """Return infinity as text, because JSON has no infinity, and any other value unchanged."""
+    """Return infinity as text and a tuple as a list; any other value unchanged."""
+    if isinstance(value, tuple):
+        return [_json(one) for one in value]
     return value if not isinstance(value, float) or abs(value) != float("inf") else str(value)

@@ -145,7 +145,10 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
 
 
 def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
-    memory, held = role.memory, _held(role)
+    memory, held, failure = role.memory, _held(role), None
+    if (error := role.replay.out_of_memory) is not None:
+        sizes = {"allocated_bytes": error.allocated, "reserved_bytes": error.reserved}
+        failure = SimulatedFailure(phase=role.replay.phase, **sizes)
     return SimulatedRole(
         name=role.role.name,
         stage=role.role.stage,
@@ -157,18 +160,9 @@ def _role(experiment: Experiment, role: RoleResult) -> SimulatedRole:
         peak_phase=memory.phase,
         peak_line=memory.line,
         peak_operator=memory.operator,
-        reserved_bytes=None if role.replay.out_of_memory else role.replay.peak_reserved,
-        failure=_failure(role),
+        reserved_bytes=None if failure else role.replay.peak_reserved,
+        failure=failure,
         sent_bytes=sum(row.sent_bytes for row in role.traffic),
-    )
-
-
-def _failure(role: RoleResult) -> SimulatedFailure | None:
-    error = role.replay.out_of_memory
-    if error is None:
-        return None
-    return SimulatedFailure(
-        phase=role.replay.phase, allocated_bytes=error.allocated, reserved_bytes=error.reserved
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -167,11 +168,10 @@ def _role_document(role: RoleResult) -> dict[str, Any]:
 
 def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
     """Return the sent bytes of `rows` by `group` or by `link`."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for row in rows:
-        name = getattr(row, key)
-        found[name] = found.get(name, 0) + row.sent_bytes
-    return found
+        found[getattr(row, key)] += row.sent_bytes
+    return dict(found)
 
 
 def write_snapshot(path: Path, found: Simulation, *, expandable: bool) -> None:
@@ -203,8 +203,8 @@ def simulate(
     """
     began = perf_counter()
     context = system.context()
-    whole = memory_limit if memory_limit is not None else system.device.memory_bytes.value
-    limit = None if whole is None else max(0, int(whole) - context)
+    size = memory_limit if memory_limit is not None else system.device.memory_bytes.value
+    limit = None if size is None else max(0, int(size) - context)
     placement = Placement(experiment.layout, system)
     results, traces = [], []
     for role in roles(experiment):
@@ -232,24 +232,13 @@ def simulate(
 
 def _traffic(traced: Trace, placement: Placement) -> list[TrafficRow]:
     links = placement.links(traced.layout.group_of("pp", 0)[traced.role.stage])
-    counts: dict[tuple[str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for times, message in traced.messages():
-        row = counts.setdefault((message.op, message.group, message.purpose), [message.size, 0, 0, 0])
-        row[1] += times
-        row[2] += times * message.payload
-        row[3] += times * message.sent
-    found = []
-    for (op, group, purpose), (size, calls, payload, sent) in sorted(counts.items()):
-        found.append(
-            TrafficRow(
-                op=op,
-                group=group,
-                purpose=purpose,
-                size=size,
-                link=links[group],
-                calls=calls,
-                payload_bytes=payload,
-                sent_bytes=sent,
-            )
-        )
-    return found
+        sums = {"calls": times, "payload_bytes": times * message.payload, "sent_bytes": times * message.sent}
+        key = message.op, message.group, message.purpose
+        row = found.setdefault(key, {"size": message.size, **dict.fromkeys(sums, 0)})
+        row |= {name: row[name] + more for name, more in sums.items()}
+    return [
+        TrafficRow(op=op, group=group, purpose=purpose, link=links[group], **row)
+        for (op, group, purpose), row in sorted(found.items())
+    ]

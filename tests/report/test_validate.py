@@ -234,7 +234,7 @@ def test_what_is_far_off_is_explained(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "other side of 1" not in text
     section = text.partition("rows with an error above 25 %")[2].partition("in wider interval")[0]
     words = " ".join(section.split())
-    assert words.count("One collective over all nodes") == 1
+    assert words.count("The simulated collective spans all nodes") == 1
     assert "8B: ZeRO" not in words
     assert {size for size in ("80B", "100B") if f"{size}: baseline" in words} == {"80B", "100B"}
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from repro import kernels
 from repro.config import Experiment
-from repro.simulate.time.device import ALIGNMENT, MATMULS, product_sizes
+from repro.simulate.time.device import MATMULS, is_unaligned
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.recorder import TraceRecorder
 from repro.simulate.trace.roles import roles, trace
@@ -67,11 +67,7 @@ class Call:
     @property
     def is_unaligned_product(self) -> bool:
         """Whether the call is a product of half precision with a size that is no multiple of `ALIGNMENT`."""
-        operator = self.operator
-        if operator.name not in MATMULS or operator.itemsize == 4:
-            return False
-        _, *sizes = product_sizes(operator)
-        return any(size % ALIGNMENT for size in sizes)
+        return self.name in MATMULS and is_unaligned(self.operator)
 
     @property
     def nbytes(self) -> int:

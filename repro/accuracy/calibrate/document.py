@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
@@ -59,7 +59,7 @@ def system_tables(
         rates[MESSAGE] = OperatorRate(fixed_s=statistics.median(rank["message_s"] for rank in ranks))
         rates[EXCHANGE] = OperatorRate(fixed_s=statistics.median(rank["exchange_s"] for rank in ranks))
     copy = ranks[0]["copy"]["nbytes"] / statistics.median(rank["copy"]["median"] for rank in ranks)
-    aligned = [row for row in rows if row["name"] in fit.PRODUCTS and not row["is_unaligned"]]
+    aligned = [row for row in rows if row["name"] in fit.MATMULS and not row["is_unaligned"]]
     peak = max(row["flops"] / row["median"] for row in aligned)
     together = "alone" if count == 1 else f"all {count} ranks at once"
     device = _processor(here, per_node) if on_cpu else _gpu(ranks)
@@ -113,11 +113,7 @@ def system_tables(
                 **({} if on_cpu else {"backward_launch_s": _backward_launch(ranks, together)}),
             },
             "operators": {
-                name: {
-                    "fixed_s": round_digits(rate.fixed_s),
-                    "per_byte_s": round_digits(rate.per_byte_s),
-                    "per_flop_s": round_digits(rate.per_flop_s),
-                }
+                name: {key: round_digits(value) for key, value in asdict(rate).items()}
                 for name, rate in rates.items()
             },
         },

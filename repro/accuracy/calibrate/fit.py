@@ -14,8 +14,8 @@ from repro.accuracy.calibrate.plan import BETWEEN, INSIDE, GroupKind
 from repro.config.timing import UNALIGNED_MATMUL, OperatorRate
 from repro.parallel.ledger import SEND
 from repro.simulate.placement import BETWEEN_NODES
+from repro.simulate.time.device import MATMULS
 
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 MATMUL, ELEMENTWISE = "matmul", "elementwise"
 MIN_SIZE_RATIO = 8.0
 """Minimum ratio of the largest to the smallest call, in bytes, from which an operator gets a slope of its own."""
@@ -72,7 +72,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
     pools: dict[str, list[TimedCall]] = {MATMUL: [], ELEMENTWISE: [], UNALIGNED_MATMUL: []}
     pools[UNALIGNED_MATMUL] += points.get(UNALIGNED_MATMUL, [])
     for name, found in points.items():
-        if name in PRODUCTS:
+        if name in MATMULS:
             pools[MATMUL] += found
         elif name.startswith("aten."):
             pools[ELEMENTWISE] += [point for point in found if not point.flops]
@@ -81,7 +81,7 @@ def operator_rates(points: Mapping[str, Sequence[TimedCall]]) -> dict[str, Opera
     for name, found in sorted(points.items()):
         if name == UNALIGNED_MATMUL:
             continue
-        shared = common.get(MATMUL if name in PRODUCTS else ELEMENTWISE)
+        shared = common.get(MATMUL if name in MATMULS else ELEMENTWISE)
         if shared is None:
             own[name] = fit_rate(found)
         elif median_error(shared, found) > MAX_COMMON_RATE_ERROR:
@@ -106,7 +106,7 @@ def scale_rate(common: OperatorRate, points: Sequence[TimedCall]) -> OperatorRat
 
 def rate_of(known: Mapping[str, OperatorRate], name: str) -> OperatorRate:
     """Return the rate of an operator: its own, or else the common rate."""
-    return known.get(name) or known[MATMUL if name in PRODUCTS else ELEMENTWISE]
+    return known.get(name) or known[MATMUL if name in MATMULS else ELEMENTWISE]
 
 
 def has_size_range(points: Sequence[TimedCall]) -> bool:

@@ -16,9 +16,9 @@ from repro.accuracy.twins.scaling import Scale
 from repro.config import TwinOf
 from repro.config.experiment import TWIN_RATIO
 from repro.config.layout import ELEMENT_BYTES
+from repro.config.quantity import Quantity
 from repro.config.system import System
 from repro.simulate.placement import BETWEEN_NODES, GROUPS
-from repro.simulate.time.emulated import sourced_quantity
 from repro.simulate.time.network import Network
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.time.program import OPTIMIZER, OTHER
@@ -131,14 +131,14 @@ def latency_share(prediction: Prediction) -> float:
 
 def without_latency(system: System) -> System:
     """Return `system` without latency of messages."""
-    zero = sourced_quantity(0.0, "left out")
+    zero = Quantity(value=0.0, source="left out")
     quick: dict[str, Any] = {"latency_s": zero, "start_s": zero, "chunk_s": zero, "hop": None}
     return replace(system, links={name: replace(link, **quick) for name, link in system.links.items()})
 
 
 def without_jitter(system: System) -> System:
     """Return `system` without jitter, so that no rank waits for a late one."""
-    time = replace(system.device.time, jitter_s=sourced_quantity(0.0, "left out"))
+    time = replace(system.device.time, jitter_s=Quantity(value=0.0, source="left out"))
     return replace(system, device=replace(system.device, time=time))
 
 

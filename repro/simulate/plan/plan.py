@@ -92,7 +92,9 @@ def search_layouts(
     first = [row for row in ordered[:compared] if row.outcome == OK and row.time]
     others = ordered[len(first) :]
     for row in others:
-        row.remove_interval()
+        row.interval = None
+        if row.time:
+            row.time["interval"] = None
     return Plan([*rank_rows(first, request.rank_by), *others], planner.simulated, planner.no_time)
 
 

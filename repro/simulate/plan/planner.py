@@ -149,7 +149,7 @@ def _simulated_row(
 ) -> tuple[PlanRow, str]:
     """Return the row of `layout`, and the reason why it has no times; runs in a worker."""
     from repro.simulate.step import sent_bytes_by, simulate
-    from repro.simulate.time.predict import predict, prediction_interval
+    from repro.simulate.time.predict import predict
 
     system, experiment, no_time = request.system, plan_experiment(request, layout), ""
     further = communicator_bytes(layout, system)
@@ -158,7 +158,7 @@ def _simulated_row(
         if time and found.fits:
             found.time = predict(experiment, system, found.traces)
             if found.time.step_s <= interval_below_s:
-                found.time.interval = prediction_interval(experiment, system, found.traces)
+                found.time.interval = predict(experiment, system, found.traces, interval=True).interval
     except ConfigError as error:  # memory does not depend on these numbers
         no_time = str(error)
     document = found.as_dict()

@@ -115,12 +115,6 @@ class PlanRow:
         seconds: float = self.time.get("step_s", ideal)
         return seconds
 
-    def remove_interval(self) -> None:
-        """Remove the interval of the step time."""
-        self.interval = None
-        if self.time:
-            self.time["interval"] = None
-
     @property
     def bubble(self) -> float:
         """Idle over busy time of the pipeline, (p - 1) / (v m) (2104.04473 sec. 2.2)."""

@@ -54,8 +54,9 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
         right = "measured with a ring of all ranks: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     hop = ring_step_times(here.collectives[RING_COLLECTIVE], network.world)
-    latency = sourced_quantity(
-        hop.points[0][1] / RING_SEGMENTS, "the cores' time for a small segment of a ring's step, of all ranks"
+    latency = Quantity(
+        value=hop.points[0][1] / RING_SEGMENTS,
+        source="the cores' time for a small segment of a ring's step, of all ranks",
     )
     cost = here.used(PROCESS_LINK, "overlap_cost").value or 0.0
     share = payload_share(network)
@@ -66,17 +67,17 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
         lost = cost * min(1.0, rate / (ranks * most))
         return Link(
             per=per,
-            bandwidth=sourced_quantity(
-                rate, "the token bucket's rate less headers, or what the machine brings"
+            bandwidth=Quantity(
+                value=rate, source="the token bucket's rate less headers, or what the machine brings"
             ),
             latency_s=latency,
-            start_s=sourced_quantity(0.0, "in the latency of its messages"),
-            efficiency=sourced_quantity(1.0, "headers are taken off the bandwidth"),
-            overlap_cost=sourced_quantity(
-                lost, "measured during unlimited messages, in proportion to the rate"
+            start_s=Quantity(value=0.0, source="in the latency of its messages"),
+            efficiency=Quantity(value=1.0, source="headers are taken off the bandwidth"),
+            overlap_cost=Quantity(
+                value=lost, source="measured during unlimited messages, in proportion to the rate"
             ),
-            adapters=sourced_quantity(1, "a node has one link"),
-            rings=sourced_quantity(1, "a node has one link"),
+            adapters=Quantity(value=1, source="a node has one link"),
+            rings=Quantity(value=1, source="a node has one link"),
             hop=hop,
         )
 
@@ -85,8 +86,8 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
         between = min(network.between * share, network.ranks_per_node * inside)
         links[BETWEEN_NODES] = link("node", between, network.ranks_per_node)
     operators = {name: rate.slowed(1 / CORES_SHARE) for name, rate in machine.device.operators.items()}
-    jitter_s = sourced_quantity(
-        machine.timing.jitter_s / CORES_SHARE, "measured, and longer as operators are"
+    jitter_s = Quantity(
+        value=machine.timing.jitter_s / CORES_SHARE, source="measured, and longer as operators are"
     )
     return replace(
         machine,
@@ -94,8 +95,8 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
             machine.device, operators=operators, time=replace(machine.device.time, jitter_s=jitter_s)
         ),
         name=f"{machine.name}-emulated",
-        devices_per_node=sourced_quantity(network.ranks_per_node, "the emulated network"),
-        nodes=sourced_quantity(network.nodes, "the emulated network"),
+        devices_per_node=Quantity(value=network.ranks_per_node, source="the emulated network"),
+        nodes=Quantity(value=network.nodes, source="the emulated network"),
         links=links,
         provenance=replace(measured, cores=0),
     )
@@ -124,8 +125,3 @@ def ring_step_times(ring: Collective, ranks: int) -> Collective:
     """Return the seconds of one step of a measured all-reduce of all `ranks`, by the bytes that each rank passes on."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))
-
-
-def sourced_quantity(value: float, source: str) -> Quantity:
-    """Return a number with its source."""
-    return Quantity(value=value, source=source)

@@ -53,30 +53,22 @@ class GroupSpan(NamedTuple):
 
 
 def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
-    """Return the seconds of `payload` bytes in groups like `span`; the file was measured with `all_ranks` ranks."""
-    known = nearest_measurement(measured, all_ranks, span)
-    return scale_to_ranks(known, known.ranks or all_ranks, span.ranks, payload)
+    """Return the seconds of `payload` bytes in groups like `span`; the file was measured with `all_ranks` ranks.
 
-
-def nearest_measurement(measured: Collective, all_ranks: int, span: GroupSpan) -> Collective:
-    """Return the measured groups that are most similar to `span` in members, members on a node, then stride."""
+    The measured groups that are most similar in members, members on a node, then stride count, scaled to the ranks of
+    `span`. A ring has ranks - 1 steps (or twice as many) of payload / ranks bytes.
+    """
 
     def distance(known: Collective) -> tuple[float, float]:
         ranks = known.ranks or all_ranks
         size, shared = log2(ranks / span.ranks), log2((known.per_node or ranks) / span.per_node)
         return abs(size) + abs(shared), abs(log2(known.stride / span.stride))
 
-    return min((measured, *measured.groups), key=distance)
-
-
-def scale_to_ranks(measured: Collective, whole: int, ranks: int, payload: float) -> float:
-    """Return the seconds for `ranks` ranks, scaled from a measurement with `whole` ranks.
-
-    A ring has ranks - 1 steps (or twice as many) of payload / ranks bytes.
-    """
-    if whole < 2 or ranks == whole:
-        return interpolate(measured, payload)
-    return interpolate(measured, payload * whole / ranks) * (ranks - 1) / (whole - 1)
+    nearest = min((measured, *measured.groups), key=distance)
+    ranks = nearest.ranks or all_ranks
+    if ranks < 2 or span.ranks == ranks:
+        return interpolate(nearest, payload)
+    return interpolate(nearest, payload * ranks / span.ranks) * (span.ranks - 1) / (ranks - 1)
 
 
 def interpolate(measured: Collective, payload: float) -> float:
@@ -105,7 +97,7 @@ class Network:
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
-        self._link, self._rings = cache(self._link_of), cache(self._rings_of)
+        self.link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
         # A step repeats the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
@@ -173,12 +165,8 @@ class Network:
     @cached_property
     def _period(self) -> int:
         """Number of ranks after which the placement of messages on nodes and pods repeats."""
-        pods = (
-            [counts.pod for counts in self._node_counts if counts.pod]
-            if BETWEEN_NODES in self.system.links
-            else []
-        )
-        return self._placed.devices * lcm(*pods)
+        known = self._node_counts if BETWEEN_NODES in self.system.links else ()
+        return self._placed.devices * lcm(*(counts.pod for counts in known if counts.pod))
 
     def _message_seconds_of(self, payload: int, sender: int, receiver: int) -> float:
         """Return the seconds between two stages, whose first ranks are `sender` and `receiver`."""
@@ -187,10 +175,6 @@ class Network:
         if measured is not None:
             return interpolate(measured, payload)
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
-
-    def link(self, group: str) -> str:
-        """Return the slowest class of links that any group of this axis needs; empty for one rank."""
-        return self._link(group)
 
     def bus_bandwidth(self, group: str) -> float:
         """Return the bytes/s of the slowest group of this axis, as in nccl-tests, in the limit of large messages."""
@@ -213,9 +197,8 @@ class Network:
         def least(ring: Ring) -> float:
             if op == ALL_REDUCE:
                 return RING_PASSES[op] * (ring.ranks - 1) / ring.ranks * payload / ring.rate
-            return (count - 1) * ring.seconds(op, 0, trees=False) + ring.seconds(
-                op, int(payload), trees=False
-            )
+            empty, full = (ring.seconds(op, size, trees=False) for size in (0, int(payload)))
+            return (count - 1) * empty + full
 
         return self._in_node_counts(self.link(group), slowest)
 
@@ -225,10 +208,8 @@ class Network:
 
     def peak(self, link: str) -> float:
         """Return the bytes/s of a device (`per = "device"`) or of a node that collectives reach on this link."""
-        bandwidth = self.system.links[link].bandwidth
-        return bandwidth.known(f"links.{link}.bandwidth", system=self.system.name) * self.number(
-            link, "efficiency"
-        )
+        found = self.system.links[link].bandwidth.known(f"links.{link}.bandwidth", system=self.system.name)
+        return found * self.number(link, "efficiency")
 
     def _measured(self, op: str, link: str) -> Collective | None:
         """Return the measurement of `op` on `link`, or None."""
@@ -249,6 +230,7 @@ class Network:
         return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
+        """Return the slowest class of links that any group of this axis needs; empty for one rank."""
         on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
@@ -315,9 +297,8 @@ class Network:
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")
-        rate = reduce(
-            minimum, (minimum(minimum(rings, each.adapters), each.part) * adapter for each in shares)
-        )
+        used = (minimum(minimum(rings, each.adapters), each.part) for each in shares)
+        rate = reduce(minimum, (share * adapter for share in used))
         if uplink_users:
             uplink = counts.pod * counts.adapters * adapter / self.number(BETWEEN_NODES, "oversubscription")
             rate = minimum(rate, uplink / uplink_users)

@@ -43,7 +43,7 @@ from repro.simulate.time.calibration import (
 )
 from repro.simulate.time.device import MODELLED_KERNELS, Kernels, first_lane
 from repro.simulate.time.program import OPTIMIZER
-from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
+from repro.simulate.time.schedule import Timeline, schedule_traces
 from repro.simulate.time.stage import UPDATE
 from repro.simulate.trace.roles import Trace, trace_roles
 
@@ -94,7 +94,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
     of_cases = kernels(np.repeat((1.0, 2.0, 1.0), count), np.repeat((1.0, 2.0, 2.0), count), cases)
     system = with_values(drawn(systems.load_system_file(generation.system), cases), {PACE: 1.0})
     few, more = (
-        scheduled_step_seconds(experiment, system, traces, of_cases)
+        schedule_traces(experiment, system, traces, of_cases).seconds
         for experiment, traces in (
             _traces_of_layers(generation, layers) for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
         )
@@ -126,11 +126,6 @@ SIGNIFICANT_DIGITS = 7
 """Significant digits of rounded seconds."""
 MIN_CURVE_SPAN = 0.01
 """Minimum effect of an unknown on the step time for which its curve is stored, as a share of the step time."""
-
-
-def prediction_interval(experiment: Experiment, system: System, traces: list[Trace]) -> StepInterval | None:
-    """Return the interval of the step time; None without unknowns. `traces` contain all roles."""
-    return predict(experiment, system, traces, interval=True).interval
 
 
 def round_seconds(seconds: float) -> float:

@@ -118,13 +118,6 @@ def schedule(
     return scheduled(layout.accumulation)[0]
 
 
-def scheduled_step_seconds(
-    experiment: Experiment, system: System, traces: list[Trace], kernels: Kernels
-) -> float:
-    """Return the step time in seconds, in each case of the arrays of `system` and `kernels`."""
-    return schedule_traces(experiment, system, traces, kernels).seconds
-
-
 def schedule_traces(
     experiment: Experiment,
     system: System,

@@ -150,14 +150,12 @@ def segment_of(
     tensor, if any. `gradient` is the storage of the gradient that came in, or -1.
     """
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
-    if result is None:
-        return Segment(_SegmentWriter(recorder, places, made, gradient).steps(running), None)
-    returned = recorder.number(result)
-    if returned != gradient:
+    returned = gradient if result is None else recorder.number(result)
+    if result is not None and returned != gradient:
         made[returned] = TensorMeta.from_tensor(result)
     steps = _SegmentWriter(recorder, places, made, gradient).steps(running)
     if returned == gradient:
-        return Segment(steps, None, returns_gradient=True)
+        return Segment(steps, None, returns_gradient=result is not None)
     return Segment(steps, places[returned])
 
 

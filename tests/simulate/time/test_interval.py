@@ -46,10 +46,9 @@ from repro.simulate.time.predict import (
     interval_of_seconds,
     kernels_in_cases,
     predict,
-    prediction_interval,
     round_seconds,
 )
-from repro.simulate.time.schedule import schedule_traces, scheduled_step_seconds
+from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.roles import Trace, trace_roles
 from tests.config.system_arrays import array_values, system_of_case
 from tests.simulate.exact import have_exact_kernels
@@ -98,7 +97,7 @@ def assert_cases_are_alone(
     generation = calibration_point_of(experiment.layout.kernels, system)
     found = tuple(uncertain_numbers(system, generation))
     in_cases, kernels = drawn(system, quantiles_in_cases(found)), kernels_in_cases(generation, found)
-    together = scheduled_step_seconds(experiment, in_cases, traces, kernels)
+    together = schedule_traces(experiment, in_cases, traces, kernels).seconds
     assert set(array_values(in_cases)) == {
         one.key for one in found if one.key.startswith(("device.", "links."))
     }
@@ -158,9 +157,11 @@ def test_an_interval_holds_the_best_value_and_lies_in_what_is_allowed(name: str)
 def test_with_exact_numbers_there_is_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     have_exact_kernels(monkeypatch)
     experiment, traces = traced("tp")
-    assert prediction_interval(experiment, exact(load_system_file("dgx2")), traces) is None
+    assert predict(experiment, exact(load_system_file("dgx2")), traces, interval=True).interval is None
     assert (
-        prediction_interval(experiment, ranged(load_system_file("dgx2"), "launch_s", 7e-6, 8e-6), traces)
+        predict(
+            experiment, ranged(load_system_file("dgx2"), "launch_s", 7e-6, 8e-6), traces, interval=True
+        ).interval
         is not None
     )
 
@@ -216,7 +217,7 @@ def by_itself(experiment: Experiment, system: System, traces: list[Trace]) -> St
     """The interval of kernels as the model has them: no published point takes back what the device is taken for."""
     found = unknowns(system)
     in_cases = drawn(system, quantiles_in_cases(found))
-    return interval_of_seconds(found, scheduled_step_seconds(experiment, in_cases, traces, MODELLED_KERNELS))
+    return interval_of_seconds(found, schedule_traces(experiment, in_cases, traces, MODELLED_KERNELS).seconds)
 
 
 @settings(max_examples=12)
@@ -274,7 +275,7 @@ def test_whatever_kernels_are_slow_the_published_point_is_as_published(quantile:
             load_system_file(point.system), {"device.time.pace": 1.0, "device.time.spread": 0.0}
         )
         (found,) = kernels_at(point, f"{point.name}: products", quantile)
-        seconds = scheduled_step_seconds(experiment, alone, trace_roles(experiment), found)
+        seconds = schedule_traces(experiment, alone, trace_roles(experiment), found).seconds
         work = counts.hardware_flops(model, model.seq, point.layout.global_batch, recompute=True)
         assert seconds == pytest.approx(work / point.flops_per_device, rel=1e-3)
         best = calibrated_kernels(point)
@@ -356,7 +357,7 @@ def test_a_rounded_published_point_is_an_unknown_of_its_own() -> None:
 
 def test_an_unknown_with_a_small_effect_has_no_curve() -> None:
     experiment, traces = traced("zero1")
-    found = prediction_interval(experiment, load_system_file("dgx2"), traces)
+    found = predict(experiment, load_system_file("dgx2"), traces, interval=True).interval
     assert found is not None
     for move in found.moves:
         assert (move.curve is not None) == (move.span > MIN_CURVE_SPAN * min(move.low_s, move.high_s))
@@ -422,7 +423,7 @@ def test_what_is_hidden_takes_multiprocessors_from_compute_in_every_case() -> No
     steps = [schedule_traces(experiment, one, traces, MODELLED_KERNELS).step_s for one in (free, best, dear)]
     assert steps[0] < steps[1] < steps[2]
     several = with_values(system, {cost: np.array([0.0, 0.025, 0.2])})
-    together = scheduled_step_seconds(experiment, several, traces, MODELLED_KERNELS)
+    together = schedule_traces(experiment, several, traces, MODELLED_KERNELS).seconds
     assert np.ravel(together).tolist() == pytest.approx(steps, rel=1e-12)
     plain = replace(experiment, layout=replace(experiment.layout, overlap=False))
     alone = trace_roles(plain)

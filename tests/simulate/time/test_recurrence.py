@@ -14,7 +14,7 @@ from repro.config.errors import ConfigError
 from repro.config.system import System
 from repro.config.systems.unknowns import drawn, quantiles_in_cases, unknowns
 from repro.simulate.time.device import MODELLED_KERNELS
-from repro.simulate.time.schedule import Timeline, schedule_traces, scheduled_step_seconds
+from repro.simulate.time.schedule import Timeline, schedule_traces
 from repro.simulate.time.stage import StageStreams
 from repro.simulate.trace.roles import trace_roles
 
@@ -84,7 +84,7 @@ def test_a_random_layout_takes_the_time_of_its_events(experiment: Experiment) ->
     cases = drawn(system(), quantiles_in_cases(unknowns(system())))
     with mock.patch.object(StageStreams, "run_events", side_effect=AssertionError("events were scheduled")):
         found = schedule_traces(experiment, system(), traces, MODELLED_KERNELS)
-        in_cases = scheduled_step_seconds(experiment, cases, traces, MODELLED_KERNELS)
+        in_cases = schedule_traces(experiment, cases, traces, MODELLED_KERNELS).seconds
     assert_equal(found, schedule_traces(experiment, system(), traces, MODELLED_KERNELS, record=True))
     by_events = schedule_traces(experiment, cases, traces, MODELLED_KERNELS, record=True)
     assert in_cases == pytest.approx(by_events.seconds, rel=1e-9)

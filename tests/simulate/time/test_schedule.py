@@ -372,7 +372,7 @@ def test_stages_that_exchange_never_wait_for_ever_and_are_never_faster(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
-    """Sums of a stage's rows are the seconds that its breakdown counts, and a stream does one thing at a time."""
+    """Sums of a stage's rows are the seconds that its breakdown counts, and the events of a stream do not overlap."""
     found = predicted(name, base_system(), record=True)
     stages = range(LAYOUTS[name].pp)
     events = list(breakdown.trace_events(found.timeline.spans, stages))
@@ -401,8 +401,8 @@ def test_a_drawing_has_every_second_of_every_stream(name: str) -> None:
         assert annotated[stage] <= found.step_s * (1 + 1e-9)
     if len(stages) == 1:
         (time,) = found.timeline.stages
-        whole = sum(time.busy.values()) + sum(time.exposed.values()) + time.bubble
-        assert found.step_s == pytest.approx(whole)
+        stage_s = sum(time.busy.values()) + sum(time.exposed.values()) + time.bubble
+        assert found.step_s == pytest.approx(stage_s)
         assert min(event["ts"] for event in rows[0, "compute"]) == 0
 
 

@@ -22,7 +22,7 @@ from repro.simulate.time.device import (
     last_arrival_delay,
     slowest_device_factor,
 )
-from repro.simulate.time.predict import prediction_interval
+from repro.simulate.time.predict import predict
 from repro.simulate.time.schedule import schedule_traces
 from repro.simulate.trace.events import Operator
 from repro.simulate.trace.roles import trace_roles
@@ -99,7 +99,7 @@ def test_devices_wait_for_the_slowest_and_links_do_not() -> None:
     # A spread with a range is an unknown like the others, and more of it takes no less.
     ranged = Quantity(value=0.01, low=0.0, high=0.05, source="a test; low: none; high: five")
     device = replace(H100.device, time=replace(H100.device.time, spread=ranged))
-    found = prediction_interval(experiment, replace(H100, device=device), traces)
+    found = predict(experiment, replace(H100, device=device), traces, interval=True).interval
     assert found is not None
     move = next(move for move in found.moves if move.key == SPREAD)
     assert move.low_s < move.high_s
