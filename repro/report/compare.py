@@ -29,7 +29,7 @@ from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key, launches_by_key
 from repro.results.store import read_records
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page
 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 6
@@ -291,4 +291,4 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     )
     few += "`repro compare COMMIT COMMIT --suite FILE` launches both in turns until all speeds are decided."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
-    print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, few * is_undecided, more)
+    print_page(f"Changes: {counts}.", made, few * is_undecided, more)

@@ -26,7 +26,7 @@ from repro.report.page.context import TEMPLATES, context, render_site, template
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
 from repro.util import extras
-from repro.util.console import PAGE_COLUMNS, print_json, print_page, stdout
+from repro.util.console import print_json, print_page
 from repro.util.files import replace_file
 
 if TYPE_CHECKING:
@@ -268,7 +268,6 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
     counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items() if count)
     books = f", {len(written.notebooks)} notebooks" * bool(written.notebooks)
     print_page(
-        stdout(PAGE_COLUMNS),
         f"Report: {written.page}",
         f"{written.claims} claims: {counts}.",
         f"{written.experiments} measured experiments, {written.simulated} simulated, "

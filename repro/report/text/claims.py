@@ -380,11 +380,11 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         answers = [answer.as_dict() for answer in found]
         print_json({"system": name, "is": other_system.PREDICTIONS, "answers": answers})
         return int(nothing)
-    console = stdout(PAGE_COLUMNS)
     command = other_system.simulation_command(system)
     if nothing:
-        render.print_page(console, f"The store {results} has no predictions for {name}.", command=command)
+        render.print_page(f"The store {results} has no predictions for {name}.", command=command)
         return 1
+    console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.calibrate.calibration import Calibrated
 from repro.launch.doctor import YES, Check
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page, stdout
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def _print_checks(
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
     print_page(
-        stdout(PAGE_COLUMNS),
         f"Nothing can be {undone} until this works: {', '.join(broken)}." if broken else f"Suites can be {undone}.",
         f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
         new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
@@ -191,7 +190,6 @@ def _print_calibrated(found: Calibrated) -> None:
             collectives.add_row(op, name, *ends, units.number(large / most / 1e9))
     error = units.percent(facts["error_of_rates"])
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{found.path}: {device['name']}, {provenance['ranks']} ranks, median error of the rates {error}.",
         f"{calls} were measured in {units.seconds(found.seconds)}.",
         new_table("quantity", "measured value", left=2, wrap=("measured value",), rows=rows),

@@ -30,7 +30,7 @@ from repro.simulate.plan.candidates import (
     parse_memory_size,
 )
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, show_progress, stdout
+from repro.util.console import new_table, print_json, print_page, show_progress
 
 
 def print_simulation(
@@ -360,7 +360,6 @@ def print_scores(
         for name, value in record.metrics.items()
     ]
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{record.name}: {record.outcome}. {record.reason}".rstrip(),
         new_table("score", "value", rows=scores),
         f"Protocol {way['name']}: {way['source']}.",
@@ -384,7 +383,6 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
         return 0
     sizes = source.model
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{output}: weights of {source.kind}, {sizes.layers} layers of width {sizes.hidden}, "
         f"{sizes.vocab} tokens.",
         new_table("file", "size", rows=[(path.name, units.size(path.stat().st_size)) for path in written]),

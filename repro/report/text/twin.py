@@ -20,7 +20,7 @@ from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page
 
 if TYPE_CHECKING:
     from repro.config import Experiment
@@ -81,7 +81,6 @@ def print_twin(
     count = sum(len(each.twin.members) for each in found)
     parts = [part for each in found if details for part in _twin_details(each.twin)]
     print_page(
-        stdout(PAGE_COLUMNS),
         *_describe_ratios(found),
         *parts,
         "" if details else "--details lists similarity numbers and the effect of each difference.",
