@@ -57,20 +57,6 @@ class Change:
     high: float | None = None
 
 
-def changes_of(
-    first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
-) -> list[Change]:
-    """Return the changes between two sides (`read_side`). `own`: additional ledger files.
-
-    Raises `ConfigError` if the sides have no experiment in common.
-    """
-    sides = [read_side(side, results) for side in (first, second)]
-    changes = compare_results(*sides, tolerance=tolerance, own=own)
-    if not changes:
-        raise ConfigError("compare", second, f"records of experiments that {first} has too")
-    return changes
-
-
 def read_side(text: str, results: Path) -> list[Record]:
     """Return the records of a side: a store's folder, or those in `results` whose commit begins with `text`."""
     folder = Path(text)
@@ -260,13 +246,17 @@ def print_comparison(
 ) -> int:
     """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side.
 
+    `own`: additional ledger files.
     `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
     """
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     require(launches >= 1, "--launches", launches, "1 or more")
     if suite is not None:
         first, second = run_commits((first, second), suite, launches, results, tolerance)
-    changes = changes_of(first, second, results, tolerance, own)
+    sides = [read_side(side, results) for side in (first, second)]
+    changes = compare_results(*sides, tolerance=tolerance, own=own)
+    if not changes:
+        raise ConfigError("compare", second, f"records of experiments that {first} has too")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})

@@ -155,9 +155,7 @@ def plan(
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
     files = LaunchFiles(source, launch, output)
-    return print_plan(
-        model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details=details, files=files
-    )
+    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details, files)
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
@@ -181,11 +179,11 @@ def twin(
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
+    from repro.accuracy.twins.derive import TwinOptions
     from repro.report.text.twin import print_twin
 
-    return print_twin(
-        originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json, details
-    )
+    choice = TwinOptions(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    return print_twin(originals, machine, choice, within, between, write, json, details)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
@@ -221,9 +219,11 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
+    from repro.accuracy.calibrate.calibration import run_calibration
     from repro.report.text.machine import print_calibration
 
-    return print_calibration(system, gpus, output, profile, nodes, quick, suite or [], json)
+    found = run_calibration(system, gpus, output, profile, nodes, quick, suite or [], quiet=json)
+    return print_calibration(found, json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")

@@ -170,7 +170,6 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
-    from repro.report.page.build import write_notebooks
 
     try:
         for folder in ("figures", "claims"):
@@ -255,8 +254,6 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
 
     `own`: additional ledger files.
     """
-    from repro.report.page.build import CellFailed
-
     try:
         written = build_report(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:

@@ -78,9 +78,7 @@ def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
         progress.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
 
     outcomes = run_gpu_day(request, announce)
-    counts = {
-        kind: sum(o.outcome == kind for o in outcomes) for kind in dict.fromkeys(o.outcome for o in outcomes)
-    }
+    counts = Counter(outcome.outcome for outcome in outcomes)
     files = {name: (request.out / name).stat().st_size for name in FILES if (request.out / name).exists()}
     if json:
         print_json({"steps": [asdict(outcome) for outcome in outcomes], "files": files})

@@ -124,24 +124,8 @@ def _print_checks(
     return 1 if broken else 0
 
 
-def print_calibration(
-    system: str,
-    gpus: int,
-    output: Path | None,
-    profile: Path | None,
-    nodes: int,
-    quick: bool,
-    suites: Sequence[Path],
-    json: bool,
-) -> int:
-    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
-
-    The options are those of `repro.accuracy.calibrate.calibration.run_calibration`. Returns 1 if a rank or the job
-    fails, 130 if interrupted.
-    """
-    from repro.accuracy.calibrate.calibration import run_calibration
-
-    found = run_calibration(system, gpus, output, profile, nodes, quick, suites, quiet=json)
+def print_calibration(found: Calibrated, json: bool) -> int:
+    """Print the rates of a calibration; return 1 if a rank or the job failed, and 128 plus the signal after one."""
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":

@@ -15,6 +15,7 @@ from rich.console import Console
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
+from repro.config.suites import load_suite
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
@@ -78,7 +79,8 @@ class Column(NamedTuple):
 def print_results(what: str, results: Path, json: bool, plot: Path | None, details: bool) -> int:
     """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
-    found = comparable_results(selection, _suite_pattern(what))
+    pattern = load_suite(Path(what)).name if what.endswith(".toml") else what
+    found = comparable_results(selection, pattern)
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
@@ -96,15 +98,6 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None, detai
     else:
         print_result_tables(found, details=details)
     return 0
-
-
-def _suite_pattern(what: str) -> str:
-    """Return the name of the suite for a suite's file; other patterns are unchanged."""
-    if not what.endswith(".toml"):
-        return what
-    from repro.config import suites
-
-    return suites.load_suite(Path(what)).name
 
 
 def _print_groups(found: Sequence[ComparableResults]) -> None:
@@ -192,6 +185,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     peaks = [row.get("memory.peak_bytes") for row in rows if row["outcome"] == "ok"] or held["peak"]
     (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (peaks, sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
+    timed = zip(rows, _numbers(steps, second), strict=True)
+    times = [time if row["outcome"] == "ok" else row["outcome"] for row, time in timed]
     degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
     curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
@@ -214,7 +209,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("loss\ncurve", curves, left=True),
         ],
         [
-            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second)), is_main=True,
+            Column(f"step\n({s})", times, is_main=True,
                    note="step: median time of the slowest rank"),
             Column("throughput\n(tokens/s)", tokens, is_main=True),
             Column(f"rate per\nrank ({flops})", _numbers(rates, flop), note="rate: with recomputation"),
@@ -240,11 +235,6 @@ def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
         text = units.number(size) if size >= 0.01 or not size else f"{size:.3f}"
         found.append(units.NO_VALUE if value is None else text)
     return found
-
-
-def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
-    """Return the step times, with the outcome in place of a missing step time."""
-    return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
 
 
 def _print_comparisons(compared: Sequence[ComparisonRecord]) -> None:
