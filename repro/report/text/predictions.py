@@ -50,7 +50,7 @@ def print_simulation(
     files.check(model)
     on = _system(query)
     experiment = _stated(files, model, query) or _experiment(model, on, query)
-    found = _simulate(experiment, on, query, record=timeline is not None)
+    found = _simulate(experiment, on, query, _memory_limit(on, query), record=timeline is not None)
     from repro.report.text.simulated_step import print_simulated_step
     from repro.simulate.step import NO_STEP_TIME, write_snapshot
 
@@ -79,12 +79,13 @@ def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery]
 
     The second has the global batch of the first unless it names one.
     """
-    found: list[Simulation] = []
+    checked: list[tuple[Experiment, System, LayoutQuery, int | None]] = []
     for model, query in (first, second):
         on = _system(query)
-        batch = {"global_batch": found[0].experiment.layout.global_batch} if found else {}
+        batch = {"global_batch": checked[0][0].layout.global_batch} if checked else {}
         experiment = _experiment(model, on, replace(query, layout={**batch, **query.layout}))
-        found.append(_simulate(experiment, on, query))
+        checked.append((experiment, on, query, _memory_limit(on, query)))
+    found = [_simulate(*each) for each in checked]
     from repro.report.text.simulated_step import print_step_differences
 
     if json:
@@ -94,13 +95,15 @@ def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery]
     return 0 if all(simulation.fits for simulation in found) else 1
 
 
+def _memory_limit(system: System, query: LayoutQuery) -> int | None:
+    limit = parse_memory_size(query.memory_limit)
+    return None if limit is None else device_memory_limit(system, limit)
+
+
 def _simulate(
-    experiment: Experiment, system: System, query: LayoutQuery, *, record: bool = False
+    experiment: Experiment, system: System, query: LayoutQuery, limit: int | None, *, record: bool = False
 ) -> Simulation:
     """Trace one step and return it with its time and interval; `record`: with every span."""
-    limit = parse_memory_size(query.memory_limit)
-    if limit is not None:
-        limit = device_memory_limit(system, limit)
     from repro.simulate.step import simulate
 
     wanted = {"expandable": query.expandable, "time": True, "record": record, "interval": True}
