@@ -162,10 +162,10 @@ def run_commits(
     Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
     """
     load_suite(suite)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
-    folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
+    folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
     try:
         for commit, tree, _ in sides:

@@ -59,7 +59,9 @@ def print_fits(
         size = f"{units.parameter_count(best['params'])} parameters" if is_depth else str(best["micro_batch"])
         answer = f"Largest {what} on {devices}: {size}{f' with ZeRO {stage}' if len(fits) > 1 else ''}."
     strategy = words.describe_layout(layout)
-    strategy = strategy.replace("ZeRO 0", "ZeRO 0 to 3") if len(fits) > 1 else strategy
+    if len(fits) > 1:
+        stages = _join_places([asked.layout.zero for asked, _ in fits])
+        strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
     limit = "limit of the next size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
     print_page(
