@@ -107,14 +107,15 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
     added = [record for record in after if record.id not in known]
     verdicts = _changed_verdicts(before, after)
     if json:
-        document = {
-            "new_records": [_record_row(record, before) for record in added],
-            "known_records": visit.known_records,
-            "steps": visit.outcomes,
-            "measurements": visit.measurements,
-            "verdicts": verdicts,
-        }
-        print_json(document)
+        print_json(
+            {
+                "new_records": [_record_row(record, before) for record in added],
+                "known_records": visit.known_records,
+                "steps": visit.outcomes,
+                "measurements": visit.measurements,
+                "verdicts": verdicts,
+            }
+        )
         return 0
     gpus = visit.facts.get("provenance", {}).get("gpus") or []
     machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"

@@ -105,8 +105,8 @@ def _print_checks(
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
-        found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
-        print_json(found)
+        checked = [asdict(check) for check in checks]
+        print_json({"usable": not broken, "checks": checked, **(more or {})})
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
@@ -132,8 +132,7 @@ def print_calibration(found: Calibrated, json: bool) -> int:
         print(f"error: calibration ended in {found.outcome}: {found.reason}", file=sys.stderr)
         return 1
     if json:
-        document = {"file": str(found.path), "seconds": found.seconds, "system": found.document}
-        print_json(document)
+        print_json({"file": str(found.path), "seconds": found.seconds, "system": found.document})
     else:
         _print_calibrated(found)
     return 0

@@ -164,7 +164,19 @@ def print_points(found: Sequence[Point], details: bool) -> None:
 
 def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics]) -> Table:
     left = (headings[0], headings[-1])
-    rows = (_statistics_cells(family) for family in families)
+    rows = (
+        (
+            *(
+                family.name,
+                str(family.points),
+                f"{100 * family.median:.1f}",
+                f"{family.close}/{family.points}",
+            ),
+            *_interval_counts(family),
+            *(f"{100 * family.worst.error:+.1f}", family.worst.claim),
+        )
+        for family in families
+    )
     return new_table(*headings, left=left, wrap=left, rows=rows)
 
 
@@ -223,14 +235,6 @@ def _point_table(group: Sequence[Point]) -> Table:
 
 def _interval_text(interval: tuple[float, float] | None) -> str:
     return " to ".join(map(units.number, interval)) if interval else units.NO_VALUE
-
-
-def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
-    return (
-        *(family.name, str(family.points), f"{100 * family.median:.1f}", f"{family.close}/{family.points}"),
-        *_interval_counts(family),
-        *(f"{100 * family.worst.error:+.1f}", family.worst.claim),
-    )
 
 
 def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
