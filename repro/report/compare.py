@@ -29,7 +29,7 @@ from repro.results.schema import ExperimentRecord, Record
 from repro.results.select import by_key, launches_by_key
 from repro.results.store import read_records
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page
 
 WORSE, SAME, BETTER, UNDECIDED = "worse", "same", "better", "not decided"
 MIN_LAUNCHES = 6
@@ -55,20 +55,6 @@ class Change:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-
-
-def changes_of(
-    first: str, second: str, results: Path, tolerance: float, own: Sequence[Path] = ()
-) -> list[Change]:
-    """Return the changes between two sides (`read_side`). `own`: additional ledger files.
-
-    Raises `ConfigError` if the sides have no experiment in common.
-    """
-    sides = [read_side(side, results) for side in (first, second)]
-    changes = compare_results(*sides, tolerance=tolerance, own=own)
-    if not changes:
-        raise ConfigError("compare", second, f"records of experiments that {first} has too")
-    return changes
 
 
 def read_side(text: str, results: Path) -> list[Record]:
@@ -176,10 +162,10 @@ def run_commits(
     Raises `ConfigError` for an unknown commit, or for a suite that a commit refuses.
     """
     load_suite(suite)
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
-    folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktrees are removed
+    folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
     try:
         for commit, tree, _ in sides:
@@ -260,13 +246,17 @@ def print_comparison(
 ) -> int:
     """Print the changes; return 1 if one is worse, else 0. Raises `ConfigError` for an invalid tolerance or side.
 
+    `own`: additional ledger files.
     `suite`: run this suite at most `launches` times in the commits `first` and `second` before the comparison.
     """
     require(0 <= tolerance < 1, "--tolerance", tolerance, "a part of 1, 0.05 for 5 %")
     require(launches >= 1, "--launches", launches, "1 or more")
     if suite is not None:
         first, second = run_commits((first, second), suite, launches, results, tolerance)
-    changes = changes_of(first, second, results, tolerance, own)
+    sides = [read_side(side, results) for side in (first, second)]
+    changes = compare_results(*sides, tolerance=tolerance, own=own)
+    if not changes:
+        raise ConfigError("compare", second, f"records of experiments that {first} has too")
     worse = sum(change.judged == WORSE for change in changes)
     if json:
         print_json({"changes": [asdict(change) for change in changes], "worse": worse})
@@ -291,4 +281,4 @@ def _print_changes(changes: Sequence[Change], most: int | None) -> None:
     )
     few += "`repro compare COMMIT COMMIT --suite FILE` launches both in turns until all speeds are decided."
     is_undecided = any(c.judged == UNDECIDED for c in changes)
-    print_page(stdout(PAGE_COLUMNS), f"Changes: {counts}.", made, few * is_undecided, more)
+    print_page(f"Changes: {counts}.", made, few * is_undecided, more)

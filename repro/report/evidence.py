@@ -74,10 +74,12 @@ class JudgedStore:
 
     def headlines(self, pattern: str = "*") -> pd.DataFrame:
         """Return one row per headline claim: published value, value by kind of evidence, verdict."""
-        every = headline_lines(self.ledger, self.judged)
-        lines = [line for line in every if fnmatchcase(line.claim, pattern)]
-        cells = (({"claim": one.name, "published": one.published}, one.values, one.verdict) for one in lines)
-        return _frame([{**named, **values, "verdict": verdict} for named, values, verdict in cells])
+        rows = [
+            {"claim": line.name, "published": line.published, **line.values, "verdict": line.verdict}
+            for line in headline_lines(self.ledger, self.judged)
+            if fnmatchcase(line.claim, pattern)
+        ]
+        return _frame(rows)
 
     def claims(self, pattern: str = "*", about: str = "") -> pd.DataFrame:
         """Return one row per claim: published value, number of reproduced values per kind of evidence, verdict."""

@@ -128,17 +128,9 @@ def build_table(results: Path, table: str, own: Sequence[Path] = (), claims: str
 
     found = evidence.read_store(results, own)
     print_remarks(found.torn)
-    frames: dict[str, Callable[[], pd.DataFrame]] = {
-        "headlines": lambda: found.headlines(claims or "*"),
-        "summary": found.summary,
-        "claims": lambda: found.claims(claims or "*"),
-        "values": lambda: found.values(claims or "*"),
-        "experiments": found.experiments,
-        "comparisons": found.comparisons,
-        "records": found.provenance,
-        "unknowns": found.unknowns,
-    }
-    return frames[table]()
+    build = getattr(found, "provenance" if table == "records" else table)
+    frame: pd.DataFrame = build(claims or "*") if table in CLAIM_TABLES else build()
+    return frame
 
 
 def _with_units(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

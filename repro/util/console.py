@@ -63,21 +63,22 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def print_page(console: Console, *parts: str | Table, command: str = "") -> None:
+def print_page(*parts: str | Table, command: str = "", console: Console | None = None) -> None:
     """Print paragraphs, wrapped between words, and tables after an empty line; empty parts are left out.
 
     `command`: the command to enter next; a backslash at the end of a line continues it on the next line.
+    `console`: None for standard output with `PAGE_COLUMNS`.
     """
+    console = console or stdout(PAGE_COLUMNS)
     after_table = False
     for part in parts:
         is_text = isinstance(part, str)
         if part if isinstance(part, str) else part.row_count:
             if after_table or not is_text:
                 console.print()
-            lines = (
-                textwrap.wrap(part, console.width, break_on_hyphens=False) if isinstance(part, str) else []
-            )
-            console.print("\n".join(lines) if is_text else part, markup=False)
+            if isinstance(part, str):
+                part = "\n".join(textwrap.wrap(part, console.width, break_on_hyphens=False))
+            console.print(part, markup=False)
             after_table = not is_text
     if command:
         console.print(end="\n" * after_table)

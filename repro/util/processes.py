@@ -151,11 +151,10 @@ class WorkerDied(Exception):
 class Workers:
     """A pool of processes, used as a context manager; its methods keep the processes for the next call."""
 
-    def __init__(self, most: int = 0):
-        """`most`: maximum number of processes; 1 runs all tasks in this process, 0 means as many as cores and memory
-        allow."""
-        room = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
-        self.count = min(most or room, room)
+    def __init__(self, maximum: int = 0):
+        """`maximum`: of processes; 1 runs all tasks in this process, 0 means as many as cores and memory allow."""
+        limit = max(1, min(usable_cores(), available_bytes() // WORKER_BYTES))
+        self.count = min(maximum or limit, limit)
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Workers:

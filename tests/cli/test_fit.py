@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from repro import cli
+from repro.config import Layout, models
+from repro.config.systems import load_system_file
+from repro.report.text.fit_and_plan import print_fits
 from repro.util import units
 from tests.cli.predictions import FIT, run
 
@@ -61,3 +66,14 @@ def test_context_parallelism_of_fit_and_plan(capsys: pytest.CaptureFixture[str],
     assert {row["layout"]["cp"] for row in json.loads(out)} == {2}
     assert cli.main([*asked, "--cp", "3"]) == 2
     assert "tp x cp x pp = 1 x 3 x 1" in capsys.readouterr().err
+
+
+def test_the_layout_names_the_stages_of_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    document = dict.fromkeys(("largest", "first_failing", "binding"))
+    document |= {"sizes": {"vocab": 1, "seq": 1, "hidden": 1}, "search": "layers", "gpus": 4}
+    document |= {"limit_bytes": 1, "communicator_bytes": 0}
+    model, system = models.load_model("gpt2-1.5b"), load_system_file("dgx2")
+    layouts = (Layout(dp=4, zero=stage) for stage in (0, 1, 3))  # those of DeepSpeed in 2021
+    fits: Any = [(SimpleNamespace(model=model, layout=one, system=system), document) for one in layouts]
+    print_fits(fits, "")
+    assert "ZeRO 0, 1 and 3" in capsys.readouterr().out

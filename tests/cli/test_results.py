@@ -14,7 +14,6 @@ from rich.console import Console
 from repro import cli
 from repro.config import EmulatedNetwork, systems
 from repro.launch.simulated import simulate_experiment
-from repro.report.text import results as view
 from repro.results.schema import ComparisonRecord, ExperimentRecord
 from repro.results.store import Store
 from repro.util.console import sparkline
@@ -112,7 +111,7 @@ def test_ratios_have_the_intervals_of_their_records(store: Path, capsys: pytest.
 def test_any_terminal_has_every_column(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr(view, "stdout", lambda least: Console(width=width, highlight=False))
+    monkeypatch.setenv("COLUMNS", str(width))
     _, out, _ = shown(capsys, "smoke", "--results", str(store), "--details")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= width
     assert "…" not in out

@@ -215,12 +215,18 @@ def test_a_layout_that_does_not_fit_has_no_ratio(capsys: pytest.CaptureFixture[s
     [
         ("--details", (), "--versus = '--details': takes the model and options of the query, not --details"),
         ("8", (), "--versus = '8': takes the model and options of the query, not 8"),
+        ("--memory-limit 9XB", (), "--memory-limit = '9XB': must be a size in bytes"),
         ("--tp 3", (), "--gpus = 16: must be a multiple of tp x pp = 3 x 1 = 3"),
         ("--tp 2", ("--timeline", "t.json"), "--versus = '--tp 2': cannot be combined with --timeline"),
     ],
 )
-def test_invalid_alternatives(
-    capsys: pytest.CaptureFixture[str], versus: str, more: tuple[str, ...], message: str
+def test_invalid_alternatives_are_reported_before_any_simulation(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    versus: str,
+    more: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setattr("repro.simulate.step.simulate", lambda *_, **__: pytest.fail("a step was simulated"))
     assert cli.main(["simulate", *STEP, "--versus", versus, *more]) == 2
     assert message in capsys.readouterr().err

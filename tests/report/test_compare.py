@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,9 @@ def test_two_commits_run_in_turns_from_worktrees(
     assert ran == ["a", "b", "b", "a"] * 3  # six launches decide a factor of two
     assert len(trees) == 2
     assert not any(tree.exists() for tree in trees)
+    handler = signal.getsignal(signal.SIGTERM)
     assert cli.main(["compare", "no-such-commit", "HEAD", "--suite", str(suite)]) == 2
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert "compare = 'no-such-commit': is no commit of" in capsys.readouterr().err
 
 

@@ -82,7 +82,7 @@ def test_without_one_process_or_its_controls_there_is_no_figure() -> None:
     for prefix in ("fp32", "order-"):
         drawing = drawn([one for one in records() if not one.name.startswith(prefix)])
         assert drawing.figure is None
-        assert drawing.missing == loss_curves.CONVERGENCE_COMMAND
+        assert drawing.missing == loss_curves.CONVERGENCE.missing
 
 
 def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
@@ -96,7 +96,7 @@ def test_what_has_no_loss_of_every_step_or_failed_is_left_out() -> None:
     ]
     drawing = drawn(spoiled)
     assert not {"convergence/fp16", "convergence/pp2"} & {*drawing.records}
-    assert drawing.missing == loss_curves.CONVERGENCE_COMMAND, "no 16 bits are left"
+    assert drawing.missing == loss_curves.CONVERGENCE.missing, "no 16 bits are left"
 
 
 def test_records_of_other_suites_are_not_meant() -> None:

@@ -67,7 +67,7 @@ def test_incomplete_figures_say_what_is_missing(chosen: Any) -> None:
     drawing = drawn(zero_stages.draw_measured_states, some)
     assert drawing.figure is not None
     assert set(drawing.records) == {"smoke/states-z0-dp2", "smoke/states-z1-dp2"}
-    assert drawing.missing == zero_stages.MEASURED_COMMAND
+    assert drawing.missing == zero_stages.MEASURED_STATES.missing
 
 
 def test_communication_is_relative_to_plain_data_parallelism(chosen: Any) -> None:

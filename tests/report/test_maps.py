@@ -57,7 +57,7 @@ def test_without_simulated_records_the_remedy_is_named() -> None:
     failed = changed(record(1, 1, 1e9, SMALL), outcome="error")
     for records in ([], other, [failed]):
         drawing = drawn(records)
-        assert (drawing.figure, drawing.records, drawing.missing) == (None, (), layout_fit.MAP_COMMAND)
+        assert (drawing.figure, drawing.records, drawing.missing) == (None, (), layout_fit.MAP.missing)
 
 
 def test_every_record_is_in_its_place_least_memory_first() -> None:
@@ -98,8 +98,8 @@ def test_what_does_not_fit_is_never_blue() -> None:
 
 def test_an_incomplete_map_says_what_runs_the_rest() -> None:
     one = [record(1, 1, 9e9, SMALL), record(2, 1, 5e9, SMALL)]
-    assert drawn(one).missing == layout_fit.MAP_COMMAND
-    assert drawn([*one, record(1, 1, 9e9, LARGE)]).missing == layout_fit.MAP_COMMAND
+    assert drawn(one).missing == layout_fit.MAP.missing
+    assert drawn([*one, record(1, 1, 9e9, LARGE)]).missing == layout_fit.MAP.missing
     assert drawn([*one, record(1, 1, 9e9, LARGE), record(2, 1, 5e9, LARGE)]).missing == ""
 
 

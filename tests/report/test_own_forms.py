@@ -80,7 +80,7 @@ def test_model_states_stand_beside_the_published_totals(view: View) -> None:
         "published 16.6, simulated: not run, analytic 16.64",
         "published 1.9, simulated: not run, analytic 1.875",
     ]
-    assert (drawing.records, drawing.missing) == ((), zero_stages.PUBLISHED_COMMAND)
+    assert (drawing.records, drawing.missing) == ((), zero_stages.PUBLISHED_STATES.missing)
     parts = {"memory.parameters_bytes": 15e9, "memory.gradients_bytes": 15e9, "memory.optimizer_bytes": 1.4e9}
     simulated = [record("zero_memory", "7.5b-z1-n64", parts | {"memory.states_bytes": 31.4e9})]
     with figure_style():
@@ -110,7 +110,7 @@ def test_degrees_say_what_is_needed_and_what_fits(view: View) -> None:
     assert [text for text in words(drawing) if text != "▲"] == ["30", "43", "102 ↑"]
     assert words(drawing).count("▲") == 2
     assert words(drawing, 1) == ["32"]
-    assert drawing.missing == layout_fit.DEGREES_COMMAND
+    assert drawing.missing == layout_fit.DEGREES.missing
     assert readable(drawing)
 
 
@@ -164,7 +164,7 @@ def test_schedules_are_those_that_the_runner_executes(view: View) -> None:
     titles = [axes.get_title("left") for axes in drawing.figure.axes]
     assert ["37.5 %" in title for title in titles] == [True, True, False]
     assert all("twin not measured" in title for title in titles)
-    assert drawing.missing == schedules.SCHEDULES_COMMAND
+    assert drawing.missing == schedules.PAPER_SCHEDULES.missing
 
 
 def test_the_timeline_stacks_what_is_live(view: View) -> None:
@@ -200,7 +200,7 @@ def test_bytes_of_a_sample_are_summed_over_all_gpus() -> None:
         drawing = zero_stages.draw_link_traffic([made])
     assert drawing.records == ("zero_throughput/fig2-8b-zero",)
     assert words(drawing, 1) == ["no record"] * 9
-    assert drawing.missing == zero_stages.LINKS_COMMAND
+    assert drawing.missing == zero_stages.LINKS.missing
     assert readable(drawing)
 
 

@@ -74,4 +74,4 @@ def test_both_sweeps_are_two_panels_and_one_point_is_no_sweep() -> None:
     assert "published" not in lines(drawing.figure.axes[1]), "nobody published where on this axis it was"
     alone = drawn(outside[0])
     assert alone.figure is None
-    assert alone.missing == comparisons.SWEEPS_COMMAND
+    assert alone.missing == comparisons.BANDWIDTHS.missing

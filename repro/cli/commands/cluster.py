@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -11,11 +11,16 @@ from repro.cli.commands.options import (
     Details,
     Json,
     Only,
+    OptionalInt,
+    OptionalPath,
     ProfileFile,
     Rerun,
     Results,
     SuiteFile,
-    check_folder,
+    argument,
+    flag,
+    folder_option,
+    option,
 )
 
 app = typer.Typer()
@@ -27,18 +32,16 @@ def submit(
     profile: ProfileFile,
     only: Only = None,
     results: Results = Path("results"),
-    exclude: Annotated[
-        str, typer.Option(help="Keep away from these nodes: n3,n[7-8].", metavar="NODES")
-    ] = "",
+    exclude: Annotated[str, option("Keep away from these nodes: n3,n[7-8].", "NODES")] = "",
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--dry-run",
-            help="Print the planned job arrays and their GPU-hours; --details prints cases and scripts.",
+            "Print the planned job arrays and their GPU-hours; --details prints cases and scripts.",
         ),
     ] = False,
     move: Annotated[
-        bool, typer.Option("--move", help="Run cases of other systems on the profile's, named NAME@SYSTEM.")
+        bool, flag("--move", "Run cases of other systems on the profile's, named NAME@SYSTEM.")
     ] = False,
     rerun: Rerun = False,
     details: Details = False,
@@ -53,10 +56,8 @@ def submit(
 @app.command(epilog="Example:  repro status --watch")
 def status(
     results: Results = Path("results"),
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until no case is open.")] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Every submission of a case, not the last alone.")
-    ] = False,
+    watch: Annotated[bool, flag("--watch", "Refresh until no case is open.")] = False,
+    every: Annotated[bool, flag("--all", "Every submission of a case, not the last alone.")] = False,
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -68,11 +69,10 @@ def status(
 
 @app.command(epilog="Example:  repro logs fig8-c4-60b --rank 17")
 def logs(
-    case: Annotated[str, typer.Argument(help="A submitted case.", metavar="CASE")],
+    case: Annotated[str, argument("A submitted case.", "CASE")],
     results: Results = Path("results"),
     rank: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="What this rank wrote; without it, the job around the ranks.", metavar="R"),
+        OptionalInt, option("What this rank wrote; without it, the job around the ranks.", "R")
     ] = None,
 ) -> int:
     """Show the last output of a case or of one of its ranks."""
@@ -84,10 +84,7 @@ def logs(
 @app.command(epilog="Example:  repro cancel 'fig6-*'")
 def cancel(
     what: Annotated[
-        str,
-        typer.Argument(
-            help="A suite, a submission, a case or a glob of cases; all by default.", metavar="WHAT"
-        ),
+        str, argument("A suite, a submission, a case or a glob of cases; all by default.", "WHAT")
     ] = "",
     results: Results = Path("results"),
 ) -> int:
@@ -101,12 +98,7 @@ def cancel(
 def collect(
     results: Results = Path("results"),
     into: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Also copy records to this folder, those that it lacks.",
-            metavar="DIR",
-            callback=check_folder,
-        ),
+        OptionalPath, folder_option("Also copy records to this folder, those that it lacks.")
     ] = None,
     json: Json = False,
 ) -> int:
@@ -133,19 +125,12 @@ def check_requirements() -> int:
 
 @lab.command("up", epilog="Example:  repro lab up --nodes 2 --ranks-per-node 2 --between 8e6")
 def start_network(
-    suite: Annotated[
-        Optional[Path],  # noqa: UP045 - typer evaluates this on Python 3.10 as well
-        typer.Argument(help="A suite file.", metavar="[SUITE.toml"),
-    ] = None,
-    experiment: Annotated[
-        str, typer.Argument(help="Its experiment whose network is made.", metavar="NAME]")
-    ] = "",
-    nodes: Annotated[int, typer.Option(help="Without a suite: nodes.", metavar="N")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks of each node.", metavar="N")] = 1,
-    between: Annotated[float, typer.Option(help="Bytes/s of a node's link.", metavar="RATE")] = 0.0,
-    within: Annotated[
-        float, typer.Option(help="Bytes/s of a rank's own link; 0: no limit.", metavar="RATE")
-    ] = 0.0,
+    suite: Annotated[OptionalPath, argument("A suite file.", "[SUITE.toml")] = None,
+    experiment: Annotated[str, argument("Its experiment whose network is made.", "NAME]")] = "",
+    nodes: Annotated[int, option("Without a suite: nodes.", "N")] = 2,
+    ranks_per_node: Annotated[int, option("Ranks of each node.", "N")] = 1,
+    between: Annotated[float, option("Bytes/s of a node's link.", "RATE")] = 0.0,
+    within: Annotated[float, option("Bytes/s of a rank's own link; 0: no limit.", "RATE")] = 0.0,
 ) -> int:
     """Make a network that stays, with every link measured."""
     from repro.report.text.cluster import start_lab
@@ -168,8 +153,8 @@ def network_status(json: Json = False) -> int:
     epilog="Example:  repro lab exec 0 cat /proc/net/dev",
 )
 def execute_on_network(
-    rank: Annotated[int, typer.Argument(help="Whose network the command has.", metavar="RANK")],
-    command: Annotated[list[str], typer.Argument(help="What is run.", metavar="COMMAND...")],
+    rank: Annotated[int, argument("Whose network the command has.", "RANK")],
+    command: Annotated[list[str], argument("What is run.", "COMMAND...")],
 ) -> int:
     """Run a command where a rank of the network is."""
     from repro.report.text.cluster import execute_on_rank

@@ -62,14 +62,47 @@ def check_count(context: typer.Context, option: typer.CallbackParam, value: int)
     return value
 
 
+def option(text: str, metavar: str | None = None, *, name: str | None = None, **settings: Any) -> Any:
+    """Return an option with the help `text`; `name`: its name, if it is not that of the parameter."""
+    return typer.Option(*filter(None, [name]), help=text, metavar=metavar, **settings)
+
+
+def argument(text: str, metavar: str) -> Any:
+    """Return an argument with the help `text`."""
+    return typer.Argument(help=text, metavar=metavar)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return a switch without a negation."""
+    return option(text, name=name)
+
+
 def count_option(text: str, metavar: str | None = None) -> Any:
     """Return an option for a count, without a default that help shows."""
-    return typer.Option(help=text, callback=check_count, metavar=metavar, show_default=False)
+    return option(text, metavar, callback=check_count, show_default=False)
 
 
 def file_option(text: str, metavar: str | None = None) -> Any:
     """Return an option for a file that the command writes."""
-    return typer.Option(help=text, callback=check_writable_file, metavar=metavar)
+    return option(text, metavar, callback=check_writable_file)
+
+
+def layout_option(text: str, metavar: str | None = None, **settings: Any) -> Any:
+    """Return an option in the panel of the layout."""
+    return option(text, metavar, rich_help_panel=PANEL, **settings)
+
+
+def folder_option(text: str, name: str | None = None) -> Any:
+    """Return an option for a folder."""
+    return option(text, "DIR", name=name, callback=check_folder)
+
+
+# typer evaluates annotations on Python 3.10 as well.
+OptionalInt = Optional[int]  # noqa: UP045
+OptionalNames = Optional[list[str]]  # noqa: UP045
+OptionalPath = Optional[Path]  # noqa: UP045
+OptionalPaths = Optional[list[Path]]  # noqa: UP045
+OptionalRange = Optional[tuple[float, float]]  # noqa: UP045
 
 
 def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
@@ -77,66 +110,46 @@ def _given(context: typer.Context, option: typer.CallbackParam) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Details = Annotated[bool, typer.Option("--details", help="Print all results, not one screen of them.")]
-SuiteFiles = Annotated[
-    Optional[list[Path]],  # noqa: UP045
-    typer.Argument(help="Suites: files, or names of packaged ones.", metavar="SUITE..."),
-]
-SuiteFile = Annotated[
-    Path, typer.Argument(help="A suite: a file, or the name of a packaged one.", metavar="SUITE")
-]
+Json = Annotated[bool, flag("--json", "Print one JSON document and nothing else.")]
+Details = Annotated[bool, flag("--details", "Print all results, not one screen of them.")]
+SuiteFiles = Annotated[OptionalPaths, argument("Suites: files, or names of packaged ones.", "SUITE...")]
+SuiteFile = Annotated[Path, argument("A suite: a file, or the name of a packaged one.", "SUITE")]
 Only = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer evaluates this on Python 3.10 as well
-    typer.Option("--only", help="Only experiments of this name or glob; may be repeated.", metavar="GLOB"),
+    OptionalNames, option("Only experiments of this name or glob; may be repeated.", "GLOB", name="--only")
 ]
-Rerun = Annotated[bool, typer.Option("--rerun", help="Run again what the store already holds.")]
+Rerun = Annotated[bool, flag("--rerun", "Run again what the store already holds.")]
 ProfileFile = Annotated[
-    Path,
-    typer.Option(
-        "--profile", help="How the site's SLURM is asked: a file, or a packaged name.", metavar="PROFILE"
-    ),
+    Path, option("How the site's SLURM is asked: a file, or a packaged name.", "PROFILE", name="--profile")
 ]
-Results = Annotated[
-    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=check_folder)
-]
+Results = Annotated[Path, folder_option("Where records are stored.", name="--results")]
 StoredResults = Annotated[
-    Path, typer.Option("--results", help="Where records are stored.", metavar="DIR", callback=_existing)
+    Path, option("Where records are stored.", "DIR", name="--results", callback=_existing)
 ]
 Ledger = Annotated[
-    Optional[list[Path]],  # noqa: UP045
-    typer.Option("--ledger", help="Judge the claims of this file too; may be repeated.", metavar="FILE.toml"),
+    OptionalPaths, option("Judge the claims of this file too; may be repeated.", "FILE.toml", name="--ledger")
 ]
 
 ModelName = Annotated[
-    str,
-    typer.Option(
-        "--model", help="A model's name, its file, or FILE.toml:NAME.", metavar="M", show_default=False
-    ),
+    str, option("A model's name, its file, or FILE.toml:NAME.", "M", name="--model", show_default=False)
 ]
 LaunchSource = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(
-        "--from",
-        help="Take model and layout from a file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
+    OptionalPath,
+    option(
+        "Take model and layout from a file of Megatron-LM (.sh), torchtitan (.toml), DeepSpeed (.json) or "
         "nanotron (.yaml).",
-        metavar="FILE",
+        "FILE",
+        name="--from",
     ),
 ]
 LaunchFramework = Annotated[
     str,
-    typer.Option(
-        help="Write what launches the layout: megatron, torchtitan, deepspeed or nanotron.",
-        metavar="NAME",
+    option(
+        "Write what launches the layout: megatron, torchtitan, deepspeed or nanotron.",
+        "NAME",
         show_default=False,
     ),
 ]
-LaunchFolder = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option(
-        "--output", help="The folder of the files of --launch.", metavar="DIR", callback=check_folder
-    ),
-]
+LaunchFolder = Annotated[OptionalPath, folder_option("The folder of the files of --launch.", name="--output")]
 
 
 def first_sentences(kind: type[Any]) -> dict[str, str]:
@@ -153,8 +166,8 @@ def first_sentences(kind: type[Any]) -> dict[str, str]:
     }
 
 
-def _layout_options() -> dict[str, Any]:
-    """Return the option of each field of `Layout` that is a number, a word or a switch, by name of the field."""
+def _layout_options() -> dict[str, tuple[Any, Any]]:
+    """Return type and option of each field of `Layout` that is a number, a word or a switch, by name of the field."""
     hints, sentences = get_type_hints(Layout), first_sentences(Layout)
     found = {}
     for field in dataclasses.fields(Layout):
@@ -168,84 +181,46 @@ def _layout_options() -> dict[str, Any]:
     return found
 
 
-def _option(key: str, kind: type[Any], default: Any, sentence: str) -> Any:
+def _option(key: str, kind: type[Any], default: Any, sentence: str) -> tuple[Any, Any]:
     name = key.replace("_", "-")
     after = WITHOUT.get(key, "")
     if not after and (kind is str or default is True):
         after = "The default." if default is True else f"Default: {default}."
-    option = typer.Option(
-        f"--{name}/--no-{name}" if kind is bool else f"--{name}",
-        help=f"{' '.join(sentence.split())}  {after}".strip(),
-        metavar={int: "N", str: "NAME"}.get(kind),
+    return Optional[kind], layout_option(  # noqa: UP045
+        f"{' '.join(sentence.split())}  {after}".strip(),
+        {int: "N", str: "NAME"}.get(kind),
+        name=f"--{name}/--no-{name}" if kind is bool else f"--{name}",
         show_default=False,
-        rich_help_panel=PANEL,
     )
-    return Annotated[Optional[kind], option]  # noqa: UP045 - typer evaluates this on Python 3.10 as well
 
 
 LAYOUT = _layout_options()
 
 
-def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+def _parameter(
+    name: str, kind: Any, option: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    annotation = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
+_SOFTWARE = f"Settings of a report's software, over which options take precedence: {', '.join(SOFTWARE)}."
+_SELECTIVE = "Recompute the core of attention alone (recompute = selective)."
+_SEQ = "Tokens of a sample; by default those of the model. Learned positions allow no more."
 QUESTION = [
-    _parameter(
-        "system", Annotated[str, typer.Option("--system", help="A system's name, or its file.", metavar="S")]
-    ),
-    _parameter(
-        "gpus", Annotated[int, typer.Option("--gpus", help="Devices: tp x cp x pp x dp.", metavar="N")]
-    ),
-    _parameter(
-        "software",
-        Annotated[
-            str,
-            typer.Option(
-                help=f"Settings of a report's software, over which options take precedence: {', '.join(SOFTWARE)}.",
-                metavar="NAME",
-                show_default=False,
-                rich_help_panel=PANEL,
-            ),
-        ],
-        "",
-    ),
-    *(_parameter(key, annotation, None) for key, annotation in LAYOUT.items()),
-    _parameter(
-        "recompute_selective",
-        Annotated[
-            bool,
-            typer.Option(
-                "--recompute-selective",
-                help="Recompute the core of attention alone (recompute = selective).",
-                rich_help_panel=PANEL,
-            ),
-        ],
-        False,
-    ),
-    _parameter(
-        "seq",
-        Annotated[
-            int,
-            count_option(
-                "Tokens of a sample; by default those of the model. Learned positions allow no more."
-            ),
-        ],
-        0,
-    ),
+    _parameter("system", str, option("A system's name, or its file.", "S", name="--system")),
+    _parameter("gpus", int, option("Devices: tp x cp x pp x dp.", "N", name="--gpus")),
+    _parameter("software", str, layout_option(_SOFTWARE, "NAME", show_default=False), ""),
+    *(_parameter(key, *kind_and_option, None) for key, kind_and_option in LAYOUT.items()),
+    _parameter("recompute_selective", bool, layout_option(_SELECTIVE, name="--recompute-selective"), False),
+    _parameter("seq", int, count_option(_SEQ), 0),
     _parameter(
         "memory_limit",
-        Annotated[
-            str,
-            typer.Option(help="Take the device's memory for this much: 32GB, 32GiB or 16e9.", metavar="SIZE"),
-        ],
+        str,
+        option("Take the device's memory for this much: 32GB, 32GiB or 16e9.", "SIZE"),
         "",
     ),
-    _parameter(
-        "expandable",
-        Annotated[bool, typer.Option("--expandable", help="torch's expandable segments.")],
-        False,
-    ),
+    _parameter("expandable", bool, flag("--expandable", "torch's expandable segments."), False),
 ]
 """Options of a `LayoutQuery`: a system, and every key of a layout. A key without its option is absent."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from repro.cli.commands.options import (
-    PANEL,
     Details,
     Json,
     LaunchFolder,
@@ -18,10 +17,18 @@ from repro.cli.commands.options import (
     LaunchSource,
     Ledger,
     ModelName,
+    OptionalInt,
+    OptionalPath,
+    OptionalPaths,
+    OptionalRange,
     Results,
     StoredResults,
+    argument,
     count_option,
     file_option,
+    flag,
+    layout_option,
+    option,
     question_options,
     read_alternative,
 )
@@ -40,18 +47,13 @@ def simulate(
     asked: LayoutQuery,
     model: ModelName = "",
     timeline: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write when everything happens, for ui.perfetto.dev.", "FILE.json"),
+        OptionalPath, file_option("Write when everything happens, for ui.perfetto.dev.", "FILE.json")
     ] = None,
     snapshot: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle"),
+        OptionalPath, file_option("Write every allocation, for pytorch.org/memory_viz.", "FILE.pickle")
     ] = None,
     versus: Annotated[
-        str,
-        typer.Option(
-            help="Compare with the layout after these changes: '--tp 4 --zero 1'.", metavar="OPTIONS"
-        ),
+        str, option("Compare with the layout after these changes: '--tp 4 --zero 1'.", "OPTIONS")
     ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -68,12 +70,12 @@ def simulate(
 
     if versus:
         others = {"--timeline": timeline, "--snapshot": snapshot, "--from": source, "--launch": launch}
-        for option, value in others.items():
+        for name, value in others.items():
             require(
                 not value,
                 "--versus",
                 versus,
-                says=f"cannot be combined with {option}, which is about one layout",
+                says=f"cannot be combined with {name}, which is about one layout",
             )
         return print_versus((model, asked), read_alternative(context, "--versus", versus), json)
 
@@ -85,17 +87,14 @@ def simulate(
 @question_options
 def fit(
     asked: LayoutQuery,
-    model: Annotated[str, typer.Option("--model", help="Take sizes from this model.", metavar="M")] = "",
+    model: Annotated[str, option("Take sizes from this model.", "M", name="--model")] = "",
     hidden: Annotated[int, count_option("Width.  Without: one that about hidden/64 layers fill.")] = 0,
     heads: Annotated[int, count_option("Attention heads; hidden/128 by default.")] = 0,
     vocab: Annotated[int, count_option("Vocabulary; 51200 by default.")] = 0,
-    search: Annotated[str, typer.Option(help="layers, or micro-batch (of --model).")] = "layers",
-    measure: Annotated[bool, typer.Option("--measure", help="Try on the devices of this machine.")] = False,
+    search: Annotated[str, option("layers, or micro-batch (of --model).")] = "layers",
+    measure: Annotated[bool, flag("--measure", "Try on the devices of this machine.")] = False,
     as_rank: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            help="With --measure: be this rank alone, of --of; collectives are left out.", metavar="R"
-        ),
+        OptionalInt, option("With --measure: be this rank alone, of --of; collectives are left out.", "R")
     ] = None,
     of: Annotated[int, count_option("The ranks of which --as-rank is one.")] = 0,
     results: Results = Path("results"),
@@ -107,10 +106,8 @@ def fit(
     With --zero or --json, one stage is searched.  Exit code 1: nothing fits, or a trial of --measure failed.
     """
     sizes = {"hidden": hidden, "heads": heads, "vocab": vocab}
-    for option, value in (("--as-rank", as_rank), ("--of", of or None)):
-        require(
-            measure or value is None, option, value, says="needs --measure, which tries what a rank holds"
-        )
+    for name, value in (("--as-rank", as_rank), ("--of", of or None)):
+        require(measure or value is None, name, value, says="needs --measure, which tries what a rank holds")
     if measure:
         from repro.report.text.predictions import print_measured_fit
 
@@ -126,38 +123,22 @@ def plan(
     asked: LayoutQuery,
     model: ModelName = "",
     dp: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            "--dp",
-            help="Replicas: only layouts whose tp x pp leaves so many.",
-            metavar="N",
-            rich_help_panel=PANEL,
-        ),
+        OptionalInt, layout_option("Replicas: only layouts whose tp x pp leaves so many.", "N", name="--dp")
     ] = None,
     top: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            help=f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", metavar="N"
-        ),
+        OptionalInt, option(f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", "N")
     ] = None,
     rank_by: Annotated[
-        str,
-        typer.Option(help=f"Order layouts by this step time: {', '.join(RANK_QUANTILES)}.", metavar="NAME"),
+        str, option(f"Order layouts by this step time: {', '.join(RANK_QUANTILES)}.", "NAME")
     ] = DEFAULT_RANK,
     as_map: Annotated[
-        bool,
-        typer.Option(
-            "--map", help="Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB."
-        ),
+        bool, flag("--map", "Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB.")
     ] = False,
     tokens: Annotated[
-        float, typer.Option(help="Tokens of a training, for its duration.", metavar="N", show_default=False)
+        float, option("Tokens of a training, for its duration.", "N", show_default=False)
     ] = 0.0,
     price_per_gpu_hour: Annotated[
-        float,
-        typer.Option(
-            help="Price of a GPU hour, for the cost of --tokens.", metavar="PRICE", show_default=False
-        ),
+        float, option("Price of a GPU hour, for the cost of --tokens.", "PRICE", show_default=False)
     ] = 0.0,
     source: LaunchSource = None,
     launch: LaunchFramework = "",
@@ -174,77 +155,61 @@ def plan(
 
     fixed = asked if dp is None else replace(asked, layout={**asked.layout, "dp": dp})
     files = LaunchFiles(source, launch, output)
-    return print_plan(
-        model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details=details, files=files
-    )
+    return print_plan(model, fixed, json, as_map, tokens, price_per_gpu_hour, top, rank_by, details, files)
 
 
 @app.command(epilog="Example:  repro twin ds-3p75x-lowbw --machine here.toml")
 def twin(
-    originals: Annotated[
-        list[str], typer.Argument(help="A claim, or experiments.", metavar="CLAIM | SUITE/EXPERIMENT...")
-    ],
+    originals: Annotated[list[str], argument("A claim, or experiments.", "CLAIM | SUITE/EXPERIMENT...")],
     machine: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="This machine, by repro calibrate with as many ranks.", metavar="FILE.toml"),
+        OptionalPath, option("This machine, by repro calibrate with as many ranks.", "FILE.toml")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes of the twin.")] = 16,
-    part: Annotated[int, typer.Option(help="The model is as wide as 1/PART of the original.")] = 8,
+    ranks: Annotated[int, option("Processes of the twin.")] = 16,
+    part: Annotated[int, option("The model is as wide as 1/PART of the original.")] = 8,
     width: Annotated[int, count_option("Of the twin's model, in place of --part.")] = 0,
-    layers: Annotated[int, typer.Option(help="Of the twin's model.")] = 4,
+    layers: Annotated[int, option("Of the twin's model.")] = 4,
     tp: Annotated[int, count_option("Tensor-parallel degree; as the ranks allow.")] = 0,
-    steps: Annotated[int, typer.Option(help="Of each experiment; the first is not timed.")] = 10,
+    steps: Annotated[int, option("Of each experiment; the first is not timed.")] = 10,
     within: Annotated[
-        str,
-        typer.Option(
-            help="What rings reach inside a node of the original; several: a sweep.", metavar="RATE,..."
-        ),
+        str, option("What rings reach inside a node of the original; several: a sweep.", "RATE,...")
     ] = "",
-    between: Annotated[
-        str, typer.Option(help="What rings reach between its nodes; several: a sweep.", metavar="RATE,...")
-    ] = "",
-    write: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write it as a suite.", "SUITE.toml"),
-    ] = None,
+    between: Annotated[str, option("What rings reach between its nodes; several: a sweep.", "RATE,...")] = "",
+    write: Annotated[OptionalPath, file_option("Write it as a suite.", "SUITE.toml")] = None,
     details: Details = False,
     json: Json = False,
 ) -> int:
     """Derive a small twin of compared experiments, on an emulated network that keeps what their ratio depends on."""
+    from repro.accuracy.twins.derive import TwinOptions
     from repro.report.text.twin import print_twin
 
-    return print_twin(
-        originals, machine, ranks, part, width, layers, tp, steps, within, between, write, json, details
-    )
+    choice = TwinOptions(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    return print_twin(originals, machine, choice, within, between, write, json, details)
 
 
 @app.command(epilog="Example:  repro calibrate --system local --gpus 2 --output here.toml")
 def calibrate(
     system: Annotated[
         str,
-        typer.Option(
-            help="local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, its system.",
-            metavar="NAME",
+        option(
+            "local: processor cores and gloo; local-gpu: GPUs and NCCL; with --profile, its system.", "NAME"
         ),
     ],
     gpus: Annotated[
         int, count_option("Ranks of a node; by default every GPU, or 2 on processor cores.", "N")
     ] = 0,
     output: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("The system file; by default NAME-calibrated.toml here.", "FILE.toml"),
+        OptionalPath, file_option("The system file; by default NAME-calibrated.toml here.", "FILE.toml")
     ] = None,
     profile: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Measure nodes of this SLURM, in one job that is waited for.", metavar="FILE.toml"),
+        OptionalPath, option("Measure nodes of this SLURM, in one job that is waited for.", "FILE.toml")
     ] = None,
     nodes: Annotated[int, count_option("How many, with --profile; by default 1.", "N")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: to try it out.")] = False,
+    quick: Annotated[bool, flag("--quick", "Few sizes and repeats: to try it out.")] = False,
     suite: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option(
-            help="Operators of this suite's own steps, for twins on emulated networks; may be given again.",
-            metavar="SUITE.toml",
+        OptionalPaths,
+        option(
+            "Operators of this suite's own steps, for twins on emulated networks; may be given again.",
+            "SUITE.toml",
         ),
     ] = None,
     json: Json = False,
@@ -254,39 +219,40 @@ def calibrate(
     It takes some minutes, in which nothing else should run.  A file speaks for the number of ranks that it was
     measured with, on this machine or, with --profile, on nodes of a cluster.
     """
+    from repro.accuracy.calibrate.calibration import run_calibration
     from repro.report.text.machine import print_calibration
 
-    return print_calibration(system, gpus, output, profile, nodes, quick, suite or [], json)
+    found = run_calibration(system, gpus, output, profile, nodes, quick, suite or [], quiet=json)
+    return print_calibration(found, json)
 
 
 @app.command(epilog="Example:  repro validate --svg validation.svg")
 def validate(
     results: StoredResults = Path("results"),
     svg: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Draw published against predicted to this file.", "FILE"),
+        OptionalPath, file_option("Draw published against predicted to this file.", "FILE")
     ] = None,
     system: Annotated[
         str,
-        typer.Option(
-            help="Also predict what was measured here, on this file of `repro calibrate`.",
-            metavar="FILE.toml",
+        option(
+            "Also predict what was measured here, on this file of `repro calibrate`.",
+            "FILE.toml",
             show_default=False,
         ),
     ] = "",
     unknowns: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--unknowns",
-            help="Instead: the unknown numbers of systems that would settle most rows, and what measures them.",
+            "Instead: the unknown numbers of systems that would settle most rows, and what measures them.",
         ),
     ] = False,
     covered: Annotated[
-        Optional[tuple[float, float]],  # noqa: UP045
-        typer.Option(
-            help="Instead: whether so many percent of published rates, and of ratios, lie in their 90 % intervals "
+        OptionalRange,
+        option(
+            "Instead: whether so many percent of published rates, and of ratios, lie in their 90 % intervals "
             "with the model's error elsewhere.",
-            metavar="LEAST MOST",
+            "LEAST MOST",
             show_default=False,
         ),
     ] = None,

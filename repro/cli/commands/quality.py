@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated
 
 import typer
 
-from repro.cli.commands.options import Json, Results, check_count, check_folder
+from repro.cli.commands.options import (
+    Json,
+    OptionalPath,
+    Results,
+    check_count,
+    folder_option,
+    layout_option,
+    option,
+)
 
 app = typer.Typer()
-
-PANEL = "Layout"
-
-
-def _degree(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", rich_help_panel=PANEL)
-
-
 Weights = Annotated[
     Path,
-    typer.Option(
-        help="A folder of transformers (GPT-2, Llama, ...), or a checkpoint of Megatron-LM or `repro run`.",
-        metavar="DIR",
+    option(
+        "A folder of transformers (GPT-2, Llama, ...), or a checkpoint of Megatron-LM or `repro run`.", "DIR"
     ),
 ]
 Sizes = Annotated[
     str,
-    typer.Option(
-        "--model",
-        help="Sizes of a checkpoint of Megatron-LM that says none: a model's name or file.",
-        metavar="M",
+    option(
+        "Sizes of a checkpoint of Megatron-LM that says none: a model's name or file.", "M", name="--model"
     ),
 ]
 
@@ -40,50 +37,36 @@ Sizes = Annotated[
 )
 def evaluate(
     weights: Weights,
-    task: Annotated[
-        str, typer.Option(help="wikitext103 (perplexity) or lambada (accuracy).", metavar="TASK")
-    ],
+    task: Annotated[str, option("wikitext103 (perplexity) or lambada (accuracy).", "TASK")],
     data: Annotated[
         Path,
-        typer.Option(
-            help="wiki.test.tokens; lambada_test.jsonl, or LAMBADA's plain text, one sample a line.",
-            metavar="FILE",
-        ),
+        option("wiki.test.tokens; lambada_test.jsonl, or LAMBADA's plain text, one sample a line.", "FILE"),
     ],
     protocol: Annotated[
         str,
-        typer.Option(
-            help="How it is scored: megatron, gpt2, and of lambada last-token.  Without: megatron.",
-            metavar="NAME",
-        ),
+        option("How it is scored: megatron, gpt2, and of lambada last-token.  Without: megatron.", "NAME"),
     ] = "",
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="A folder with vocab.json and merges.txt, or bytes.  Without: that of the weights, or GPT-2's.",
-            metavar="DIR",
+        option(
+            "A folder with vocab.json and merges.txt, or bytes.  Without: that of the weights, or GPT-2's.",
+            "DIR",
         ),
     ] = "",
     stride: Annotated[
-        int,
-        typer.Option(
-            help="Tokens between windows.  Without: the protocol's.", callback=check_count, metavar="N"
-        ),
+        int, option("Tokens between windows.  Without: the protocol's.", "N", callback=check_count)
     ] = 0,
     stop_words: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Stop words of lambada, in place of 127 English ones.", metavar="FILE"),
+        OptionalPath, option("Stop words of lambada, in place of 127 English ones.", "FILE")
     ] = None,
     model: Sizes = "",
-    system: Annotated[str, typer.Option(help="local: processor cores; local-gpu.", metavar="S")] = "local",
-    tp: Annotated[int, _degree("Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, _degree("Pipeline stages.")] = 1,
-    dp: Annotated[int, _degree("Replicas, each with its share of the samples.")] = 1,
-    zero: Annotated[
-        int, typer.Option(help="3: a replica keeps its share of the weights.", rich_help_panel=PANEL)
-    ] = 0,
-    micro_batch: Annotated[int, _degree("Samples of one pass.")] = 4,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.", rich_help_panel=PANEL)] = "fp32",
+    system: Annotated[str, option("local: processor cores; local-gpu.", "S")] = "local",
+    tp: Annotated[int, layout_option("Tensor-parallel ranks.", "N")] = 1,
+    pp: Annotated[int, layout_option("Pipeline stages.", "N")] = 1,
+    dp: Annotated[int, layout_option("Replicas, each with its share of the samples.", "N")] = 1,
+    zero: Annotated[int, layout_option("3: a replica keeps its share of the weights.")] = 0,
+    micro_batch: Annotated[int, layout_option("Samples of one pass.", "N")] = 4,
+    precision: Annotated[str, layout_option("fp32, bf16 or fp16.")] = "fp32",
     results: Results = Path("results"),
     json: Json = False,
 ) -> int:
@@ -101,12 +84,8 @@ def evaluate(
 )
 def export_weights(
     weights: Weights,
-    output: Annotated[
-        Path, typer.Option(help="The folder to be written.", metavar="DIR", callback=check_folder)
-    ],
-    vocab: Annotated[
-        int, typer.Option(help="Number of exported tokens, without padding.  Default: all.", metavar="N")
-    ] = 0,
+    output: Annotated[Path, folder_option("The folder to be written.")],
+    vocab: Annotated[int, option("Number of exported tokens, without padding.  Default: all.", "N")] = 0,
     model: Sizes = "",
     json: Json = False,
 ) -> int:

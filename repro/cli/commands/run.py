@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -11,12 +11,17 @@ from repro.cli.commands.options import (
     Details,
     Json,
     Only,
+    OptionalNames,
+    OptionalPath,
     Rerun,
     Results,
     StoredResults,
     SuiteFiles,
-    check_folder,
+    argument,
     file_option,
+    flag,
+    folder_option,
+    option,
 )
 from repro.config.errors import require
 
@@ -36,31 +41,23 @@ def run(
     only: Only = None,
     claim: Annotated[
         str,
-        typer.Option(
-            help="Run the experiments of this claim (an id or a headline's number), or of all `headlines`.",
-            metavar="ID",
+        option(
+            "Run the experiments of this claim (an id or a headline's number), or of all `headlines`.", "ID"
         ),
     ] = "",
     results: Results = Path("results"),
     rerun: Rerun = False,
     evidence: Annotated[
-        str,
-        typer.Option(help="measured: run it here; simulated: trace its step in shape only, at any scale."),
+        str, option("measured: run it here; simulated: trace its step in shape only, at any scale.")
     ] = "measured",
     system: Annotated[
-        str,
-        typer.Option(
-            help="Simulate on this system instead of the suite's; named NAME@SYSTEM then.", metavar="SYSTEM"
-        ),
+        str, option("Simulate on this system instead of the suite's; named NAME@SYSTEM then.", "SYSTEM")
     ] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run, where and how long; start nothing.")
+        bool, flag("--dry-run", "Print what would run, where and how long; start nothing.")
     ] = False,
     profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Run again, and write traces and memory of each rank to DIR/profiles/KEY."
-        ),
+        bool, flag("--profile", "Run again, and write traces and memory of each rank to DIR/profiles/KEY.")
     ] = False,
     details: Details = False,
     json: Json = False,
@@ -99,43 +96,27 @@ def run(
 @app.command("gpu-day", epilog="Example:  repro gpu-day --minutes 9 --out visit")
 def gpu_day(
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Write the results to this new folder: at most 8 files of 16 MiB.",
-            metavar="DIR",
-            callback=check_folder,
-        ),
+        OptionalPath, folder_option("Write the results to this new folder: at most 8 files of 16 MiB.")
     ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="Time of the visit; steps that no longer fit are skipped.", metavar="N")
-    ] = 9.0,
+    minutes: Annotated[float, option("Time of the visit; steps that no longer fit are skipped.", "N")] = 9.0,
     only: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Only steps of this name or glob; may be repeated.", metavar="GLOB"),
+        OptionalNames, option("Only steps of this name or glob; may be repeated.", "GLOB")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List every step with its estimated time; start nothing.")
+        bool, flag("--dry-run", "List every step with its estimated time; start nothing.")
     ] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Run the same steps with tiny sizes on processors.")
+        bool, flag("--rehearse", "Run the same steps with tiny sizes on processors.")
     ] = False,
     inject: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            help="With --rehearse: replace a step by a failure or a hang.", metavar="STEP=fail|hang"
-        ),
+        OptionalNames, option("With --rehearse: replace a step by a failure or a hang.", "STEP=fail|hang")
     ] = None,
     scratch: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Folder for stores and caches, deleted at the end; by default a temporary one.",
-            metavar="DIR",
-            callback=check_folder,
-        ),
+        OptionalPath,
+        folder_option("Folder for stores and caches, deleted at the end; by default a temporary one."),
     ] = None,
     take: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--import", help="Add the results of this folder to --results.", metavar="DIR"),
+        OptionalPath, option("Add the results of this folder to --results.", "DIR", name="--import")
     ] = None,
     results: Results = Path("results"),
     details: Details = False,
@@ -159,15 +140,11 @@ def gpu_day(
 @app.command(epilog="Example:  repro results smoke && repro results 'parity-*' --plot losses.svg")
 def results(
     what: Annotated[
-        str,
-        typer.Argument(
-            help="A suite, its file, or a glob of experiments; all by default.", metavar="SUITE|GLOB"
-        ),
+        str, argument("A suite, its file, or a glob of experiments; all by default.", "SUITE|GLOB")
     ] = "",
     results: StoredResults = Path("results"),
     plot: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Draw the curves of losses to this file, .svg or .png.", "FILE"),
+        OptionalPath, file_option("Draw the curves of losses to this file, .svg or .png.", "FILE")
     ] = None,
     details: Details = False,
     json: Json = False,
@@ -181,10 +158,7 @@ def results(
 @app.command(epilog="Example:  repro init mine.toml")
 def init(
     words: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            help="suite (the default), claim, system or model; and the file.", metavar="[KIND] FILE"
-        ),
+        OptionalNames, argument("suite (the default), claim, system or model; and the file.", "[KIND] FILE")
     ] = None,
 ) -> int:
     """Write a commented file to begin with: a suite that runs on this machine, a claim, a system or a model."""
@@ -204,16 +178,15 @@ def init(
 @app.command(epilog="Example:  repro doctor --profile slurm/mine.toml --nodes 1")
 def doctor(
     profile: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Examine a SLURM cluster through this profile instead.", metavar="FILE.toml"),
+        OptionalPath, option("Examine a SLURM cluster through this profile instead.", "FILE.toml")
     ] = None,
     results: Results = Path("results"),
-    nodes: Annotated[int, typer.Option(help="With --profile: number of nodes to check.", metavar="N")] = 0,
+    nodes: Annotated[int, option("With --profile: number of nodes to check.", "N")] = 0,
     kernels: Annotated[
         str,
-        typer.Option(
-            help="Compile and list every CUDA kernel for these architectures, GPU or not: sm_70,sm_80 or all.",
-            metavar="ARCH",
+        option(
+            "Compile and list every CUDA kernel for these architectures, GPU or not: sm_70,sm_80 or all.",
+            "ARCH",
         ),
     ] = "",
     details: Details = False,

@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from repro.cli.commands.options import Details, Json, Ledger, Results, StoredResults, file_option
+from repro.cli.commands.options import (
+    Details,
+    Json,
+    Ledger,
+    OptionalPath,
+    Results,
+    StoredResults,
+    argument,
+    file_option,
+    flag,
+    option,
+)
 from repro.config.errors import ConfigError
 
 app = typer.Typer()
@@ -16,18 +27,15 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  repro claims zero-mem-formula-stages")
 def claims(
-    claim: Annotated[
-        str, typer.Argument(help="Show this claim: its id, or the number of a headline claim.", metavar="ID")
-    ] = "",
+    claim: Annotated[str, argument("Show this claim: its id, or the number of a headline claim.", "ID")] = "",
     results: StoredResults = Path("results"),
     ledger: Ledger = None,
     system: Annotated[
-        str,
-        typer.Option(help="Ask the claims again of this system: predictions, no verdicts.", metavar="SYSTEM"),
+        str, option("Ask the claims again of this system: predictions, no verdicts.", "SYSTEM")
     ] = "",
-    all_claims: Annotated[bool, typer.Option("--all", help="Show every claim, in one line each.")] = False,
+    all_claims: Annotated[bool, flag("--all", "Show every claim, in one line each.")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Show every value with its source, notes and expression.")
+        bool, flag("--details", "Show every value with its source, notes and expression.")
     ] = False,
     json: Json = False,
 ) -> int:
@@ -46,9 +54,7 @@ def claims(
 
 @app.command(epilog="Example:  repro models gpt2-1.5b")
 def models(
-    name: Annotated[
-        str, typer.Argument(help="Show this model, or the one in this file, in full.", metavar="NAME")
-    ] = "",
+    name: Annotated[str, argument("Show this model, or the one in this file, in full.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -60,9 +66,7 @@ def models(
 
 @app.command(epilog="Example:  repro systems dgx2")
 def systems(
-    name: Annotated[
-        str, typer.Argument(help="Show this system, or the one in this file, in full.", metavar="NAME")
-    ] = "",
+    name: Annotated[str, argument("Show this system, or the one in this file, in full.", "NAME")] = "",
     details: Details = False,
     json: Json = False,
 ) -> int:
@@ -75,13 +79,10 @@ def systems(
 @app.command(epilog="Example:  repro report --results results --out reports/out")
 def report(
     results: StoredResults = Path("results"),
-    out: Annotated[Path, typer.Option(help="Where the report is written.", metavar="DIR")] = Path(
-        "reports/out"
-    ),
+    out: Annotated[Path, option("Where the report is written.", "DIR")] = Path("reports/out"),
     ledger: Ledger = None,
     notebooks: Annotated[
-        bool,
-        typer.Option("--notebooks", help="Also execute the notebooks of reports/ and write them as HTML."),
+        bool, flag("--notebooks", "Also execute the notebooks of reports/ and write them as HTML.")
     ] = False,
     json: Json = False,
 ) -> int:
@@ -97,28 +98,24 @@ def export(
     ledger: Ledger = None,
     table: Annotated[
         str,
-        typer.Option(
-            help="headlines, summary (for a pull request), claims, values (every published one), experiments,"
+        option(
+            "headlines, summary (for a pull request), claims, values (every published one), experiments,"
             " comparisons, records (provenance of each), unknowns or reference (results to send)."
         ),
     ] = "claims",
-    form: Annotated[str, typer.Option("--format", help="csv, parquet, markdown or latex.")] = "markdown",
+    form: Annotated[str, option("csv, parquet, markdown or latex.", name="--format")] = "markdown",
     claims: Annotated[
-        str,
-        typer.Option(help="Only claims whose id matches: of headlines, claims or values.", metavar="GLOB"),
+        str, option("Only claims whose id matches: of headlines, claims or values.", "GLOB")
     ] = "",
     columns: Annotated[
         str,
-        typer.Option(
-            help="Only these columns, separated by commas; by default markdown and latex have six at most,"
+        option(
+            "Only these columns, separated by commas; by default markdown and latex have six at most,"
             " other formats all.",
-            metavar="NAMES",
+            "NAMES",
         ),
     ] = "",
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write to this file.", "FILE"),
-    ] = None,
+    output: Annotated[OptionalPath, file_option("Write to this file.", "FILE")] = None,
 ) -> int:
     """Write claims or records as a table for other programs, papers and pull requests."""
     from repro.report.export import write_table
@@ -128,10 +125,7 @@ def export(
 
 @app.command(epilog="Example:  repro artifact --output reports/artifact.md")
 def artifact(
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write to this file.", "FILE"),
-    ] = None,
+    output: Annotated[OptionalPath, file_option("Write to this file.", "FILE")] = None,
     ledger: Ledger = None,
 ) -> int:
     """Write the artifact appendix: claim, command, expected value and tolerance, cost in GPU-hours."""
@@ -142,22 +136,19 @@ def artifact(
 
 @app.command(epilog="Example:  repro compare HEAD~1 HEAD --suite mine.toml")
 def compare(
-    first: Annotated[str, typer.Argument(help="A folder of results, or a commit of --results.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The same, held against A.", metavar="B")],
+    first: Annotated[str, argument("A folder of results, or a commit of --results.", "A")],
+    second: Annotated[str, argument("The same, held against A.", "B")],
     results: Results = Path("results"),
-    tolerance: Annotated[float, typer.Option(help="A change by less is none.", metavar="PART")] = 0.05,
+    tolerance: Annotated[float, option("A change by less is none.", "PART")] = 0.05,
     suite: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            help="Run this suite in turns in the commits A and B of the checkout that this program is from.",
-            metavar="FILE",
+        OptionalPath,
+        option(
+            "Run this suite in turns in the commits A and B of the checkout that this program is from.",
+            "FILE",
         ),
     ] = None,
     launches: Annotated[
-        int,
-        typer.Option(
-            help="With --suite: most runs of each commit, until all speeds are decided.", metavar="N"
-        ),
+        int, option("With --suite: most runs of each commit, until all speeds are decided.", "N")
     ] = 30,
     ledger: Ledger = None,
     details: Details = False,
@@ -173,26 +164,23 @@ def compare(
 
 @app.command(epilog="Example:  repro schedule --pp 4 --micro-batches 8 --chunks 2")
 def schedule(
-    pp: Annotated[int, typer.Option(help="Pipeline stages, p.", metavar="P")],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, m.", metavar="M")],
-    chunks: Annotated[int, typer.Option(help="Model chunks per stage, v.", metavar="V")] = 1,
+    pp: Annotated[int, option("Pipeline stages, p.", "P")],
+    micro_batches: Annotated[int, option("Micro-batches of a step, m.", "M")],
+    chunks: Annotated[int, option("Model chunks per stage, v.", "V")] = 1,
     name: Annotated[
         str,
-        typer.Option(
-            "--schedule",
-            help="gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
+        option(
+            "gpipe, 1f1b or interleaved; 1f1b by default, interleaved with chunks.",
+            name="--schedule",
             show_default=False,
         ),
     ] = "",
-    forward: Annotated[str, typer.Option(help="Relative time of a stage's forward.")] = "1",
-    backward: Annotated[str, typer.Option(help="Relative time of a stage's backward.")] = "2",
+    forward: Annotated[str, option("Relative time of a stage's forward.")] = "1",
+    backward: Annotated[str, option("Relative time of a stage's backward.")] = "2",
     details: Details = False,
     json: Json = False,
-    svg: Annotated[bool, typer.Option("--svg", help="Draw it as an SVG picture.")] = False,
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("Write the SVG picture to this file.", "FILE"),
-    ] = None,
+    svg: Annotated[bool, flag("--svg", "Draw it as an SVG picture.")] = False,
+    out: Annotated[OptionalPath, file_option("Write the SVG picture to this file.", "FILE")] = None,
 ) -> int:
     """Print or draw a pipeline schedule with its bubble and memory."""
     from repro.report.text.schedule import print_schedule

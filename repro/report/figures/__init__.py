@@ -58,23 +58,18 @@ def draw_all(
             predicted_steps.draw_machine(experiments, found),
         ]
         if view:
-            drawings += _draw_source_figures(view, found)
+            drawings += [
+                zero_stages.draw_published_states(view, found),
+                *(redrawn.draw_entry(entry, view) for entry in redrawn.load_entries()),
+                layout_fit.draw_degrees(view, found),
+                predicted_steps.draw_breakdown(view, found),
+                schedules.draw_schedules(view),
+                peak_memory.draw_timelines(found),
+                zero_stages.draw_link_traffic(found),
+            ]
         return [
             *drawings,
             validation.draw_implied(needs),
             layout_fit.draw_maps(found),
             validation.draw_validation(points),
         ]
-
-
-def _draw_source_figures(view: View, simulated: list[Record]) -> list[Drawing]:
-    """Return the figures of the sources, then the figures that only simulations of these runs provide."""
-    return [
-        zero_stages.draw_published_states(view, simulated),
-        *(redrawn.draw_entry(entry, view) for entry in redrawn.load_entries()),
-        layout_fit.draw_degrees(view, simulated),
-        predicted_steps.draw_breakdown(view, simulated),
-        schedules.draw_schedules(view),
-        peak_memory.draw_timelines(simulated),
-        zero_stages.draw_link_traffic(simulated),
-    ]

@@ -103,7 +103,9 @@ def _draw_grouped_bars(axes: Axes, bars: list[_EngineBar], label: str) -> None:
 
 def _strategy_of(record: Record) -> str:
     layout = record.experiment.layout
-    return "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else style.STAGE_NAMES[style.zero_stage(record)]
+    return (
+        "TP" if layout.tp > 1 else "PP" if layout.pp > 1 else style.STAGE_NAMES[record.experiment.layout.zero]
+    )
 
 
 def _describe_setup(members: list[Record]) -> str:
@@ -119,12 +121,11 @@ SWEEPS = {
     "windtunnel_between": ("between", "GB/s of a node's link to the others, in the original"),
     "windtunnel_within": ("within", "GB/s that a GPU gets inside its node, which nobody published"),
 }
-SWEEPS_COMMAND = "repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE))
 BANDWIDTHS = Drawing(
     "windtunnel",
     "DeepSpeed's 3.75x against the bandwidth of the links",
     "No sweep of an emulated link in the store.",
-    missing=SWEEPS_COMMAND,
+    missing="repro run " + " ".join(f"suites/{name}.toml" for name in (*SWEEPS, LARGER_TWIN_SUITE)),
 )
 
 

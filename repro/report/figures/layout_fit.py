@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MAP_COMMAND = "repro run suites/yuan.toml --evidence simulated --only 'map-*'"
 MAP = Drawing(
     "map",
     "Which layouts of Yuan 1.0 fit its GPUs",
     "No simulated record of a map-* experiment.",
-    missing=MAP_COMMAND,
+    missing="repro run suites/yuan.toml --evidence simulated --only 'map-*'",
     evidence=SIMULATED,
 )
 PUBLISHED_LAYOUT = (8, 38)
@@ -107,12 +106,11 @@ def _map_caption(record: Record) -> str:
     )
 
 
-DEGREES_COMMAND = "repro run suites/turing_nlg.toml --evidence simulated --only '?[!w]*'"
 DEGREES = Drawing(
     "turing-degrees",
     "Turing-NLG 17B: which model-parallel degree fits a V100",
     "No simulated record of Turing-NLG in the store.",
-    missing=DEGREES_COMMAND,
+    missing="repro run suites/turing_nlg.toml --evidence simulated --only '?[!w]*'",
     evidence=SIMULATED,
 )
 SERIES = {"megatron-mp": ("Megatron-LM", style.ORANGE), "zero1-mp": ("with ZeRO 1", style.BLUE)}

@@ -34,7 +34,7 @@ def draw_parity(records: list[Record]) -> Drawing:
         words = f"No record of {SINGLE_PROCESS}, which the others are compared with."
         return replace(PARITY, caption=words) if shown else PARITY
     others = [r for r in shown if r is not single]
-    others.sort(key=lambda r: (list(STRATEGY_LINES).index(_strategy_of(r)), style.zero_stage(r), r.name))
+    others.sort(key=lambda r: (list(STRATEGY_LINES).index(_strategy_of(r)), r.experiment.layout.zero, r.name))
     reference = single.series.loss or []
 
     rows = max(3.2, 1.1 + 0.24 * len(others))
@@ -104,16 +104,15 @@ def _strategy_of(record: Record) -> str:
     if layout.recompute:
         return "recomputation"
     if layout.tp > 1:
-        return "tensor x ZeRO" if style.dp_degree(record) > 1 else "tensor parallel"
-    return "ZeRO 0-3" if style.dp_degree(record) > 1 else "other"
+        return "tensor x ZeRO" if record.experiment.layout.dp > 1 else "tensor parallel"
+    return "ZeRO 0-3" if record.experiment.layout.dp > 1 else "other"
 
 
-CONVERGENCE_COMMAND = "repro run suites/convergence.toml"
 CONVERGENCE = Drawing(
     "convergence",
     "One loss curve under every layout",
     "No curve of one process with its controls.",
-    missing=CONVERGENCE_COMMAND,
+    missing="repro run suites/convergence.toml",
 )
 STEPS_PER_POINT = 10
 """Number of steps per drawn distance, because distances of single steps cross zero."""

@@ -181,7 +181,9 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
     axes.tick_params(length=3)
     words = "" if record.outcome == "ok" else ", does not fit"
     in_stages = record.suite == "zero_memory"
-    title = style.STAGE_NAMES[style.zero_stage(record)] if in_stages else record.name.split("-")[1].upper()
+    title = (
+        style.STAGE_NAMES[record.experiment.layout.zero] if in_stages else record.name.split("-")[1].upper()
+    )
     axes.set_title(f"{title}{words}", fontsize=8.5)
     return set(names)
 

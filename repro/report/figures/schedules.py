@@ -200,14 +200,13 @@ TWIN_ROWS = {
     "1f1b": "meg2-bubble/1F1B, p = 2, m = 4: idle over compute time",
     "interleaved": "meg2-bubble/interleaved, p = 2, m = 4, v = 2: idle over compute time",
 }
-SCHEDULES_COMMAND = "repro run suites/smoke.toml --only 'bubble-*'"
 PAPER_SCHEDULES = Drawing(
     "schedules",
     "Pipeline schedules and their idle time",
     f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
     "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
     "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",
-    missing=SCHEDULES_COMMAND,
+    missing="repro run suites/smoke.toml --only 'bubble-*'",
 )
 
 

@@ -234,16 +234,6 @@ def set_grid(axes: Axes, axis: str) -> None:
     axes.tick_params(length=3)
 
 
-def zero_stage(record: Record) -> int:
-    """Return the record's ZeRO stage."""
-    return int(record.experiment.layout.zero)
-
-
-def dp_degree(record: Record) -> int:
-    """Return the record's data-parallel degree Nd."""
-    return int(record.experiment.layout.dp)
-
-
 def successful_records(records: list[Record], prefix: str) -> list[Record]:
     """Return the experiments with outcome `ok` whose names start with `prefix`."""
     return [r for r in records if r.outcome == "ok" and r.name.startswith(prefix)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from repro.model.counts import states_bytes
 from repro.report.figures import style
 from repro.report.figures.style import Drawing, Record
 from repro.report.figures.values import Value, View
@@ -16,12 +17,11 @@ from repro.util import units
 
 STATE_PARTS = ("parameters", "gradients", "optimizer")
 PART_COLOURS = {part: style.CATEGORY_COLOURS[part] for part in STATE_PARTS}
-MEASURED_COMMAND = "repro run suites/smoke.toml --only 'states-*'"
 MEASURED_STATES = Drawing(
     "states",
     "Memory of model states by stage and Nd",
     "No record of a states-* experiment.",
-    missing=MEASURED_COMMAND,
+    missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
 """(stage, Nd) of the complete figure."""
@@ -32,11 +32,6 @@ FORMULA_MARK: dict[str, Any] = {
     "linestyle": "none",
 }
 STAGE_FORMULAS = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd"}
-
-
-def bytes_per_parameter(stage: int, nd: int) -> float:
-    """Return the model-state bytes per parameter and device, mixed-precision Adam, K = 12 (1910.02054 sec. 5.1-5.3)."""
-    return {0: 16.0, 1: 4 + 12 / nd, 2: 2 + 14 / nd, 3: 16 / nd}[stage]
 
 
 def draw_measured_states(records: list[Record]) -> Drawing:
@@ -50,10 +45,10 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     models = Counter(r.experiment.model.name for r in shown)
     model = models.most_common(1)[0][0]  # one Psi for all bars
     shown = [r for r in shown if r.experiment.model.name == model]
-    shown.sort(key=lambda r: (style.dp_degree(r), style.zero_stage(r)))
+    shown.sort(key=lambda r: (r.experiment.layout.dp, r.experiment.layout.zero))
     psi = shown[0].metrics["parameters"]
-    degrees = sorted({style.dp_degree(r) for r in shown})
-    places = [5 * degrees.index(style.dp_degree(r)) + style.zero_stage(r) for r in shown]
+    degrees = sorted({r.experiment.layout.dp for r in shown})
+    places = [5 * degrees.index(r.experiment.layout.dp) + r.experiment.layout.zero for r in shown]
 
     figure, axes = style.make_axes(3.7)
     worst = 0.0
@@ -61,10 +56,10 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         parts = {part: record.metrics[f"memory.{part}_bytes"] / psi for part in STATE_PARTS}
         base = style.draw_stacked_bar(axes, x, parts, PART_COLOURS, 0.8, across=False)
         style.write_near(axes, f"{base:.2f}", (x, base), (0, 6), ha="center", fontsize=8)
-        formula = bytes_per_parameter(style.zero_stage(record), style.dp_degree(record))
+        formula = states_bytes(1, record.experiment.layout.dp, record.experiment.layout.zero)
         axes.plot(x, formula, markersize=5.5, **FORMULA_MARK)
         worst = max(worst, abs(record.metrics["memory.states_bytes"] / psi / formula - 1))
-    axes.set_xticks(places, [style.STAGE_NAMES[style.zero_stage(r)] for r in shown])
+    axes.set_xticks(places, [style.STAGE_NAMES[r.experiment.layout.zero] for r in shown])
     for degree in degrees:
         middle = 5 * degrees.index(degree) + 1.5
         at = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top", "weight": "bold"}
@@ -89,17 +84,16 @@ def draw_measured_states(records: list[Record]) -> Drawing:
         caption += "shards are padded to equal sizes."
     else:
         caption += "Bars and diamonds are equal to the byte."
-    missing = not {(style.zero_stage(r), style.dp_degree(r)) for r in shown} >= MEASURED_LAYOUTS
+    missing = not {(r.experiment.layout.zero, r.experiment.layout.dp) for r in shown} >= MEASURED_LAYOUTS
     return MEASURED_STATES.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
-PUBLISHED_COMMAND = "repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'"
 PUBLISHED_STATES = Drawing(
     "zero-fig1",
     "ZeRO, Figure 1: model states of 7.5B on 64 GPUs",
     "Bytes of model states on one GPU, Ψ = 7.5e9, Nd = 64, K = 12. Bars are counted on the tensors of the real "
     "step, run on shapes; the formulas are those of sections 5.1 to 5.3. Claim: zero-fig1-7p5b.",
-    missing=PUBLISHED_COMMAND,
+    missing="repro run suites/zero_memory.toml --evidence simulated --only '7.5b-z*-n64'",
     evidence=SIMULATED,
 )
 
@@ -168,24 +162,24 @@ def draw_volume(records: list[Record]) -> Drawing:
     """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
     prefixes = ("states-", "comm-z1-allreduce")
     ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
-    divided = [r for r in ended if style.dp_degree(r) > 1]
-    plain = [r for r in divided if style.zero_stage(r) == 0 and sent_bytes(r) > 0]
+    divided = [r for r in ended if r.experiment.layout.dp > 1]
+    plain = [r for r in divided if r.experiment.layout.zero == 0 and sent_bytes(r) > 0]
     base = {_model_and_degree(r): sent_bytes(r) for r in plain}
     shown = [r for r in divided if _model_and_degree(r) in base]
-    shown.sort(key=lambda r: (_stage_column(r), style.dp_degree(r)))
+    shown.sort(key=lambda r: (_stage_column(r), r.experiment.layout.dp))
     if not shown:
         return VOLUME
     import pandas as pd
     import seaborn as sns
 
-    degrees = sorted({style.dp_degree(r) for r in shown})
+    degrees = sorted({r.experiment.layout.dp for r in shown})
     names = list(PUBLISHED_VOLUMES)
 
     frame = pd.DataFrame(
         {
             "stage": [names[_stage_column(r)] for r in shown],
             "ratio": [sent_bytes(r) / base[_model_and_degree(r)] for r in shown],
-            "degree": [f"measured, Nd = {style.dp_degree(r)}" for r in shown],
+            "degree": [f"measured, Nd = {r.experiment.layout.dp}" for r in shown],
         }
     )
     figure, axes = style.make_axes(3.3)
@@ -207,7 +201,7 @@ def draw_volume(records: list[Record]) -> Drawing:
         "gradient norm, count."
     )
     wanted = {(column, nd) for column in range(len(names)) for nd in (2, 4)}
-    missing = not wanted <= {(_stage_column(r), style.dp_degree(r)) for r in shown}
+    missing = not wanted <= {(_stage_column(r), r.experiment.layout.dp) for r in shown}
     return VOLUME.drawn(figure, caption, (r.label for r in shown), missing=missing)
 
 
@@ -217,24 +211,23 @@ def sent_bytes(record: Record) -> float:
 
 
 def _model_and_degree(record: Record) -> tuple[str, int]:
-    return record.experiment.model.name, style.dp_degree(record)
+    return record.experiment.model.name, record.experiment.layout.dp
 
 
 def _stage_column(record: Record) -> int:
     if record.experiment.layout.zero1_reduce == "all-reduce":
         return len(PUBLISHED_VOLUMES) - 1
-    return style.zero_stage(record)
+    return record.experiment.layout.zero
 
 
 LINKS_MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
 """Models of ZeRO's Figure 2."""
 LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
-LINKS_COMMAND = "repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'"
 LINKS = Drawing(
     "links",
     "Communication by class of link",
     "No simulated record of ZeRO's Figure 2 in the store.",
-    missing=LINKS_COMMAND,
+    missing="repro run suites/zero_throughput.toml --evidence simulated --only 'fig2-*'",
     evidence=SIMULATED,
 )
 LINK_NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}

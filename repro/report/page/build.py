@@ -26,7 +26,7 @@ from repro.report.page.context import TEMPLATES, context, render_site, template
 from repro.results.select import Selection, select
 from repro.results.store import MAX_PRINTED_REMARKS
 from repro.util import extras
-from repro.util.console import PAGE_COLUMNS, print_json, print_page, stdout
+from repro.util.console import print_json, print_page
 from repro.util.files import replace_file
 
 if TYPE_CHECKING:
@@ -170,7 +170,6 @@ def build_report(results: Path, out: Path, *, notebooks: bool = False, own: Sequ
     """
     extras.require_extras("report", *(["notebooks"] if notebooks else []))
     from repro.report.figures import draw_all
-    from repro.report.page.build import write_notebooks
 
     try:
         for folder in ("figures", "claims"):
@@ -255,8 +254,6 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
 
     `own`: additional ledger files.
     """
-    from repro.report.page.build import CellFailed
-
     try:
         written = build_report(results, out, notebooks=notebooks, own=own)
     except CellFailed as error:
@@ -268,7 +265,6 @@ def print_report(results: Path, out: Path, json: bool, notebooks: bool, own: Seq
     counts = ", ".join(f"{count} {verdict}" for verdict, count in written.verdicts.items() if count)
     books = f", {len(written.notebooks)} notebooks" * bool(written.notebooks)
     print_page(
-        stdout(PAGE_COLUMNS),
         f"Report: {written.page}",
         f"{written.claims} claims: {counts}.",
         f"{written.experiments} measured experiments, {written.simulated} simulated, "

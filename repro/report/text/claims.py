@@ -380,11 +380,11 @@ def print_claims_on_system(claim: str, system: str, json: bool, results: Path, d
         answers = [answer.as_dict() for answer in found]
         print_json({"system": name, "is": other_system.PREDICTIONS, "answers": answers})
         return int(nothing)
-    console = stdout(PAGE_COLUMNS)
     command = other_system.simulation_command(system)
     if nothing:
-        render.print_page(console, f"The store {results} has no predictions for {name}.", command=command)
+        render.print_page(f"The store {results} has no predictions for {name}.", command=command)
         return 1
+    console = stdout(PAGE_COLUMNS)
     print_answers(found, name, console, None if details or claim else MAX_ANSWERS)
     if lacking := sum(answer.unrecorded for answer in found):
         console.print(f"{lacking} not simulated yet: `{command}`.", markup=False, soft_wrap=True)
@@ -400,24 +400,18 @@ def print_answers(found: Sequence[Answer], system: str, console: Console, most: 
     first = {answer.question.claim: answer for answer in reversed(found)} if most else {}
     listed = [answer for answer in found if not most or answer is first[answer.question.claim]][:most]
     for answer in listed:
+        texts = answer.published, answer.text or NO_VALUE, answer.word or answer.lacks
+        basis, question = BASIS_LABELS[answer.rests_on], answer.question
         if most:
-            texts = answer.published, answer.text or NO_VALUE, answer.word or answer.lacks
             widths = zip(texts, ANSWER_COLUMNS, strict=True)
             cells = (textwrap.shorten(text, width, placeholder=" ...") for text, width in widths)
-            grid.add_row(answer.question.claim, *cells, BASIS_LABELS[answer.rests_on])
+            grid.add_row(question.claim, *cells, basis)
             continue
-        if answer.question.claim != before:
-            before = answer.question.claim
+        if question.claim != before:
+            before = question.claim
             grid.add_row(Text(before, style="cyan"), "", "", "", "")
-        question = answer.question
         note = f" [{question.note}]" if question.note else ""
-        grid.add_row(
-            f"  {question.asks}{note}",
-            answer.published,
-            answer.text or NO_VALUE,
-            answer.word or answer.lacks,
-            BASIS_LABELS[answer.rests_on],
-        )
+        grid.add_row(f"  {question.asks}{note}", *texts, basis)
     console.print(grid)
     console.print()
     if len(found) > len(listed):

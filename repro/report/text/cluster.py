@@ -83,13 +83,13 @@ def print_cases(cases: list[CaseState], warnings: list[str], console: Console, m
     shown = sorted(cases, key=lambda case: case.state == DONE)[:most]
     hidden = len(cases) - len(shown)
     print_page(
-        console,
         f"{_totals_text(cases)}.",
         _cases_table(shown),
         f"--details lists {hidden} more cases." if hidden else "",
         "repro collect records cases that are lost or cancelled. repro submit runs them again."
         if unrecorded
         else "",
+        console=console,
     )
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)

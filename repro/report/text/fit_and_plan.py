@@ -16,7 +16,7 @@ from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
+from repro.util.console import new_table, print_page
 from repro.util.units import gb
 
 if TYPE_CHECKING:
@@ -59,11 +59,12 @@ def print_fits(
         size = f"{units.parameter_count(best['params'])} parameters" if is_depth else str(best["micro_batch"])
         answer = f"Largest {what} on {devices}: {size}{f' with ZeRO {stage}' if len(fits) > 1 else ''}."
     strategy = words.describe_layout(layout)
-    strategy = strategy.replace("ZeRO 0", "ZeRO 0 to 3") if len(fits) > 1 else strategy
+    if len(fits) > 1:
+        stages = _join_places([asked.layout.zero for asked, _ in fits])
+        strategy = strategy.replace(f"ZeRO {layout.zero}", f"ZeRO {stages}")
     limit = "limit of the next size"
     headings = ("ZeRO\nstage", "parameters", "layers", "hidden\nsize", "micro-\nbatch", "memory\n(GB)", limit)
     print_page(
-        stdout(PAGE_COLUMNS),
         answer,
         f"Layout: {strategy}. Model: vocabulary {sizes['vocab']}, sequence {sizes['seq']}.",
         f"Device memory for tensors: {_describe_limit(document['limit_bytes'], document['communicator_bytes'])}.",
@@ -123,12 +124,11 @@ def print_layouts(
 
     `question`: model, system and devices as options of the next command.
     """
-    console = stdout(PAGE_COLUMNS)
     fits, others, left = ([row for row in plan.rows if row.outcome == kind] for kind in (OK, OOM, OPEN))
     shown, more = fits[:top], "" if details else "--details lists rates and ties."
     if not shown:
         parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
-        return print_page(console, *parts)
+        return print_page(*parts)
     counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
     options = words.layout_options(
@@ -136,7 +136,6 @@ def print_layouts(
     )
     order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]} of the step time. "
     return print_page(
-        console,
         *_describe_best_layout(request, plan, shown[0]),
         f"{order}{_describe_ties([row for row in fits if row.interval is not None], top)}".strip(),
         *_layout_table(shown, timed=not plan.no_time),
@@ -306,7 +305,6 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
         drawn.add_row(f"tp {tp}", *(_cell_text(there.get((tp, pp)), limits) for pp in stages))
     is_bound = {row.evidence for cell in there.values() for row in cell.rows.values()} & {STATES, RETAINED}
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{request.model.name} on {words.describe_devices(request.gpus, request.system)}.",
         f"Layout: {words.describe_layout(layout, degrees=False, batches=True)}.",
         "Cells: memory of the fullest rank (GB), and the smallest device memory that fits.",

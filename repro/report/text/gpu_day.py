@@ -18,7 +18,7 @@ from repro.launch.gpu_day.steps import GpuDayStep
 from repro.results.metrics import STEP_SECONDS
 from repro.results.schema import ExperimentRecord, Record
 from repro.results.store import read_records
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stderr, stdout
+from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stderr
 from repro.util.units import NO_VALUE
 
 MAX_ROWS, MAX_OTHERS = 12, 6
@@ -59,14 +59,13 @@ def print_planned_steps(request: GpuDayRequest, json: bool, details: bool) -> in
         cells = step.name, f"{step.estimate_s:.0f}", f"{step.limit_s:.0f}", plan, step.question, step.basis
         shown.add_row(*cells[: len(headings)])
     more = f"{max(0, len(listed) - most)} more steps, and the question of each step: --details"
-    console = stdout(PAGE_COLUMNS)
-    print_page(console, answer, left_out, enough, shown, "" if details else more)
+    print_page(answer, left_out, enough, shown, "" if details else more)
     return 0
 
 
 def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
     """Run a visit, with its progress on standard error; return 1 if a step failed, 130 if it was interrupted."""
-    progress, console = stderr(), stdout(PAGE_COLUMNS)
+    progress = stderr()
 
     def announce(step: GpuDayStep, outcome: StepOutcome | None) -> None:
         if json:
@@ -79,16 +78,13 @@ def print_gpu_day(request: GpuDayRequest, json: bool) -> int:
         progress.print(f"{step.name}: {outcome.outcome}{took}{reason}", markup=False)
 
     outcomes = run_gpu_day(request, announce)
-    counts = {
-        kind: sum(o.outcome == kind for o in outcomes) for kind in dict.fromkeys(o.outcome for o in outcomes)
-    }
+    counts = Counter(outcome.outcome for outcome in outcomes)
     files = {name: (request.out / name).stat().st_size for name in FILES if (request.out / name).exists()}
     if json:
         print_json({"steps": [asdict(outcome) for outcome in outcomes], "files": files})
     else:
         wrong = [f"{o.name}: {o.outcome}: {o.reason}" for o in outcomes if o.outcome in FAILURES]
         print_page(
-            console,
             f"{len(outcomes)} steps: {', '.join(f'{count} {kind}' for kind, count in counts.items())}.",
             f"Results: {request.out} ({len(files)} files, {sum(files.values()) / 1e6:.1f} MB).",
             *wrong[:MAX_OTHERS],
@@ -111,14 +107,15 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
     added = [record for record in after if record.id not in known]
     verdicts = _changed_verdicts(before, after)
     if json:
-        document = {
-            "new_records": [_record_row(record, before) for record in added],
-            "known_records": visit.known_records,
-            "steps": visit.outcomes,
-            "measurements": visit.measurements,
-            "verdicts": verdicts,
-        }
-        print_json(document)
+        print_json(
+            {
+                "new_records": [_record_row(record, before) for record in added],
+                "known_records": visit.known_records,
+                "steps": visit.outcomes,
+                "measurements": visit.measurements,
+                "verdicts": verdicts,
+            }
+        )
         return 0
     gpus = visit.facts.get("provenance", {}).get("gpus") or []
     machine = str(gpus[0].get("name")) if gpus else "a machine whose facts were not measured"
@@ -142,7 +139,6 @@ def print_import(folder: Path, results: Path, json: bool, details: bool) -> int:
         lines = [shorten(line, PAGE_COLUMNS, placeholder=" ...") for line in lines[:MAX_OTHERS]]
         lines += [f"--details lists {hidden} more records and results of steps."] * bool(hidden)
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{visit.new_records} new records from {machine} in {results}; {visit.known_records} were there already.",
         f"{len(verdicts) or 'No'} verdict{'s' * (len(verdicts) > 1)} changed.",
         *lines,

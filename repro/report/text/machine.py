@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from repro.accuracy.calibrate.calibration import Calibrated
 from repro.launch.doctor import YES, Check
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page, stdout
 from repro.util.units import NO_VALUE
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def _print_checks(
     """
     broken = [check.name for check in checks if check.fatal]
     if json:
-        found = {"usable": not broken, "checks": [asdict(check) for check in checks], **(more or {})}
-        print_json(found)
+        checked = [asdict(check) for check in checks]
+        print_json({"usable": not broken, "checks": checked, **(more or {})})
         return 1 if broken else 0
     passed = [check for check in checks if check.state == YES]
     shown = [check for check in checks if details or check.state != YES]
@@ -115,7 +115,6 @@ def _print_checks(
     rows = [(check.state, check.name, check.found, check.enables) for check in shown]
     wrap = ("found", "use")
     print_page(
-        stdout(PAGE_COLUMNS),
         f"Nothing can be {undone} until this works: {', '.join(broken)}." if broken else f"Suites can be {undone}.",
         f"{len(passed)} of {len(checks)} checks passed: {', '.join(check.name for check in passed)}.",
         new_table("state", "check", *wrap, left=4, wrap=wrap, rows=rows),
@@ -125,32 +124,15 @@ def _print_checks(
     return 1 if broken else 0
 
 
-def print_calibration(
-    system: str,
-    gpus: int,
-    output: Path | None,
-    profile: Path | None,
-    nodes: int,
-    quick: bool,
-    suites: Sequence[Path],
-    json: bool,
-) -> int:
-    """Measure this machine, or nodes of a cluster with a `profile`, and write a system file.
-
-    The options are those of `repro.accuracy.calibrate.calibration.run_calibration`. Returns 1 if a rank or the job
-    fails, 130 if interrupted.
-    """
-    from repro.accuracy.calibrate.calibration import run_calibration
-
-    found = run_calibration(system, gpus, output, profile, nodes, quick, suites, quiet=json)
+def print_calibration(found: Calibrated, json: bool) -> int:
+    """Print the rates of a calibration; return 1 if a rank or the job failed, and 128 plus the signal after one."""
     if found.signal:
         return 128 + found.signal
     if found.outcome != "ok":
         print(f"error: calibration ended in {found.outcome}: {found.reason}", file=sys.stderr)
         return 1
     if json:
-        document = {"file": str(found.path), "seconds": found.seconds, "system": found.document}
-        print_json(document)
+        print_json({"file": str(found.path), "seconds": found.seconds, "system": found.document})
     else:
         _print_calibrated(found)
     return 0
@@ -191,7 +173,6 @@ def _print_calibrated(found: Calibrated) -> None:
             collectives.add_row(op, name, *ends, units.number(large / most / 1e9))
     error = units.percent(facts["error_of_rates"])
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{found.path}: {device['name']}, {provenance['ranks']} ranks, median error of the rates {error}.",
         f"{calls} were measured in {units.seconds(found.seconds)}.",
         new_table("quantity", "measured value", left=2, wrap=("measured value",), rows=rows),

@@ -17,7 +17,7 @@ from repro.config.systems import LOCAL, REPORT_SYSTEMS, system_aliases, system_n
 from repro.measure.local_system import load_system
 from repro.model.counts import parameters_by_part, states_bytes, total_parameters
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page, stdout
 
 ZERO_DEGREES = (1, 4, 16, 64, 256, 1024)
 """Data-parallel degrees Nd of the ZeRO paper's Table 1."""
@@ -76,7 +76,7 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         made.add_row(group, str(len(names)), size, text)
     text = f"{len(models)} models in {len(groups)} groups; the first {len(REPORT_FILES)} groups are of the reports."
     text += " --details lists every model."
-    print_page(stdout(PAGE_COLUMNS), text, made, command="repro models gpt2-1.5b")
+    print_page(text, made, command="repro models gpt2-1.5b")
 
 
 def _print_every_model(models: list[Model]) -> None:
@@ -92,11 +92,11 @@ def _print_every_model(models: list[Model]) -> None:
         )
     other = ", ".join(f"{alias} = {name}" for alias, name in model_aliases().items())
     print_page(
-        stdout(),
         rows,
         "parameters: exact count; printed: size in the source; states: model states of mixed-precision Adam on one "
         "device, 16 bytes per parameter.",
         f"Other names: {other}.",
+        console=stdout(),
     )
 
 
@@ -125,7 +125,6 @@ def _print_model(name: str, model: Model, details: bool) -> None:
         for stage, label in enumerate(ZERO_STAGES)
     )
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{model.name}: {psi:,} parameters ({units.parameter_count(psi)}{published}).",
         f"Other names: {others}." if others else "",
         f"Architecture: {model.architecture}, {_layer_count(model)} layers, hidden size {model.hidden}, "
@@ -215,7 +214,6 @@ def _print_all_systems(systems: list[System], details: bool) -> None:
             *(_bandwidth(system, link) for link in ("nvlink", BETWEEN_NODES)),
         )
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{len(systems)} systems; the reports trained on the first {len(REPORT_SYSTEMS)}.",
         rows,
         f"Also: {', '.join(others)}. --details has a row for each." if others else "",
@@ -244,7 +242,6 @@ def _print_system(name: str, system: System, details: bool) -> None:
     ]
     headings = ("property", "value (range)")
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{system.name}: {device.name}{capability}.",
         f"Memory for tensors: {_size(system.allocatable_bytes())} per device." if known else "",
         new_table(*headings, left=2, wrap=headings, rows=(row[:2] for row in rows)),

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from repro.config import Experiment, Layout, Training, engines, models
 from repro.config.errors import ConfigError, require
@@ -22,15 +22,19 @@ from repro.engines.frameworks.files import LaunchFiles
 from repro.measure.local_system import load_system
 from repro.simulate.plan.candidates import (
     DEFAULT_PLAN_ROWS,
-    DEFAULT_RANK,
     RANK_QUANTILES,
     LayoutQuery,
+    PlanRequest,
+    candidates,
     complete_layout,
     device_memory_limit,
     parse_memory_size,
 )
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, show_progress, stdout
+from repro.util.console import new_table, print_json, print_page, show_progress
+
+if TYPE_CHECKING:
+    from repro.simulate.step import Simulation
 
 
 def print_simulation(
@@ -46,16 +50,10 @@ def print_simulation(
     files.check(model)
     on = _system(query)
     experiment = _stated(files, model, query) or _experiment(model, on, query)
-    limit = parse_memory_size(query.memory_limit)
-    if limit is not None:
-        limit = device_memory_limit(on, limit)
+    found = _simulate(experiment, on, query, _memory_limit(on, query), record=timeline is not None)
     from repro.report.text.simulated_step import print_simulated_step
     from repro.simulate.step import NO_STEP_TIME, write_snapshot
-    from repro.simulate.step import simulate as run
 
-    with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
-        wanted: dict[str, bool] = {"time": True, "record": timeline is not None, "interval": True}
-        found = run(experiment, on, memory_limit=limit, expandable=query.expandable, **wanted)
     if timeline is not None:
         from repro.simulate.time.breakdown import write_chrome_trace
 
@@ -81,25 +79,36 @@ def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery]
 
     The second has the global batch of the first unless it names one.
     """
-    from repro.report.text.simulated_step import print_step_differences
-    from repro.simulate.step import Simulation
-    from repro.simulate.step import simulate as run
-
-    found: list[Simulation] = []
+    checked: list[tuple[Experiment, System, LayoutQuery, int | None]] = []
     for model, query in (first, second):
-        on, limit = _system(query), parse_memory_size(query.memory_limit)
-        batch = {"global_batch": found[0].experiment.layout.global_batch} if found else {}
+        on = _system(query)
+        batch = {"global_batch": checked[0][0].layout.global_batch} if checked else {}
         experiment = _experiment(model, on, replace(query, layout={**batch, **query.layout}))
-        limit = None if limit is None else device_memory_limit(on, limit)
-        with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
-            found.append(
-                run(experiment, on, memory_limit=limit, expandable=query.expandable, time=True, interval=True)
-            )
+        checked.append((experiment, on, query, _memory_limit(on, query)))
+    found = [_simulate(*each) for each in checked]
+    from repro.report.text.simulated_step import print_step_differences
+
     if json:
         print_json({name: simulation.as_dict() for name, simulation in zip("AB", found, strict=True)})
     else:
         print_step_differences(*found)
     return 0 if all(simulation.fits for simulation in found) else 1
+
+
+def _memory_limit(system: System, query: LayoutQuery) -> int | None:
+    limit = parse_memory_size(query.memory_limit)
+    return None if limit is None else device_memory_limit(system, limit)
+
+
+def _simulate(
+    experiment: Experiment, system: System, query: LayoutQuery, limit: int | None, *, record: bool = False
+) -> Simulation:
+    """Trace one step and return it with its time and interval; `record`: with every span."""
+    from repro.simulate.step import simulate
+
+    wanted = {"expandable": query.expandable, "time": True, "record": record, "interval": True}
+    with show_progress(f"tracing one step of {experiment.model.name} on {query.gpus:,} GPUs"):
+        return simulate(experiment, system, memory_limit=limit, **wanted)
 
 
 def _stated(files: LaunchFiles, model: str, query: LayoutQuery) -> Experiment | None:
@@ -126,8 +135,6 @@ def _question(model: str, query: LayoutQuery, source: Path | None = None) -> str
         "--from": str(source or ""),
         "--system": query.system,
         "--gpus": str(query.gpus),
-    }
-    options |= {
         "--software": query.layout.get("software", ""),
         "--memory-limit": query.memory_limit,
         "--seq": str(query.seq or ""),
@@ -245,18 +252,15 @@ def print_plan(
     model: str,
     query: LayoutQuery,
     json: bool,
-    as_map: bool = False,
-    tokens: float = 0.0,
-    price_per_gpu_hour: float = 0.0,
-    top: int | None = None,
-    rank_by: str = DEFAULT_RANK,
-    details: bool = False,
-    files: LaunchFiles | None = None,
+    as_map: bool,
+    tokens: float,
+    price_per_gpu_hour: float,
+    top: int | None,
+    rank_by: str,
+    details: bool,
+    files: LaunchFiles,
 ) -> int:
     """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
-    from repro.simulate.plan import candidates
-
-    files = files or LaunchFiles()
     files.check(model)
     require(not (as_map and files.framework), "launch", files.framework, "left out with --map")
     stated = _stated(files, model, query)
@@ -281,10 +285,10 @@ def print_plan(
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
     limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
     asked = limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
-    request = candidates.PlanRequest(sizes, on, gpus, *asked)
+    request = PlanRequest(sizes, on, gpus, *asked)
     if as_map:
         return _print_map(request, limits, json)
-    count = len(candidates.candidates(request))
+    count = len(candidates(request))
     from repro.util.processes import Workers
 
     with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
@@ -318,7 +322,7 @@ def _defaults_again(stated: Layout, found: Layout) -> str:
     return text
 
 
-def _print_map(request: Any, limits: list[int], json: bool) -> int:
+def _print_map(request: PlanRequest, limits: list[int], json: bool) -> int:
     """Draw the fit of each tp and pp for each of `limits` (bytes of a device's memory)."""
     from repro.report.text.fit_and_plan import print_plan_map
     from repro.simulate.plan.plan import map_axes, map_document, search_map
@@ -360,7 +364,6 @@ def print_scores(
         for name, value in record.metrics.items()
     ]
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{record.name}: {record.outcome}. {record.reason}".rstrip(),
         new_table("score", "value", rows=scores),
         f"Protocol {way['name']}: {way['source']}.",
@@ -384,7 +387,6 @@ def print_exported_weights(weights: Path, output: Path, vocab: int, model: str, 
         return 0
     sizes = source.model
     print_page(
-        stdout(PAGE_COLUMNS),
         f"{output}: weights of {source.kind}, {sizes.layers} layers of width {sizes.hidden}, "
         f"{sizes.vocab} tokens.",
         new_table("file", "size", rows=[(path.name, units.size(path.stat().st_size)) for path in written]),

@@ -15,6 +15,7 @@ from rich.console import Console
 from repro.claims.verdicts import NOT_RUN
 from repro.config import words
 from repro.config.errors import ConfigError
+from repro.config.suites import load_suite
 from repro.results.metrics import DEVICE_FLOPS_PER_S, STEP_SECONDS
 from repro.results.schema import EMULATED, MEASURED, SIMULATED, ComparisonRecord
 from repro.results.select import select
@@ -78,7 +79,8 @@ class Column(NamedTuple):
 def print_results(what: str, results: Path, json: bool, plot: Path | None, details: bool) -> int:
     """Print the stored results of the selected experiments. Raises `ConfigError` if `what` selects none."""
     selection = select(read_records(results))
-    found = comparable_results(selection, _suite_pattern(what))
+    pattern = load_suite(Path(what)).name if what.endswith(".toml") else what
+    found = comparable_results(selection, pattern)
     if not found:
         here = ", ".join(sorted({record.suite for record in selection.by_name.values()}))
         if not here:
@@ -98,15 +100,6 @@ def print_results(what: str, results: Path, json: bool, plot: Path | None, detai
     return 0
 
 
-def _suite_pattern(what: str) -> str:
-    """Return the name of the suite for a suite's file; other patterns are unchanged."""
-    if not what.endswith(".toml"):
-        return what
-    from repro.config import suites
-
-    return suites.load_suite(Path(what)).name
-
-
 def _print_groups(found: Sequence[ComparableResults]) -> None:
     """Print one row for each suite and kind of evidence."""
     made = new_table("suite", "evidence", "experiments", "failures", "comparisons", left=2)
@@ -116,7 +109,7 @@ def _print_groups(found: Sequence[ComparableResults]) -> None:
         made.add_row(group.suite, group.evidence, *map(str, counts))
     more = f" --details lists {len(found) - MAX_GROUP_ROWS} more groups." if found[MAX_GROUP_ROWS:] else ""
     text = f"{sum(len(group.records) for group in found):,} experiments in {len(found)} groups.{more}"
-    print_page(stdout(PAGE_COLUMNS), text, made, command=f"repro results {found[0].suite}")
+    print_page(text, made, command=f"repro results {found[0].suite}")
 
 
 def print_result_tables(
@@ -136,15 +129,15 @@ def print_result_tables(
         count = words.count_noun(len(group.records), "experiment")
         outcomes = Counter(record.outcome for record in failures)
         failed = "".join(f" {count} {outcome}." for outcome, count in outcomes.items())
-        print_page(console, f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
+        print_page(f"{group.suite}, {count}, {EVIDENCE_TITLES[group.evidence]}.{failed}")
         _print_experiments(console, group, most)
         hidden = len(group.records) - (most or len(group.records))
         reasons = [f"{record.name}: {record.outcome}: {units.readable(record.reason)}" for record in failures]
         if not details:
             reasons = [shorten(reason, PAGE_COLUMNS, placeholder=" ...") for reason in reasons[:lines]]
         more = f"Smallest model first, then fastest; --details lists {hidden} more." if hidden > 0 else ""
-        print_page(console, more, *reasons)
-        _print_comparisons(console, compared)
+        print_page(more, *reasons)
+        _print_comparisons(compared)
         console.print()
 
 
@@ -167,9 +160,9 @@ def _print_experiments(console: Console, group: ComparableResults, most: int | N
         left = {column.heading for column in every if column.left}
         cells = list(zip(*(column.cells for column in every), strict=True))[:most]
         headings = (column.heading for column in every)
-        print_page(console, new_table(*headings, left=left, wrap=(name.heading,), gap=gap, rows=cells))
+        print_page(new_table(*headings, left=left, wrap=(name.heading,), gap=gap, rows=cells))
     notes = [column.note for columns in tables for column in columns if column.note]
-    print_page(console, "; ".join(dict.fromkeys(notes)))
+    print_page("; ".join(dict.fromkeys(notes)))
 
 
 REPEATED_REDUCTION = (
@@ -192,6 +185,8 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
     peaks = [row.get("memory.peak_bytes") for row in rows if row["outcome"] == "ok"] or held["peak"]
     (gb, byte), (sent_in, sent_byte) = (units.common_unit(v, "B") for v in (peaks, sent))
     (s, second), (flops, flop) = units.common_unit(steps, "s"), units.common_unit(rates, "FLOP/s")
+    timed = zip(rows, _numbers(steps, second), strict=True)
+    times = [time if row["outcome"] == "ok" else row["outcome"] for row, time in timed]
     degrees = [" x ".join(str(row[axis]) for axis in axes) for row in rows]
     nats = [f"{row['loss.last']:.4f}" if "loss.last" in row else "" for row in rows]
     curves = [sparkline(console, loss) if len(loss) > 1 else "" for loss in losses]
@@ -214,7 +209,7 @@ def _columns(console: Console, group: ComparableResults) -> tuple[Column, list[l
             Column("loss\ncurve", curves, left=True),
         ],
         [
-            Column(f"step\n({s})", _time_or_outcome(rows, _numbers(steps, second)), is_main=True,
+            Column(f"step\n({s})", times, is_main=True,
                    note="step: median time of the slowest rank"),
             Column("throughput\n(tokens/s)", tokens, is_main=True),
             Column(f"rate per\nrank ({flops})", _numbers(rates, flop), note="rate: with recomputation"),
@@ -242,12 +237,7 @@ def _numbers(values: Sequence[float | None], unit: float) -> list[str]:
     return found
 
 
-def _time_or_outcome(rows: Sequence[dict[str, Any]], cells: Sequence[str]) -> list[str]:
-    """Return the step times, with the outcome in place of a missing step time."""
-    return [cell if row["outcome"] == "ok" else row["outcome"] for row, cell in zip(rows, cells, strict=True)]
-
-
-def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -> None:
+def _print_comparisons(compared: Sequence[ComparisonRecord]) -> None:
     """Print ratios of interleaved experiments with the bootstrap intervals of their records."""
     grid = new_table("subject", "baseline", "metric", "ratio", "95 % interval", "rounds", left=3)
     for record in compared:
@@ -255,7 +245,7 @@ def _print_comparisons(console: Console, compared: Sequence[ComparisonRecord]) -
         between = f"{record.low:.3f} to {record.high:.3f}" if is_known else units.NO_VALUE
         sides = record.subject.name, record.baseline.name, record.metric.replace("_per_", "/")
         grid.add_row(*sides, f"{record.ratio:.3f}", between, str(record.rounds))
-    print_page(console, grid)
+    print_page(grid)
 
 
 def _document(found: Sequence[ComparableResults]) -> dict[str, Any]:
@@ -367,16 +357,15 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
     known = [each.last_s for each in todo if each.last_s is not None]
     times = [f"{units.seconds(sum(known))} for {len(known)}, from their last runs"] * bool(known)
     times += [f"unknown for {len(todo) - len(known)} without a run in this store"] * (len(known) < len(todo))
-    console = stdout(PAGE_COLUMNS)
-    print_page(console, f"{words.count_noun(len(found), 'experiment')}: {answer}.")
-    print_page(console, f"Estimated time: {'; '.join(times) or '0 s'}.")
-    print_page(console, *reason_lines([each.where for each in found if each.state == ELSEWHERE]))
+    print_page(f"{words.count_noun(len(found), 'experiment')}: {answer}.")
+    print_page(f"Estimated time: {'; '.join(times) or '0 s'}.")
+    print_page(*reason_lines([each.where for each in found if each.state == ELSEWHERE]))
     if not details:
         rows = new_table("processes", "experiments", "steps")
         for where in list(dict.fromkeys(each.where for each in todo))[:MAX_ROWS]:
             some = [each for each in todo if each.where == where]
             rows.add_row(where, str(len(some)), str(sum(each.steps for each in some)))
-        print_page(console, rows, "Every experiment with its memory or time limit: --details")
+        print_page(rows, "Every experiment with its memory or time limit: --details")
         return 0
     local = new_table("experiment", "state", "processes", "steps", "last run (s)", "timeout (s)", left=3)
     other = new_table("experiment", "state", "processes", "memory per device", left=4, wrap=("processes",))
@@ -388,5 +377,5 @@ def print_dry_run(found: Sequence[ExperimentPreview], json: bool, details: bool)
         cells = (each.memory,) if each.memory else (str(each.steps), last, limit)
         table = other if each.memory else local
         table.add_row(name, each.state, each.where.partition("; ")[0], *cells)
-    print_page(console, local, other)
+    print_page(local, other)
     return 0

@@ -13,7 +13,7 @@ from repro.results.interval import likely_range
 from repro.simulate.plan.closed_form import TERMS
 from repro.simulate.time.calibration import BASES, describe_basis
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
+from repro.util.console import new_table, print_page
 from repro.util.units import gb
 
 if TYPE_CHECKING:
@@ -54,10 +54,8 @@ def print_simulated_step(
     """
     document, e = simulation.as_dict(), simulation.experiment
     capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
-    console = stdout(PAGE_COLUMNS)
     batch = f" --global-batch {e.layout.global_batch}"
     print_page(
-        console,
         *_describe_fit(simulation, system, document["memory"]),
         f"Layout: {words.describe_layout(e.layout, batches=True)}. Model: "
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
@@ -92,7 +90,7 @@ def print_step_differences(a: Simulation, b: Simulation) -> None:
         if max(one, other) >= MIN_SHOWN_DIGIT
     )
     table = new_table("", "A", "B", "B - A", rows=rows)
-    print_page(stdout(PAGE_COLUMNS), *lines, *_describe_differences(a, b, documents), table)
+    print_page(*lines, *_describe_differences(a, b, documents), table)
 
 
 def _compared_values(document: dict[str, Any], has_times: bool) -> dict[str, float]:

@@ -20,7 +20,7 @@ from repro.config import words
 from repro.config.errors import ConfigError, require
 from repro.measure.local_system import load_system
 from repro.util import files, units
-from repro.util.console import PAGE_COLUMNS, new_table, print_json, print_page, stdout
+from repro.util.console import new_table, print_json, print_page
 
 if TYPE_CHECKING:
     from repro.config import Experiment
@@ -34,12 +34,7 @@ MAX_RATIOS = 8
 def print_twin(
     names: Sequence[str],
     machine: Path | None,
-    ranks: int,
-    part: int,
-    width: int,
-    layers: int,
-    tp: int,
-    steps: int,
+    choice: TwinOptions,
     within: str,
     between: str,
     write: Path | None,
@@ -50,12 +45,11 @@ def print_twin(
 
     `within`, `between`: bytes/s, one or several with commas, or empty.
     """
-    for key, value in (("--ranks", ranks), ("--part", part), ("--layers", layers)):
-        require(value >= 1, key, value, "1 or more")
-    require(steps >= 2, "--steps", steps, "2 or more: the first is not timed")
-    for key, value in (("--width", width), ("--tp", tp)):
-        require(value >= 0, key, value, "0 (chosen) or more")
-    choice = TwinOptions(ranks=ranks, part=part, width=width, layers=layers, tp=tp, steps=steps)
+    for key in ("ranks", "part", "layers"):
+        require(getattr(choice, key) >= 1, f"--{key}", getattr(choice, key), "1 or more")
+    require(choice.steps >= 2, "--steps", choice.steps, "2 or more: the first is not timed")
+    for key in ("width", "tp"):
+        require(getattr(choice, key) >= 0, f"--{key}", getattr(choice, key), "0 (chosen) or more")
     rates = [_parse_rates("--within", within), _parse_rates("--between", between)]
     compared, claims = _originals(names)
     if machine is None:
@@ -68,10 +62,10 @@ def print_twin(
         ending = _variant_suffix(inside, outside)
         found += [NamedTwin(derive(members, system, chosen), ending) for members in compared]
     if write is not None:
-        options = {"--width": width, "--tp": tp, "--within": within, "--between": between}
-        arguments = [*names, "--machine", machine.name, "--ranks", ranks, "--part", part, "--layers", layers]
-        arguments += ["--steps", steps]
-        arguments += [part for pair in options.items() if pair[1] for part in pair]
+        required = {f"--{key}": getattr(choice, key) for key in ("ranks", "part", "layers", "steps")}
+        optional = {"--width": choice.width, "--tp": choice.tp, "--within": within, "--between": between}
+        options = required | {key: value for key, value in optional.items() if value}
+        arguments = [*names, "--machine", machine.name, *(part for pair in options.items() for part in pair)]
         made = " ".join(map(str, [*arguments, "--write", write]))
         text = suite_text(found, file=str(write), name=write.stem, arguments=made, claims=claims)
         files.replace_file(write, text)
@@ -81,7 +75,6 @@ def print_twin(
     count = sum(len(each.twin.members) for each in found)
     parts = [part for each in found if details for part in _twin_details(each.twin)]
     print_page(
-        stdout(PAGE_COLUMNS),
         *_describe_ratios(found),
         *parts,
         "" if details else "--details lists similarity numbers and the effect of each difference.",

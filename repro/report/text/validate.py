@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from repro.accuracy.validate import published
@@ -16,7 +15,7 @@ from repro.config import words
 from repro.config.errors import ConfigError
 from repro.simulate.time.calibration import BASES, BASIS_LABELS
 from repro.util import files, units
-from repro.util.console import PAGE_COLUMNS, new_facts_table, new_table, print_json, print_page, stdout
+from repro.util.console import new_facts_table, new_table, print_json, print_page, stdout
 
 if TYPE_CHECKING:
     from repro.accuracy.validate.implied_inputs import ImpliedInput
@@ -52,10 +51,9 @@ def print_validation(
     if json:
         print_json(validation_document(found, machine))
         return 0
-    console = stdout(PAGE_COLUMNS)
-    print_points(found, console, details)
+    print_points(found, details)
     if machine is not None:
-        print_machine_errors(machine, console, details)
+        print_machine_errors(machine, details)
     return 0
 
 
@@ -69,13 +67,15 @@ def print_coverage(results: Path, between: tuple[float, float], own: Sequence[Pa
     ]
     parts = [(family, 100 * family.held_wider / family.wider) for family in together]
     if len(parts) < 2:
-        print_page(console, "Too little is predicted in this store.", command=SIMULATE_COMMAND)
+        print_page("Too little is predicted in this store.", command=SIMULATE_COMMAND, console=console)
         return 1
     as_promised = all(least <= part <= most for _, part in parts)
     counts = (f"{one.held_wider} of {one.wider} {one.name.removeprefix('all ')}" for one, _ in parts)
     shares = " and ".join(f"{part:.0f} %" for _, part in parts)
     text = f"{' and '.join(counts)} lie in their wider 90 % intervals: {shares}, "
-    print_page(console, f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.")
+    print_page(
+        f"{text}{'' if as_promised else 'not both '}between {least:g} and {most:g} %.", console=console
+    )
     return 0 if as_promised else 1
 
 
@@ -136,10 +136,10 @@ def _statistics_of(family: FamilyStatistics) -> dict[str, Any]:
     }
 
 
-def print_points(found: Sequence[Point], console: Console, details: bool) -> None:
+def print_points(found: Sequence[Point], details: bool) -> None:
     """Print the errors by family; `details` adds all points with the reasons of large errors."""
     if not found:
-        print_page(console, "This store has no predictions of published values.", command=SIMULATE_COMMAND)
+        print_page("This store has no predictions of published values.", command=SIMULATE_COMMAND)
         return
     families = published.family_statistics(found)
     ratios = [p for p in found if p.kind == published.RATIO and not p.left_out]
@@ -159,12 +159,24 @@ def print_points(found: Sequence[Point], console: Console, details: bool) -> Non
     by_source = [_statistics_table(["source of peak memory", *headings[1:]], sources)] if sources else []
     parts = [*by_source, *_point_tables(found)] if details else [more]
     note = f"*: of peak memory, below {units.number(100 * published.CLOSE_MEMORY_ERROR)} %."
-    print_page(console, text.strip(), statistics, f"{note} {WIDER_INTERVAL_NOTE}", *parts)
+    print_page(text.strip(), statistics, f"{note} {WIDER_INTERVAL_NOTE}", *parts)
 
 
 def _statistics_table(headings: list[str], families: Sequence[FamilyStatistics]) -> Table:
     left = (headings[0], headings[-1])
-    rows = (_statistics_cells(family) for family in families)
+    rows = (
+        (
+            *(
+                family.name,
+                str(family.points),
+                f"{100 * family.median:.1f}",
+                f"{family.close}/{family.points}",
+            ),
+            *_interval_counts(family),
+            *(f"{100 * family.worst.error:+.1f}", family.worst.claim),
+        )
+        for family in families
+    )
     return new_table(*headings, left=left, wrap=left, rows=rows)
 
 
@@ -225,20 +237,12 @@ def _interval_text(interval: tuple[float, float] | None) -> str:
     return " to ".join(map(units.number, interval)) if interval else units.NO_VALUE
 
 
-def _statistics_cells(family: FamilyStatistics) -> tuple[str, ...]:
-    return (
-        *(family.name, str(family.points), f"{100 * family.median:.1f}", f"{family.close}/{family.points}"),
-        *_interval_counts(family),
-        *(f"{100 * family.worst.error:+.1f}", family.worst.claim),
-    )
-
-
 def _interval_counts(family: FamilyStatistics) -> tuple[str, str]:
     wider = f"{family.held_wider}/{family.wider}" if family.wider else units.NO_VALUE
     return f"{family.held}/{family.points}", wider
 
 
-def print_machine_errors(machine: MachineErrors, console: Console, details: bool) -> None:
+def print_machine_errors(machine: MachineErrors, details: bool) -> None:
     """Print the error of predictions for this machine; `details` adds predicted and measured step times."""
     headings = ("experiment", "layout", "measured", "predicted", "error (%)", "basis")
     made = new_table(*headings, left={"experiment", "layout", "basis"}, wrap=headings)
@@ -248,7 +252,7 @@ def print_machine_errors(machine: MachineErrors, console: Console, details: bool
     text = f"{len(machine.pairs)} runs of this machine are predicted on {machine.system}"
     text += f": median error {units.percent(machine.median)}." if machine.pairs else "."
     missing = (f"{name}: not predicted: {reason}" for name, reason in machine.missing.items())
-    print_page(console, text, *([made, *missing] if details else ()))
+    print_page(text, *([made, *missing] if details else ()))
 
 
 def _write_scatter(found: Sequence[Point], path: Path) -> None:
@@ -288,7 +292,6 @@ def print_unknowns(results: Path, json: bool, details: bool, own: Sequence[Path]
         for one in found[: None if details else MAX_INPUTS]
     ]
     print_page(
-        stdout(PAGE_COLUMNS),
         answer,
         new_table(*headings, left=3, wrap=headings[:3], rows=rows),
         "Decided rows: predictions for which the input has more than half of the uncertainty.",

@@ -23,7 +23,7 @@ from repro.results.schema import SIMULATED
 from repro.results.select import by_key
 from repro.results.store import Store
 from repro.util import units
-from repro.util.console import PAGE_COLUMNS, new_table, print_page, stdout
+from repro.util.console import new_table, print_page
 
 HOUR_S = 3600.0
 _SUBMISSION_PLACEHOLDER = "SUBMISSION"
@@ -197,7 +197,7 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
     if not details:
         rows = [(str(place), describe_array(array)) for place, array in enumerate(planned.arrays)]
         hidden = f"{max(0, len(rows) - MAX_ARRAYS)} more arrays, and cases and scripts of all: --details"
-        print_page(stdout(PAGE_COLUMNS), new_table("array", "jobs", left=2, rows=rows[:MAX_ARRAYS]), hidden)
+        print_page(new_table("array", "jobs", left=2, rows=rows[:MAX_ARRAYS]), hidden)
         return
     for place, array in enumerate(planned.arrays):
         print(f"# array {place}: {describe_array(array)}")
