@@ -17,7 +17,7 @@ from repro.simulate.time.network import Network
 from repro.simulate.time.predict import calibrated_kernels
 from tests.simulate.plan.layouts import random_layout
 
-QUICK, ALL = 24, 400
+QUICK, ALL = 24, 160
 """Number of random layouts of the quick test and of both."""
 GATHERED_ONCE = 708
 """Random layout of stage 3 that gathers the embedding in forward passes only."""
