@@ -66,7 +66,7 @@ class EngineReport:
 
 
 class Engine(Protocol):
-    """Training state of one experiment on one rank."""
+    """Interface of an engine: the model, optimizer and training step of one experiment on one rank."""
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
         """Take one optimizer step over the replica's micro-batches."""
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Return the loss scale of the next step, 0-dim; None without loss scaling."""
 
     def synchronize(self) -> None:
-        """Wait for communication that continues after the last step."""
+        """Wait for communication that an engine starts in a step and finishes in the next."""
 
     def local_parameters(self) -> int:
         """Return the number of parameters of this tp rank and stage, without division by ZeRO."""
@@ -89,7 +89,7 @@ class Engine(Protocol):
     def mark_states(self) -> None:
         """Mark every storage that holds parameters, gradients or optimizer states (`repro.parallel.storage`).
 
-        The first step calls the method when its gradients exist and again at its end.
+        The caller measures memory: it calls this in the first step when gradients exist, and at the end of the step.
         """
 
     def report(self) -> EngineReport:

@@ -121,9 +121,9 @@ class MemoryTracker(UncompiledMode):
         """Phase of the step. Storages without a category are activations if created in `forward`, else `other`."""
         self._live: dict[int, _TrackedStorage] = {}
         self._counted = self._nothing()
-        """Bytes by category at present."""
+        """Live bytes by category at present."""
         self._now = self._nothing()
-        """Bytes by category after the last operator."""
+        """Live bytes by category after the last operator."""
         self._newborn: list[tuple[_TrackedStorage, Category, int]] = []
         """Storages that the last operator created, with their category and bytes in `_now`."""
         self._now_phase = self.phase
@@ -137,7 +137,7 @@ class MemoryTracker(UncompiledMode):
 
     @property
     def peak_phase(self) -> str:
-        """Return the phase of the peak."""
+        """Return the phase of the step in which the device's total peaked."""
         self._update_peaks()
         return self._peak_phase
 

@@ -26,7 +26,7 @@ class StepClock:
     _marks: list[list[tuple[str, float | torch.cuda.Event, float]]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin the record of a step."""
         self._marks.append([])
 
     def mark(self, phase: str) -> None:

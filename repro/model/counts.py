@@ -31,12 +31,12 @@ K = 12
 GPT2_FLOPS_FORMULA = (
     "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
 )
-"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, for records."""
+"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, as text for records."""
 GENERAL_FLOPS_FORMULA = (
     "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V, "
     "keys of width k, m matrices of the MLP; recomputing layers 4 l"
 )
-"""Formula of `model_flops` and `hardware_flops` for other layers, for records."""
+"""Formula of `model_flops` and `hardware_flops` for other layers, as text for records."""
 
 
 def parameters_by_part(model: Model) -> dict[str, int]:
@@ -88,7 +88,7 @@ def count_keys_and_values(model: Model) -> int:
 
 
 def _attention(model: Model) -> int:
-    """Return the parameters of query, key, value and output matrices with their biases."""
+    """Return the number of parameters of a layer's query, key, value and output matrices and biases."""
     inner, h = model.heads * model.head_width, model.hidden
     return (
         (h + (model.biases != "none")) * inner
@@ -99,7 +99,7 @@ def _attention(model: Model) -> int:
 
 
 def _mlp(model: Model) -> int:
-    """Return the parameters of an MLP's two or three matrices with their biases."""
+    """Return the number of parameters of an MLP's two or three matrices and their biases."""
     biases = (model.mlp_matrices - 1) * model.ffn_width if model.biases == "all" else 0
     return model.mlp_matrices * model.hidden * model.ffn_width + biases + count_row_biases(model) // 2
 
@@ -143,7 +143,7 @@ def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
 
 
 def flops_formula(model: Model) -> str:
-    """Return the formula of `model_flops` and `hardware_flops` for `model`."""
+    """Return the text of the formula that `model_flops` and `hardware_flops` use for `model`."""
     return GENERAL_FLOPS_FORMULA if model.kv_heads or model.mlp_matrices != 2 else GPT2_FLOPS_FORMULA
 
 

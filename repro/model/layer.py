@@ -50,7 +50,7 @@ DROPOUT_SITES = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all parts of a model share."""
+    """Model, groups, dropout and operators that all modules of a `GPT` share."""
 
     model: Model
     tp: Group
@@ -61,9 +61,9 @@ class Setting:
     seed: int
     operators: OperatorSet
     recomputed: bool
-    """Whether backward runs each block again."""
+    """Whether backward recomputes each block."""
     selective: bool
-    """Whether backward runs the core of attention again."""
+    """Whether backward recomputes only the core of attention (scores and their use)."""
 
     @property
     def plain(self) -> bool:

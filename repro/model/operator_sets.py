@@ -69,9 +69,9 @@ class WeightDropout:
     first_sample: int
     """Index of the first sample in the global batch."""
     heads: int
-    """Heads of the model."""
+    """Number of attention heads of the model."""
     first_head: int
-    """First head of this rank."""
+    """Index of the first head of this tp rank."""
     device_key: Tensor | None = None
     """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; None: the attributes are used."""
 
@@ -152,7 +152,7 @@ def _softmax(
     mask: Tensor | None,
     operators: OperatorSet,
 ) -> Tensor:
-    """Compute attention with 4 passes over the scores in forward and 7 in backward, and one retained copy."""
+    """Compute attention by operators that read or write the scores 4 times in forward and 7 times in backward."""
     scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
     if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
         weights = _softmax_apart(scores, scale)
@@ -175,7 +175,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:
-    """Compute attention by one operator per line, with 10 passes over the scores in forward and 11 in backward."""
+    """Compute attention by unfused operators, which read or write the scores 10 times in forward and 11 in backward."""
     scores = q @ k.transpose(-1, -2)
     scores = scores / math.sqrt(q.shape[-1])
     scores = torch.mul(scores, mask) - MASK_PENALTY * (1.0 - mask)
@@ -196,6 +196,6 @@ def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
 def unfused_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return residual + drop(x + bias) in up to three operators."""
+    """Return residual + drop(x + bias) by separate operators; None omits a summand."""
     y = drop(x if bias is None else x + bias)
     return y if residual is None else residual + y

@@ -16,7 +16,7 @@ __all__ = ["MAX", "SUM", "Group", "Work"]
 
 
 class Group:
-    """Ordered set of ranks that communicate, as an object on one of these ranks."""
+    """Ordered set of communicating ranks. Each rank of the set has an object with its own `rank`."""
 
     def __init__(
         self,
@@ -100,5 +100,5 @@ class Group:
         return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:
-        """Return when all ranks of the group have called this. The ledger does not count barriers."""
+        """Block until all ranks of the group have called `barrier`. The ledger does not count barriers."""
         self.transport.barrier()

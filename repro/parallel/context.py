@@ -5,11 +5,11 @@ Rank i has chunks i and 2cp-1-i of the sample's 2cp chunks, so that causal atten
 elements of e bytes, a rank sends in each layer
 
     forward    all-gather of keys and values                    2 b s h_kv e (cp-1)/cp bytes
-    backward   the all-gather again                             as many
-               reduce-scatter of keys' and values' gradients    as many
+    backward   the same all-gather                              as many bytes
+               reduce-scatter of keys' and values' gradients    as many bytes
 
-Backward gathers again, because gathered keys and values need cp times the memory of a rank's own.  With recomputation
-of a layer, its second forward pass gathers them for backward.  Gradients of parameters are averaged over dp x cp as one
+Backward gathers again to save memory: gathered keys and values are cp times as large as those of a rank.  If a layer is
+recomputed, its second forward pass gathers them for backward.  Gradients of parameters are averaged over dp x cp as one
 group, which also shards the model states of ZeRO.
 """
 

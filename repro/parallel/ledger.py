@@ -27,7 +27,7 @@ EXCHANGED = ("reduce_scatter", "all_gather")
 Address = tuple[int, int]
 """Receiver of a message, as a rank of the group, and the channel of the message."""
 NO_PEER: Address = (-1, 0)
-"""Address of a collective."""
+"""Address that a collective is counted with, because it has no receiver."""
 
 
 def messages_of(op: str, size: int) -> int:
@@ -53,7 +53,7 @@ class CommLedger:
     sequence: int = 0
     """Number of collectives and sends that this rank has started; `reset` does not change it."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
-    """Called with (sequence, operation, group, purpose) when a collective is issued."""
+    """Functions that are called with (sequence, operation, group, purpose) when a collective starts."""
 
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
@@ -76,7 +76,7 @@ class CommLedger:
         self.traffic.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain data, one row per operation, group and purpose."""
+        """Return the counts as dictionaries, one for each operation, group and purpose."""
         return [
             {"op": op, "group": group, "purpose": purpose, **vars(traffic)}
             for (op, group, purpose), traffic in sorted(self.traffic.items())

@@ -192,8 +192,8 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
     """Use every NCCL communicator of the mesh once, and return the device memory outside torch, in bytes.
 
     NCCL creates a communicator at its first use, in which the *host* of each rank waits for the other hosts. In a step
-    this is a deadlock if a stage posts a receive before it sends the message that its peer waits for. All ranks must
-    therefore call this function before the first step.
+    this deadlocks if a stage posts a receive before it sends the message that its peer waits for. All ranks must call
+    this function before the first step.
 
     Keys of the result: `start` for memory before the first communicator (CUDA context, other processes), group names
     for their communicators, and `channels` for the communicators of messages between pipeline stages.

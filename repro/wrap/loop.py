@@ -51,7 +51,7 @@ class StepAgreement:
         self._unused = missing if self._unused is None else self._unused & missing
 
     def reset(self) -> None:
-        """Discard the records of this step."""
+        """Discard the records of unused parameters in this step."""
         self._unused = None
 
     def reach(self) -> set[int]:

@@ -56,9 +56,9 @@ _MODULE_VARIABLES = {
 def import_deepspeed(device_type: str) -> ModuleType:
     """Import DeepSpeed for the device type `cpu` or `cuda`, and limit its log to errors."""
     if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without it DeepSpeed queries the GPU's driver.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # By default DeepSpeed queries the GPU's driver.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # setuptools warns about distutils.
+        warnings.simplefilter("ignore")  # The import makes setuptools warn about distutils.
         library = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls torch's collectives by deprecated names.
@@ -117,7 +117,7 @@ def _process_group(layout: Layout, axis: str) -> dist.ProcessGroup:
 
 
 class DeepSpeedEngine:
-    """Engine `deepspeed`: the suite's GPT under DeepSpeed."""
+    """Engine `deepspeed`: the suite's GPT on one rank, trained by DeepSpeed."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
@@ -212,7 +212,7 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device).reshape(())
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         if self.layout.precision != "fp16":
             return None
         return torch.tensor(float(self.engine.optimizer.loss_scale), device=self.device)
@@ -225,7 +225,7 @@ class DeepSpeedEngine:
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter, by name."""
+        """Return a copy of every parameter by name, complete over dp but local to the tp rank."""
         with self.active:
             return self.states.full_parameters()
 
@@ -251,5 +251,5 @@ class DeepSpeedEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return {}: DeepSpeed runs one stage."""
+        """Return {}, because this engine has no pipeline parallelism."""
         return {}

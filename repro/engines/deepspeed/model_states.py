@@ -114,7 +114,7 @@ class States:
             _mark((master.grad for master in masters), self.place)
 
     def _buffers(self) -> Iterator[Any]:
-        """Yield the buffers of gradients before their reduction."""
+        """Yield the buffers in which DeepSpeed collects gradients for a reduction."""
         if self.stage:
             for bucket in self.optimizer.ipg_buckets.values():
                 yield bucket.buffer
@@ -125,7 +125,7 @@ class States:
         return found
 
     def _masters(self) -> Iterator[tuple[Parameter, int, Tensor]]:
-        """Yield each parameter, the first element of this rank's part, and the part's flat fp32 weights."""
+        """Yield (parameter, first element of this rank's part, flat fp32 master weights of the part)."""
         optimizer = self.optimizer
         if self.stage == 0:
             for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -203,7 +203,7 @@ class DeepSpeedModel:
 def build_model(
     experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
 ) -> DeepSpeedModel:
-    """Return the model on `device` in the layout's precision, with the initial values of all engines.
+    """Return the model on `device` in the layout's precision, with the initial values that all engines use.
 
     `place` is called with the embedding, each block and the head after their initialisation, to partition them.
     """

@@ -78,7 +78,7 @@ def parse_options(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         says = f"cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(isinstance(tables, dict), "--from", str(path), "a file of tables")
+    require(isinstance(tables, dict), "--from", str(path), "a file of named options")
     return flattened(tables)
 
 
@@ -229,7 +229,7 @@ def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -
 
 
 def _option_lines(framework: Framework, options: Mapping[str, Any]) -> list[str]:
-    """Return the options in the format of the framework's file, with the comments of its table."""
+    """Return the lines of the framework's file that set `options`, with the comments in `framework.notes`."""
     ending = Path(framework.file).suffix
     if ending == ".json":
         return json.dumps(nested(options), indent=2).splitlines()

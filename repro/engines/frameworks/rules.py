@@ -28,7 +28,7 @@ def _accumulation(settings: Settings) -> int:
     return int(settings["layout.global_batch"] // settings["layout.dp"] // settings["layout.micro_batch"])
 
 
-# Megatron-LM.
+# Rules for Megatron-LM
 
 
 def _read_width(value: Any, reading: Reading) -> None:
@@ -84,7 +84,7 @@ def _read_fp32_grads(value: Any, reading: Reading) -> None:
 
 
 def _read_elements(value: Any, reading: Reading) -> None:
-    # Without the option, Megatron-LM's bucket has max(40 000 000, 1 000 000 x dp) elements.
+    # By default, Megatron-LM's bucket has max(40 000 000, 1 000 000 x dp) elements.
     elements = max(40_000_000, 1_000_000 * reading.dp) if value is None else int(value)
     size = _grad_bytes(reading.layout("precision"), reading.layout("grad_dtype"))
     reading.put("layout.bucket_bytes", elements * size)
@@ -127,7 +127,7 @@ MEGATRON = {
     ),
 }
 
-# DeepSpeed.
+# Rules for DeepSpeed
 
 
 def _bucket(settings: Settings) -> int:
@@ -140,7 +140,7 @@ def _bucket(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> int | None:
-    """Return the elements of the matrices of one block on a tp rank; None below stage 3."""
+    """Return the number of matrix elements of one transformer block on a tp rank; None below stage 3."""
     model = settings["model"]
     inner = 2 * (model.heads + model.key_heads) * model.head_width
     block = model.hidden * (inner + model.mlp_matrices * model.ffn_width)
@@ -215,7 +215,7 @@ DEEPSPEED = {
     ),
 }
 
-# torchtitan.
+# Rules for torchtitan
 
 
 def _is_sharded(settings: Settings) -> bool:
@@ -357,7 +357,7 @@ TORCHTITAN = {
     "final_factor": Rule(_final_factor, _read_final_factor),
 }
 
-# nanotron.
+# Rules for nanotron
 
 
 def _read_main_grads(value: Any, reading: Reading) -> None:

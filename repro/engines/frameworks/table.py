@@ -54,7 +54,7 @@ class Reading:
 
     gpus: int
     given: Settings
-    """Keys that take precedence over the file."""
+    """Values of the user, which take precedence over the file."""
     settings: Settings = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     """Notes on options that a prediction does not represent exactly."""
@@ -161,12 +161,12 @@ def rule_of(row: Mapping[str, Any]) -> Rule:
 
 @dataclass(frozen=True)
 class Framework:
-    """Options of one version of a framework."""
+    """Options of one version of a framework, and their correspondence with keys of this suite."""
 
     name: str
     version: str
     file: str
-    """Name of the file that is written."""
+    """Name of the written file that has the options."""
     rules: Mapping[str, Rule]
     """Options by name, in the order in which they are written and read."""
     notes: Mapping[str, str]
@@ -205,7 +205,7 @@ class Framework:
         return reading
 
     def differences(self, experiment: Experiment) -> list[str]:
-        """Return one line for each key that the framework cannot express, with its value there and the reason."""
+        """Return one line for each key that the framework cannot express, with the framework's value and the reason."""
         settings = settings_of(experiment)
         found = {key: value for key, value in settings.items() if key.partition(".")[0] in self.code}
         found |= {key: value for key, (value, _) in self.limits.items() if key.partition(".")[0] in self.code}

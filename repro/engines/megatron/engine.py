@@ -132,7 +132,7 @@ class MegatronEngine:
         )
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         if self.experiment.layout.precision != "fp16":
             return None
         with self.active:
@@ -165,7 +165,7 @@ class MegatronEngine:
         )
 
     def mark_states(self) -> None:
-        """Mark the buffers or storages of parameters and gradients, the masters and the moments."""
+        """Set the memory category of parameters, gradients, master weights and moments."""
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 mark(buffer.grad_data, Category.GRADIENTS)
@@ -214,7 +214,7 @@ def _release_optimizer(optimizer: Any) -> None:
 
 
 def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
-    """Return the output of a chunk, and the function of the loss for the last chunk."""
+    """Return a chunk's output, and the function that computes the loss from the last chunk's output."""
     batch: MicroBatch = next(batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     output = chunk(batch.tokens, positions, None, labels=batch.targets)
@@ -222,7 +222,7 @@ def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of losses [b, s] for the backward pass, and a copy to report."""
+    """Return the mean of losses [b, s] twice: for the backward pass, and as a copy for the result of the step."""
     mean = losses.float().mean()
     return mean, mean.detach().clone()
 
@@ -246,7 +246,7 @@ class PassTimers:
         self._observe: Observer = lambda phase: None
 
     def begin(self, observe: Observer) -> None:
-        """Start a step."""
+        """Reset the order of passes at the begin of a step, and report phases to `observe`."""
         self._observe, self.order = observe, []
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
@@ -257,7 +257,7 @@ class PassTimers:
         if name in _PHASES:
             self._observe(_PHASES[name])
         elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
-            # Interleaved schedules start messages here and wait for them before the next pass.
+            # Waits for messages of interleaved schedules follow this timer, up to the next pass.
             self._observe(Phase.IDLE)
         if name.endswith("-compute"):
             self.order.append(name[0].upper())
@@ -265,13 +265,13 @@ class PassTimers:
 
 
 class _Timer:
-    """Timer of the library that does not measure."""
+    """Replacement of the library's timer that reports its start to `PassTimers` and does not measure."""
 
     def __init__(self, passes: PassTimers, name: str):
         self._passes, self._name = passes, name
 
     def start(self, barrier: bool = False) -> None:
-        """Report the start."""
+        """Report the start of the timer."""
         self._passes.started(self._name)
 
     def stop(self, barrier: bool = False) -> None:

@@ -151,7 +151,7 @@ class _Tracker:
         return {}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Do nothing: there are no states."""
+        """Do nothing, because there are no random states on a CPU."""
 
 
 def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:

@@ -85,7 +85,7 @@ def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfi
         overlap_grad_reduce=layout.overlap and layout.dp > 1,
         overlap_param_gather=overlaps_gather(experiment),
         use_distributed_optimizer=layout.zero == 1,
-        # The library counts elements.
+        # The library's bucket size is in elements.
         bucket_size=max(1, layout.bucket_bytes // (4 if in_fp32 else 2)),
     )
 
@@ -100,7 +100,7 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
     """Return the configuration of AdamW, clipping and the loss scale; each step sets the learning rate."""
     layout, training = experiment.layout, experiment.training
     shared = _options(OptimizerConfig, experiment)
-    # Infinity computes the norm without changing a gradient.
+    # With infinity the library computes the norm and clips nothing.
     shared |= {
         "clip_grad": training.clip or float("inf"),
         "overlap_param_gather": overlaps_gather(experiment),
@@ -159,7 +159,7 @@ def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBl
 
 
 def build_chunks(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
-    """Return one GPTModel for each chunk, with undefined weights."""
+    """Return one GPTModel for each chunk of this rank's stage, with undefined weights."""
     model, layout = experiment.model, experiment.layout
     # The position embedding draws weights even if unused; the fork restores the process's random state.
     with torch.random.fork_rng():
@@ -222,7 +222,7 @@ def to_suite_shape(name: str, value: Tensor, heads: int) -> Tensor:
 
 
 def to_megatron_shape(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a parameter of the suite in the library's shape."""
+    """Return a parameter of the suite in the library's shape; `heads`: heads on this tp rank."""
     if not _is_qkv(name):
         return value
     return value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)

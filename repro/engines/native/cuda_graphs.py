@@ -19,7 +19,7 @@ from repro.engines.native.model_part import MicroBatch, ModelPart
 from repro.parallel.pipeline.runner import Observer
 
 EAGER_STEPS = 1
-"""Steps before the capture, in which libraries load kernels, choose algorithms and allocate workspaces."""
+"""Number of steps without CUDA graphs at first, in which libraries load kernels and allocate workspaces."""
 
 
 class _CapturedPasses(NamedTuple):
@@ -35,10 +35,10 @@ class CapturedMicroBatches:
     """Micro-batches of one rank that holds the full model, as CUDA graphs."""
 
     def __init__(self, part: ModelPart, micro_batches: int, scale: Tensor | None):
-        """`micro_batches`: number in a step.  `scale`: loss scale, 0-dim, whose value may change between steps."""
+        """`micro_batches`: micro-batches per step.  `scale`: loss scale, 0-dim, which may change between steps."""
         self._part, self._count, self._scale = part, micro_batches, scale
         self._passes: dict[tuple[bool, bool], _CapturedPasses] = {}
-        """Graphs by (first of the step, last of the step)."""
+        """Graphs by (is the first micro-batch of the step, is the last)."""
         self._inputs: MicroBatch | None = None
         """Micro-batch from whose memory the graphs read tokens, targets and dropout keys."""
         self._pool: Any = None

@@ -113,7 +113,7 @@ class NativeEngine:
         return norms
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         return None if self.scaler is None else self.scaler.scale
 
     def synchronize(self) -> None:

@@ -88,7 +88,7 @@ class ModelPart:
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:
-        """Return the tag of a parameter; the norm counts a parameter of several tp or pp ranks once."""
+        """Return the tag of a parameter: its optimizer group, and whether several tp or pp ranks share it."""
         return Tag(
             group=DECAYED if decays(parameter) else NOT_DECAYED,
             duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ class ModelPart:
         )
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return the output for one micro-batch; `x` is the output of the preceding part, None for the first."""
+        """Return this part's output for one micro-batch; `x`: output of the preceding part, None for the first part."""
         batch = self.micro_batches[micro_batch]
         self.sharded.begin_forward()
         output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)

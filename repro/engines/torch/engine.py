@@ -42,7 +42,7 @@ class TorchEngine:
         self.parts: list[PlainGPT] = []
         """Parts of the model on this rank, one for each chunk."""
         self.modules: list[nn.Module] = []
-        """Callable modules of the parts, wrapped by their strategies."""
+        """The parts, or their wrappers by DistributedDataParallel."""
         for chunk in range(layout.chunks):
             module = self._part(chunk)
             if grid is not None and layout.tp > 1:
@@ -131,7 +131,7 @@ class TorchEngine:
         return total / count
 
     def loss_scale(self) -> Tensor | None:
-        """Return the scale of GradScaler (fp16)."""
+        """Return the scale of GradScaler in fp16 training, 0-dim; None in other precisions."""
         return self.update.scale()
 
     def synchronize(self) -> None:
@@ -156,7 +156,7 @@ class TorchEngine:
         return 0
 
     def mark_states(self) -> None:
-        """Mark parameters, gradients and Adam's moments; FSDP2 has the rank's shards of them."""
+        """Set the memory category of parameters, gradients and Adam's moments; under FSDP2, of this rank's shards."""
         for parameter in self.update.parameters:
             mark(local_part(parameter), Category.PARAMETERS)
             if parameter.grad is not None:
@@ -213,7 +213,7 @@ class OptimizerUpdate:
         tied: Parameter | None,
         device: torch.device,
     ):
-        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other ranks."""
+        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other stages."""
         self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
         self.parameters = list(parameters)
         self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
@@ -274,7 +274,7 @@ class OptimizerUpdate:
         for parameter in self.counted:
             assert parameter.grad is not None
             alike[getattr(parameter.grad, "placements", None)].append(parameter.grad)
-        # DTensor sums the norms of gradients with equal placements at once.
+        # DTensor computes one norm of all gradients with equal placements.
         norms = [get_total_norm(gradients) for gradients in alike.values()]
         wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         square = torch.stack(wholes).square().sum()

@@ -115,7 +115,7 @@ class PlainMlp(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One transformer layer."""
+    """One transformer layer, recomputed in backward if `recompute`."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
         super().__init__()
@@ -190,7 +190,7 @@ class PlainGPT(nn.Module):
 
 
 def suite_name(name: str) -> str:
-    """Return the suite's name of a parameter of the plain module."""
+    """Return the suite's name of the parameter `name` of a `PlainGPT`."""
     if name == "head.output.weight":
         return "embed.tokens"
     module, _, kind = name.rpartition(".")
@@ -198,7 +198,7 @@ def suite_name(name: str) -> str:
 
 
 def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return the suite's parameter `name` in the shape of the plain module."""
+    """Return the suite's parameter `name` in the shape of `PlainGPT`."""
     if ".qkv" not in name:
         return value
     heads = value.view(3, model.heads, model.head_width, *value.shape[2:])
@@ -206,7 +206,7 @@ def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return the plain module's parameter in the shape of the suite's parameter `name`."""
+    """Return a parameter of `PlainGPT` in the shape of the suite's parameter `name`."""
     if ".qkv" not in name:
         return value
     heads = value.view(model.heads, 3, model.head_width, *value.shape[1:])

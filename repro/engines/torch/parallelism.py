@@ -81,7 +81,7 @@ class Strategy(StrEnum):
 
 
 def strategy_of(layout: Layout) -> Strategy:
-    """Return the strategy of a supported layout."""
+    """Return the data-parallel strategy for a layout that the engine supports."""
     cast = layout.precision != "fp32"
     if layout.dp == 1:
         return Strategy.REPLICATE if cast and layout.world > 1 else Strategy.NONE
@@ -109,7 +109,7 @@ def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None
 
 
 def wrap_in_ddp(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Return the module under DDP."""
+    """Return the module wrapped in DistributedDataParallel, with the layout's bucket size."""
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),

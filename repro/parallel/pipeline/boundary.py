@@ -22,7 +22,7 @@ from repro.parallel.pipeline.schedule import FORWARD
 
 
 def exchanges(layout: Layout) -> bool:
-    """Return whether stages exchange messages in batches without computation, as in software without overlap."""
+    """Return whether pipeline stages exchange messages between actions, as in software without overlap."""
     return layout.pp > 1 and not layout.overlap
 
 
@@ -66,7 +66,7 @@ class Boundary:
     """Transfers between this rank and neighbouring stages: tensors of `shape` [b, s, h], on the device of `like`."""
 
     UNDER_WAY = 2
-    """Maximum number of unfinished messages of one kind to one rank; each retains its tensor (`Work.hold`)."""
+    """Maximum number of unfinished sends of activations, or of gradients, to one rank; each retains its tensor."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -108,7 +108,7 @@ class Boundary:
             self.post()
 
     def post(self) -> None:
-        """Start the receives that have not started, after concurrent computation has been issued."""
+        """Start the expected receives. On a GPU, call this after the concurrent computation was launched."""
         while self._expected:
             buffer, source, kind, free = self._expected.popleft()
             if self.later is None or free is None:
@@ -150,7 +150,7 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        self.post()  # The other stage may wait for the send, which follows without computation.
+        self.post()  # No computation delays the send, for which the other stage may wait.
         under_way.append(message())
 
     def finish(self) -> None:

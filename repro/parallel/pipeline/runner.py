@@ -23,11 +23,11 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches,
 
 _PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
-"""Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
+"""Function called with the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
 
 
 class Chunk(Protocol):
-    """Interface of a part of the model for the runner."""
+    """Interface by which the runner calls a part of the model."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
         """Return the output for x, both [b, s, h]; x is None for the first part, the last returns the mean loss."""
@@ -109,7 +109,7 @@ class Pipeline:
 
     @property
     def current(self) -> Action | None:
-        """Return the action that runs, or whose input is awaited."""
+        """Return the action that the stage runs, or whose input it awaits; None outside `run`."""
         return self.actions[self.position] if self.position >= 0 else None
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:

@@ -118,7 +118,7 @@ def timeline(
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # few values differ, and creating a Fraction is slow
+    def exact(ticks: int) -> Fraction:  # Creating a Fraction is slow, and few values differ.
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -205,7 +205,7 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    waiting: dict[tuple[int, Action], int] = {}  # dependency -> the stage that waits for it, at most one
+    waiting: dict[tuple[int, Action], int] = {}  # Stage that waits for (stage, action); at most one.
     ready = list(range(stages))
     while ready:
         stage = ready.pop()

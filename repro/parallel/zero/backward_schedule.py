@@ -33,7 +33,7 @@ class ForwardPass:
 
     def __init__(self, has_gradients: bool) -> None:
         self.has_gradients = has_gradients
-        """Whether autograd records the pass."""
+        """Whether autograd records this forward pass."""
         self.visits: list[Visit] = []
         """Visits in the order in which they began."""
         self.ends: list[int] = []

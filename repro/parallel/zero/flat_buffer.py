@@ -39,7 +39,7 @@ def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) 
     """Set `sums` to beta * sums + alpha * a @ b; fp32 `sums` allow 16-bit a, b (Megatron's `wgrad_gemm_accum_fp32`)."""
     if sums.dtype == a.dtype or (sums.is_meta and not storage.is_on_processors(sums)):
         torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
-    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
+    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8 or later
         torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
     else:
         sums.mul_(beta) if beta else sums.zero_()
@@ -102,8 +102,6 @@ class Bucket(FlatParameters):
         if self.master is not self.shard and self.stage < 3:
             written = self.shard != self.master.to(self.shard.dtype)
             torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)
-
-    # -- gradients -------------------------------------------------------------------------------
 
     @property
     def reduces_in_place(self) -> bool:
@@ -171,7 +169,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Change reduced gradients to summands of the reduction, so that another micro-batch can be added."""
+        """Scale or clear reduced gradients, so that reducing them again gives their values plus those added next."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:

@@ -59,7 +59,7 @@ class GradientReducer:
         self._reduced = False
         """Whether the step's gradients so far have been reduced (stages 0 and 1)."""
         self.on_gradient: Callable[[], None] = lambda: None
-        """Callback for every gradient."""
+        """Function called for every gradient that autograd has computed."""
         if sharding.contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
@@ -68,7 +68,7 @@ class GradientReducer:
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                vars(parameter)["reducer"] = self  # lives as long as its parameters
+                vars(parameter)["reducer"] = self  # The reducer exists as long as its parameters.
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))
             for b, bucket in enumerate(self.buckets)
@@ -131,7 +131,7 @@ class GradientReducer:
         self._held[self._index[id(bucket)]] = True
 
     def close(self, bucket: Bucket) -> None:
-        """Complete `bucket`, which gets no more gradients; a parameter without a gradient counts as zero."""
+        """Record that `bucket` gets no more gradients in this pass; missing gradients count as zero."""
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
@@ -169,7 +169,7 @@ class GradientReducer:
             self._works.popleft().wait()
 
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
-        """Return the hook of slot `s`.
+        """Return the gradient hook of the parameter in slot `s` of bucket `b`.
 
         torch holds a hook in an object that the garbage collector does not traverse.  A hook that referred to
         this reducer, and so to its own parameter, would never be freed.

@@ -54,7 +54,7 @@ class GradientShards:
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
     def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
-        """Return start and stop of the runs whose tag is wanted, by bucket; adjacent runs are merged."""
+        """Return for each bucket the ranges (start, stop) whose tag is `wanted`; adjacent ranges are merged."""
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
@@ -176,7 +176,7 @@ class ShardedAdamW:
     ) -> None:
         """Run one AdamW step on the gradients divided by `divisor`; change no state if `skip` is 1.
 
-        `gradients`: one flat tensor per bucket's shard, which the step overwrites. The others: 0-dim fp32 tensors.
+        `gradients`: one flat tensor per bucket's shard, which the step overwrites. Other arguments: 0-dim fp32.
         """
         in_passes = self.operators.in_passes
         if in_passes and divisor is not None:
@@ -245,9 +245,9 @@ class LossScaler:
 class UpdatedParameterGather:
     """Gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
 
-    After the optimizer step all buckets are gathered, the first layers first. A use of a unit waits for the buckets of
-    the used module's parameters only, children included, since some modules read a child's parameters without calling
-    the child. Code that reads parameters outside the units' uses calls `wait` first.
+    After the optimizer step all buckets are gathered, the first layers first. A module call waits for the buckets of
+    the module's parameters only, children included, since some modules read a child's parameters without calling
+    the child. Code that reads parameters outside these calls must call `wait`.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[GatherUnit], buckets: Sequence[Bucket]):

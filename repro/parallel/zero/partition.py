@@ -46,7 +46,7 @@ class ParameterSlot(Generic[Tag]):
     start: int
     stop: int
     tag: Tag
-    """Property that separates elements when a shard is processed (optimizer group, tp duplicate)."""
+    """Property by which a shard is processed in separate ranges (optimizer group, tp duplicate)."""
 
 
 @dataclass(frozen=True)

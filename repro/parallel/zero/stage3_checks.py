@@ -75,7 +75,7 @@ def _freed_class(kind: type[Parameter]) -> type[Parameter]:
 
 
 class FreedParameterGuard:
-    """Switch the class of parameters that are gathered and freed together."""
+    """Switch the class of a gather unit's parameters, so that reads of freed parameters raise an error."""
 
     def __init__(self, parameters: Iterable[Parameter]):
         self._kinds = [(p, type(p), _freed_class(type(p))) for p in parameters]

@@ -166,7 +166,7 @@ class ShardedModule:
         self.reducer.wait()
 
     def finish(self) -> None:
-        """End a backward pass that the optimizer step follows directly."""
+        """End a backward pass, and wait for the reductions of its gradients."""
         self.end_backward()
         self.wait_gradients()
 

@@ -103,8 +103,6 @@ class ParameterUnsharder:
         for handle in self._handles:
             handle.remove()
 
-    # -- one unit -----------------------------------------------------------------------------------
-
     def is_gathered(self, u: int) -> bool:
         """Return whether the unit's parameters are gathered or under gather."""
         return not any(storage.is_released(bucket.full) for bucket in self.buckets[u])
@@ -167,8 +165,6 @@ class ParameterUnsharder:
         if not self.retains_units:
             training = self._forward.has_gradients
             self._free(u, [flat for flat in self.buckets[u] if not (flat.is_persistent and training)])
-
-    # -- forward -----------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Begin a forward pass. A pass without gradients does not change the schedule of the next backward pass."""
@@ -285,10 +281,8 @@ class ParameterUnsharder:
             return self._expected[position][0] == u
         return torch.is_grad_enabled()
 
-    # -- backward ----------------------------------------------------------------------------------
-
     def finish_backward(self) -> None:
-        """Take the remaining steps of the schedule, which other ranks may have taken, and end the backward pass."""
+        """Take the schedule's remaining steps, whose gathers other ranks may have started; end the backward pass."""
         if self._recorded:
             schedule = self._current_schedule()
             self._take(schedule, len(schedule.steps))
@@ -331,7 +325,7 @@ class ParameterUnsharder:
         return self._schedule
 
     def _take(self, schedule: BackwardSchedule, stop: int) -> None:
-        """Take the schedule's steps up to `stop`; the communication depends on these steps only."""
+        """Gather, free and complete units as the schedule's steps up to `stop` require."""
         while schedule.steps_taken < stop:
             step = schedule.steps_taken
             leaves, visit = schedule.steps[step]

@@ -42,7 +42,7 @@ class ActivationCheckpoint:
         """Saved tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
         self.arena: Arena | None = None
         self.piece: Piece | None = None
-        """Memory of `kept` under `md`."""
+        """Piece of the arena that holds `kept` under `md`."""
         self.fetched: Tensor | None = None
         """Flat copy on the device of a checkpoint in host memory, from the start of the copy to `load`."""
         self.ready: torch.cuda.Event | None = None
@@ -84,7 +84,7 @@ class ActivationCheckpoints:
         if self.is_plain:
             saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
             return saved
-        size = -(-x.numel() // self.parts)  # parts are equal; the last one may end in padding
+        size = -(-x.numel() // self.parts)  # Parts are equal; the last one may end in padding.
         first = self.tp.rank * size if self.parts > 1 else 0
         part = x.detach().reshape(-1)[first : first + size]
         saved.kept = self._allocate(size, x, saved)
@@ -232,7 +232,7 @@ class _RecomputeAttention(torch.autograd.Function):
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             y = ctx.attend(*inputs)
-        ctx.attend = None  # the graph of the step must not retain the tensors of `attend`
+        ctx.attend = None  # The autograd graph must not retain tensors of `attend`.
         return None, *torch.autograd.grad(y, inputs, gradients)
 
 

@@ -36,7 +36,7 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Return the number of pieces."""
+        """Return the number of pieces in the arena."""
         return len(self._pieces)
 
     @property

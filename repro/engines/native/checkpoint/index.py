@@ -35,7 +35,7 @@ class FilePiece:
     file: str
     rectangle: Rectangle
     offsets: tuple[int, ...]
-    """Offset of each state, in bytes."""
+    """Offset in the file of the rectangle of each state, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Index:
     """Content of the file `index.json` of one checkpoint."""
 
     step: int
-    """Completed steps."""
+    """Number of completed training steps."""
     training: Mapping[str, Any]
     """Settings that must be equal for a run to resume (`repro.config.experiment.Experiment.course`)."""
     scalars: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Index:
     history: Mapping[str, Any]
     """Losses of the run, and the steps at which it was resumed."""
     written_by: Mapping[str, Any]
-    """Name, key and layout of the experiment."""
+    """Name, key and layout of the experiment that wrote the checkpoint."""
     sizes: Mapping[str, int]
     """Size of every rank's file, in bytes."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -176,7 +176,7 @@ def read_index(folder: Path) -> Index:
         )
     except OSError as error:
         raise ConfigError(
-            error.strerror or "cannot be read", expected="the index of a checkpoint", file=str(path)
+            error.strerror or "cannot be read", expected="a readable index of a checkpoint", file=str(path)
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):

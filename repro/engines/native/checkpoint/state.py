@@ -29,11 +29,11 @@ class Rectangle(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the rectangle."""
         return self.rows * self.columns
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """Return the common rectangle; None if it is empty."""
+        """Return the intersection of both rectangles; None if it is empty."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
@@ -82,7 +82,7 @@ class Fragment:
     shape: tuple[int, ...]
     """Shape of the full parameter."""
     rows: int
-    """Rows of the full parameter as a matrix."""
+    """Number of rows of the full parameter as a matrix (`matrix_rows`)."""
     rectangle: Rectangle
     states: tuple[Tensor, ...]
     """Flat fp32 views [rectangle.size], one for each of `STATES`."""
