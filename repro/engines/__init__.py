@@ -1,7 +1,7 @@
-"""Implementations of a strategy behind one interface, `Engine`: `native`, `torch`, `deepspeed` and `megatron`.
+"""Engines, which execute the training step of an experiment: `native`, `torch`, `deepspeed` and `megatron`.
 
-`build_engine` imports an engine when an experiment names it. `config.engines` states which experiments an engine
-supports.
+All have the interface `Engine`, and `build_engine` imports an engine when an experiment names it. `config.engines`
+states which experiments an engine supports.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _ADAPTERS = {
     "deepspeed": "repro.engines.deepspeed.engine:DeepSpeedEngine",
     "megatron": "repro.engines.megatron.engine:MegatronEngine",
 }
-"""Adapter class of each engine; `build_engine` imports it on request."""
+"""Module and class of each engine, imported on request."""
 _LIBRARIES = {"torch": "torch._dynamo", "deepspeed": "deepspeed", "megatron": "megatron.core"}
-"""Library of each engine."""
+"""Module of the library that each engine needs."""
 _MIN_TORCH = (2, 10)
-"""Minimum version for engine torch: `replicate` runs on FSDP2, and a pipeline's step can drop its outputs."""
+"""Minimum version of torch for engine torch: `replicate` uses FSDP2, and pipeline steps have `return_outputs`."""
 
 _ABSENT = object()
 Attribute = tuple[Any, str]
@@ -55,7 +55,7 @@ Attribute = tuple[Any, str]
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Software that executed an experiment."""
+    """Description of the software that executed an experiment, for its record."""
 
     name: str
     """Name and version of the library: `DeepSpeed 0.19.8`."""
@@ -66,7 +66,7 @@ class EngineReport:
 
 
 class Engine(Protocol):
-    """Training state of one experiment on one rank."""
+    """Interface of an engine: the model, optimizer and training step of one experiment on one rank."""
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
         """Take one optimizer step over the replica's micro-batches."""
@@ -75,13 +75,13 @@ class Engine(Protocol):
         """Return the loss scale of the next step, 0-dim; None without loss scaling."""
 
     def synchronize(self) -> None:
-        """Wait for everything that the last step started."""
+        """Wait for communication that an engine starts in a step and finishes in the next."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this rank's tp share of a replica."""
+        """Return the number of parameters of this tp rank and stage, without division by ZeRO."""
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter of the stage, by name."""
+        """Return a copy of every parameter of the stage by name, complete over dp but local to the tp rank."""
 
     def padding(self) -> int:
         """Return the number of padding elements in flat buffers."""
@@ -89,20 +89,20 @@ class Engine(Protocol):
     def mark_states(self) -> None:
         """Mark every storage that holds parameters, gradients or optimizer states (`repro.parallel.storage`).
 
-        The first step calls the method when its gradients exist and again at its end.
+        The caller measures memory: it calls this in the first step when gradients exist, and at the end of the step.
         """
 
     def report(self) -> EngineReport:
         """Return the software of the engine and its settings."""
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return `stage` and `in_flight`, the maximum of concurrent micro-batches (per chunk); {} without stages."""
+        """Return `stage` and `in_flight`, the maximum of (micro-batch, chunk) pairs in flight; {} without stages."""
 
 
 class Exchange:
-    """Reentrant context in which attributes of modules and classes have other values.
+    """Reentrant context in which attributes of modules and classes have an experiment's own values.
 
-    Assignments inside the context are retained for the next entry.
+    Values that code assigns inside the context are restored at the next entry.
     """
 
     def __init__(self, values: dict[Attribute, Any]):
@@ -129,9 +129,9 @@ class Exchange:
 
 
 def missing_library(engine: str) -> str:
-    """Return the engine's missing library and its installation, `deepspeed: pip install ...`; empty if complete."""
+    """Return the engine's missing library and how to install it, `deepspeed: pip install ...`; empty if installed."""
     if engine == "torch" and (older := _older_torch()):
-        return f"torch {'.'.join(map(str, _MIN_TORCH))}: this one, {older}, is older than engine torch is written for"
+        return f"torch {'.'.join(map(str, _MIN_TORCH))} or later: {older} is installed. Upgrade torch"
     library = _LIBRARIES.get(engine, "torch").partition(".")[0]
     return "" if extras.is_installed(library) else f"{library}: {extras.installation('engines')}"
 

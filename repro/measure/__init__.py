@@ -1,5 +1,4 @@
-"""Measurement of a running step: timing, memory by category, collectives, robust statistics, and provenance of a
-record.
+"""Measurement of a training step: times, memory by category, collectives, statistics, and provenance of records.
 
-`local_system` describes the local machine as a `System`. Engines, simulations and launches use this package.
+`local_system` describes the local machine as a `System`.
 """

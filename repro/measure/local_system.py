@@ -1,4 +1,4 @@
-"""The local machine as a `System`, from readable facts only: without measurements and without published numbers."""
+"""The local machine as a `System`, from values that operating system and driver report, without measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_MEASURED = "the machine does not report it; measure it or take it from a dat
 
 
 def load_system(name: str | Path) -> System:
-    """Return the system called `name`: the local machine for `local`, otherwise the system of that file.
+    """Return the system `name`: the local machine for `local`, otherwise that of a packaged or a user's file.
 
     Raises:
         ConfigError: No system has this name, or the file is missing or has a wrong key or value.
@@ -22,9 +22,9 @@ def load_system(name: str | Path) -> System:
 
 
 def discover() -> System:
-    """Return `local`: the machine's GPUs, or without GPUs one "device" that is the processor with the machine's memory.
+    """Return the system `local`. Its devices are the machine's GPUs or, without GPUs, the processor as one device.
 
-    With different GPUs, the first one is described, with a note.
+    If the GPUs differ, the system describes the first GPU and has a note.
     """
     state = host_memory()
     host = Quantity(
@@ -40,7 +40,7 @@ def discover() -> System:
             value=first["memory_bytes"],
             source="NVML, this machine" if first["memory_bytes"] else NOT_MEASURED,
         )
-        context = Quantity(value=None, source="it appears when a process starts CUDA and NCCL, and grows")
+        context = Quantity(value=None, source="it exists only while a process uses CUDA and NCCL, and grows")
         links = ("nvlink", "pcie") if has_nvlink() else ("pcie",)
         note = f"different GPUs: {', '.join(kinds)}; the first is described" if len(kinds) > 1 else ""
         count = Quantity(value=len(found), source="NVML, this machine")

@@ -1,10 +1,8 @@
-"""Live bytes by category, tracked storage by storage.
+"""Live bytes by memory category, from the storages of all tensors that operators return, and files of allocations.
 
-A dispatch mode tracks the storage of every tensor that an operator returns, until the storage is freed.  Storages of
-parameters, gradients, optimizer states, checkpoints and communication have marks (`repro.parallel.storage`); other
-allocations of the forward pass are activations.  Bytes are those of storages: views, an allocator's rounding and
-temporaries inside an operator are not counted.  Host memory is a separate category outside the device's total.
-An `AllocationHistory` of counted or simulated allocations is a file for PyTorch's memory viewer.
+`repro.parallel.storage` sets the category of parameters, gradients, optimizer states, checkpoints and communication;
+other allocations of the forward pass are activations.  An allocator's rounding and temporaries inside an operator are
+not counted.
 """
 
 from __future__ import annotations
@@ -25,20 +23,23 @@ from repro.parallel import storage
 
 
 class AllocationHistory:
-    """Allocations of one device in the format of `torch.cuda.memory._snapshot`, by numbers that the caller chooses."""
+    """Measured or simulated allocations of one device, in the format of `torch.cuda.memory._snapshot`.
+
+    The caller identifies allocations by numbers.
+    """
 
     def __init__(self, line: Callable[[], str] = str) -> None:
-        """`line`: function that returns the running source line, as `file:line`."""
+        """`line`: function that returns the source line being executed, as `file:line`."""
         self.line = line
         self.events: list[dict[str, Any]] = []
         self.segments: Sequence[Sequence[tuple[int, int, int | None]]] = []
-        """Segments at the end: address, size and allocation (None: free) of each block."""
+        """Allocator segments at the end: (address, size, number of the allocation; None: free) of each block."""
         self._live: dict[int, dict[str, Any]] = {}
         self._end = 0
 
     def add(self, action: str, address: int, size: int, **more: Any) -> dict[str, Any]:
-        """Add an event, for example `segment_alloc`, and return it."""
-        # The viewer fails on categories among which `unknown` is missing.
+        """Add an event of type `action`, for example `segment_alloc`, and return the event."""
+        # PyTorch's viewer fails if no event has the category `unknown`.
         found = {"action": action, "addr": address, "size": size, "stream": 0}
         self.events.append({**found, "frames": [], "category": "unknown", **more})
         return self.events[-1]
@@ -46,7 +47,7 @@ class AllocationHistory:
     def alloc(
         self, number: int, address: int, size: int, category: str, operator: str, line: str, phase: str
     ) -> None:
-        """Add an allocation. Its stack is its operator with its source line, and its phase."""
+        """Add an allocation. Its stack trace is the operator with its source line, then the phase of the step."""
         file, _, at = line.rpartition(":")
         frames = [
             {"name": operator, "filename": file or "?", "line": int(at) if file else 0},
@@ -55,13 +56,13 @@ class AllocationHistory:
         self._live[number] = self.add("alloc", address, size, frames=frames, category=str(category))
 
     def free(self, number: int) -> None:
-        """Add the release of an allocation, unless the history lacks the allocation."""
+        """Add the release of allocation `number`, if it is in the history."""
         if event := self._live.pop(number, None):
             for action in ("free_requested", "free_completed"):
                 self.add(action, event["addr"], event["size"], frames=event["frames"])
 
     def resize(self, number: int, size: int, category: str, operator: str, phase: str) -> None:
-        """Allocate `size` bytes in a segment of their own, or free the allocation if `size` is 0."""
+        """Set an allocation's size, in a separate segment; 0 frees the allocation."""
         event = self._live.get(number)
         if event is not None and event["size"] == size:
             event["category"] = str(category)
@@ -75,7 +76,7 @@ class AllocationHistory:
             self._end += size
 
     def final_segments(self, device: int) -> Iterator[dict[str, Any]]:
-        """Yield the segments at the end. Without `segments`, each allocation has its own segment."""
+        """Yield allocator segments at the end, from `segments` or else one segment for each live allocation."""
         single = [[(event["addr"], event["size"], number)] for number, event in self._live.items()]
         for stretch in self.segments or single:
             blocks = []
@@ -91,40 +92,40 @@ class AllocationHistory:
 
 
 def write_memory_snapshot(path: Path, devices: Sequence[AllocationHistory]) -> None:
-    """Write a file for PyTorch's memory viewer."""
+    """Write the histories of `devices` as a file for PyTorch's memory viewer."""
     segments = [segment for number, one in enumerate(devices) for segment in one.final_segments(number)]
     document = {"segments": segments, "device_traces": [history.events for history in devices]}
-    path.write_bytes(pickle.dumps(document, protocol=4))  # the newest that the viewer reads
+    path.write_bytes(pickle.dumps(document, protocol=4))  # The viewer reads no newer protocol.
 
 
 class _TrackedStorage:
-    """A storage with the category and the bytes under which it is counted."""
+    """A live storage, and the category and bytes under which the tracker counts it."""
 
     __slots__ = ("born", "category", "reference", "size")
 
     def __init__(self, reference: weakref.ref[torch.UntypedStorage], born: Category):
         self.reference = reference
         self.born = born
-        """Category of the storage without a mark."""
+        """Category that counts until `repro.parallel.storage.mark` sets another."""
         self.category, self.size = born, 0
 
 
 class MemoryTracker(UncompiledMode):
-    """Tracks live bytes as a context manager around initialisation and steps; the caller sets `phase`."""
+    """Context manager that tracks live bytes by category during initialisation and steps; the caller sets `phase`."""
 
     def __init__(self, history: AllocationHistory | None = None) -> None:
-        """`history`: receives every allocation of the device."""
+        """`history`: records every allocation of the device."""
         super().__init__()
         self.history, self._operator = history, "empty"
         self.phase = Phase.INIT
-        """`forward` makes unmarked storages activations; other phases make them `other`."""
+        """Phase of the step. Storages without a category are activations if created in `forward`, else `other`."""
         self._live: dict[int, _TrackedStorage] = {}
         self._counted = self._nothing()
-        """Bytes by category now, updated inside the context."""
+        """Live bytes by category at present."""
         self._now = self._nothing()
-        """Bytes by category after the last operator."""
+        """Live bytes by category after the last operator."""
         self._newborn: list[tuple[_TrackedStorage, Category, int]] = []
-        """Storages that the last operator made, with their category and bytes in `_now`."""
+        """Storages that the last operator created, with their category and bytes in `_now`."""
         self._now_phase = self.phase
         self._peak, self._most, self._peak_phase = self._nothing(), self._nothing(), ""
 
@@ -136,7 +137,7 @@ class MemoryTracker(UncompiledMode):
 
     @property
     def peak_phase(self) -> str:
-        """Return the phase of the peak."""
+        """Return the phase of the step in which the device's total peaked."""
         self._update_peaks()
         return self._peak_phase
 
@@ -147,7 +148,7 @@ class MemoryTracker(UncompiledMode):
         return dict(self._most)
 
     def __enter__(self) -> MemoryTracker:
-        # Parameters are released and restored without an operator (ZeRO 3, FSDP2).
+        # ZeRO 3 and FSDP2 resize storages of parameters without an operator.
         self._resize = torch.UntypedStorage.resize_
         tracker, resize = self, self._resize
 
@@ -169,13 +170,13 @@ class MemoryTracker(UncompiledMode):
             live.watcher = None  # type: ignore[attr-defined]
 
     def _storages(self) -> Iterator[tuple[torch.UntypedStorage, _TrackedStorage]]:
-        """Yield the storages that are not freed."""
+        """Yield the live storages with their records."""
         for seen in list(self._live.values()):
             if (live := seen.reference()) is not None:
                 yield live, seen
 
     def marked(self, data: torch.UntypedStorage, category: Category) -> None:
-        """Count a storage under its new mark."""
+        """Count a storage under its new category."""
         self.resized(data, data.nbytes())
 
     def resized(self, data: torch.UntypedStorage, size: int) -> None:
@@ -199,7 +200,7 @@ class MemoryTracker(UncompiledMode):
         return out
 
     def live(self) -> dict[str, int]:
-        """Return the live bytes by category, and the device's total."""
+        """Return the live bytes by category, and their `total` on the device."""
         found = self._nothing()
         for live, seen in self._storages():
             category = storage.category_of(live) or seen.born
@@ -214,7 +215,7 @@ class MemoryTracker(UncompiledMode):
     def _update_peaks(self) -> None:
         """Update the peaks by the bytes after the last operator.
 
-        The update is late since a new storage gets its mark just after the operator that made it.
+        This runs before the next operator, because a new storage gets its category after the operator that creates it.
         """
         for seen, counted_as, size in self._newborn:
             live = seen.reference()
@@ -241,7 +242,7 @@ class MemoryTracker(UncompiledMode):
             return
         born = Category.ACTIVATIONS if self.phase == Phase.FORWARD else Category.OTHER
         if data.device.type == "meta":
-            # A model that is not sharded yet, or the fake tensors of DTensor.
+            # These are a model that is not sharded yet, and the fake tensors of DTensor.
             born = Category.SHAPE
 
         def forget(_: object) -> None:
@@ -252,12 +253,12 @@ class MemoryTracker(UncompiledMode):
         self._newborn.append((seen, seen.category, seen.size))
 
     def _follow(self, data: torch.UntypedStorage, seen: _TrackedStorage) -> None:
-        """Count a storage, and watch its marks from now on."""
+        """Count a storage, and become the observer of its changes of category and size."""
         self._count(seen, storage.category_of(data) or seen.born, data.nbytes())
         data.watcher = self  # type: ignore[attr-defined]
 
     def _count(self, seen: _TrackedStorage, category: Category, size: int) -> None:
-        """Move a storage to `category` with `size` bytes."""
+        """Count a storage under `category` with `size` bytes."""
         if self.history is not None:
             on_device = 0 if category in (Category.HOST, Category.SHAPE) else size
             self.history.resize(id(seen), on_device, category, self._operator, self.phase)

@@ -1,8 +1,7 @@
-"""Operators that a process issues, counted from outside of any engine: collectives with their bytes, and kernels.
+"""Counts of the collectives (with bytes) and of the kernels that any engine runs in a process.
 
-Collectives of `torch.distributed` are operators like others, for any caller (Python, DDP's C++ reducer, DTensor's
-functional collectives).  A dispatch mode receives them with their tensors and process group.  Payloads and sent bytes
-are those of `repro.parallel.ledger`; barriers and receives count nothing.
+A dispatch mode sees the collectives of `torch.distributed` as operators, for any caller (Python, DDP's C++ reducer,
+DTensor).  Payloads and sent bytes are defined as in `repro.parallel.ledger`; barriers and receives are not counted.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ _MESSAGES: dict[str, tuple[str, str]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
     "_c10d_functional::isend": (SEND, "tensor"),
 }
-"""Operator -> collective, and the argument (or `result`) that is the full message."""
+"""Collective and name of the argument (or `result`) with the full message, by operator of torch."""
 _WITHOUT_PAYLOAD = {
     *("c10d::barrier", "c10d::monitored_barrier_"),
     *("c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::irecv"),
 }
 ALL_OPERATORS = "every operator"
-"""Name of all operators together without a choice of kernels: on a CPU, or under `kernels = "reference"`."""
+"""Key for all operators together if none can use a CUDA kernel: on a CPU, or under `kernels = "reference"`."""
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode without torch's guard against its compiler, which imports it and slows every operator."""
+    """Dispatch mode without torch's check for `torch.compile`, which imports the compiler and slows every operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -74,9 +73,9 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def has_wrapper_type(types: Iterable[type]) -> bool:
-    """Return whether an operator has arguments of a wrapper type such as DTensor.
+    """Return whether `types`, of an operator's arguments, include a wrapper type such as DTensor.
 
-    A mode that returns `NotImplemented` for them sees the resulting operators on the rank's own tensors.
+    A dispatch mode that then returns `NotImplemented` is called again for the operators on the rank's local tensors.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
@@ -85,9 +84,8 @@ def has_wrapper_type(types: Iterable[type]) -> bool:
 def without_compiler() -> Iterator[None]:
     """Prevent operators on `meta` from importing torch's compiler inside the context.
 
-    The first call of most Python shape functions imports the compiler in order to exclude the function from
-    compilation.  The import takes seconds and retains tensors.  A stand-in module replaces the compiler, unless the
-    compiler is imported already.
+    Most Python shape functions import the compiler at their first call, which takes seconds and retains tensors.  A
+    stand-in module replaces the compiler, unless the compiler is imported already.
     """
     if COMPILER in sys.modules:
         yield
@@ -102,9 +100,9 @@ def without_compiler() -> Iterator[None]:
 
 
 class CollectiveCounter(UncompiledMode):
-    """Counts the collectives of a step, as a context manager.
+    """Context manager that counts the collectives of a step in a `CommLedger`.
 
-    Groups of the mesh have its names; other groups are named by their ranks.
+    Process groups with the ranks of a mesh group have its name; the names of others are their ranks.
     """
 
     def __init__(self, mesh: Mesh):
@@ -128,7 +126,7 @@ class CollectiveCounter(UncompiledMode):
         if not {"process_group", "group_name"} & {*names} or name in _WITHOUT_PAYLOAD:
             return
         if name not in _MESSAGES:
-            raise RuntimeError(f"{name}: a collective of which _MESSAGES does not say what it sends")
+            raise RuntimeError(f"{name}: unknown collective. Add it and its message to _MESSAGES")
         op, message = _MESSAGES[name]
         given = {**dict(zip(names, args, strict=False)), **kwargs, "result": out}
         ranks = _ranks(given)
@@ -138,7 +136,7 @@ class CollectiveCounter(UncompiledMode):
 
 
 def group_names(mesh: Mesh) -> dict[frozenset[int], str]:
-    """Return the names of the mesh's groups.  Of equal groups the first of dp, tp, pp, embedding and world counts."""
+    """Return group names by ranks.  Of groups with equal ranks, the first of dp, tp, pp, embedding and world counts."""
     groups = (mesh.world, mesh.embedding, mesh.pp, mesh.tp, mesh.dp)
     return {frozenset(group.ranks): group.name for group in groups if group.size > 1}
 
@@ -154,7 +152,7 @@ def _ranks(given: Mapping[str, Any]) -> list[int]:
 
 
 class KernelCounter:
-    """Counts the kernel calls of one experiment in a process that several experiments share."""
+    """Counter of the kernel calls of one experiment, in a process that several experiments share."""
 
     def __init__(self, device_type: str, *, plain: bool):
         """`plain`: whether the layout requests torch's operators."""
@@ -171,7 +169,7 @@ class KernelCounter:
             self._calls += ran() - before
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return by operator: `cuda`, `torch: REASON`, or both."""
+        """Return for each operator its implementations that ran: `cuda`, `torch: REASON`, or both."""
         found: dict[str, list[str]] = {}
         for name, how in sorted(self._calls):
             found.setdefault(name, []).append(how)

@@ -1,8 +1,7 @@
-"""Provenance of a record: source, packages, machine and environment, without importing torch.
+"""Provenance of a record: version of the source, packages, machine and environment, without importing torch.
 
-`provenance()` is called once per record, so it takes milliseconds (git and NVML are the slow parts) and never fails:
-unavailable values are `None` or absent.  Names of users, hosts and directories are omitted.  The host appears as a
-hash, which shows whether two records come from one machine.
+Unavailable values are `None` or absent.  Names of users, hosts and directories are omitted; a hash of the host's name
+shows whether two records come from one machine.
 """
 
 from __future__ import annotations
@@ -44,19 +43,18 @@ PACKAGES = (
 ENVIRONMENT = re.compile(
     r"^(OMP|KMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|NVIDIA|SLURM|UCX|TP)_|^PYTHONHASHSEED$"
 )
-"""Variables that may change measurements."""
+"""Names of environment variables that may change measurements."""
 _PRIVATE = re.compile(
     r"TOKEN|SECRET|PASSW|JWT|_KEY|KEY_|CREDENTIAL|USER|UID|GID|ACCOUNT|HOST|NODELIST|NODENAME|ADDR|_DIR|HOME|PATH|_FILE|COMMENT"
 )
 _GIT_TIMEOUT_S = 10.0
 KIT_FILE = "kit.json"
-"""File of an offline kit with its Python, packages and git state."""
+"""File of an offline kit (`make gpu-kit`) that describes its Python, packages and git state."""
 _LARGEST_HASHED_BYTES = 1_000_000
 
 
 def provenance() -> dict[str, Any]:
-    """Return plain JSON data: `git`, `packages`, `torch`, `python`, `os`, `cpu`, `memory`, `gpus`,
-    `environment`, `host` (a hash).  Sizes in bytes, clocks in MHz, power in W."""
+    """Return the provenance of a record as JSON data: sizes in bytes, clocks in MHz, power in W."""
     return {
         "git": git_state(Path(__file__).resolve().parents[2]),
         "packages": versions(),
@@ -76,7 +74,7 @@ def provenance() -> dict[str, Any]:
 
 
 def program_version() -> str:
-    """Return `repro 0.1.0 at 1c75963`: the version, a checkout's commit, and `changed` if the tree differs."""
+    """Return `repro VERSION at COMMIT`, with `, changed` if files of the checkout differ from the commit."""
     state = git_state(Path(__file__).resolve().parents[2])
     if state is None or state["commit"] is None:
         return f"repro {__version__}"
@@ -84,16 +82,16 @@ def program_version() -> str:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit, whether the tree differs from it, and a hash of the difference (untracked files included).
+    """Return commit, `dirty` (whether files differ from it) and a hash of the difference, with untracked files.
 
-    In an offline kit, which is no checkout, return the state that `make gpu-kit` wrote to `kit.json`. Return `None` if
-    `root` is neither (an installed package) or git is missing.
+    An offline kit, which is no checkout, has this state in `kit.json`. Return `None` for an installed package, or
+    without git.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         return dict(json.loads((root / KIT_FILE).read_text(encoding="utf-8"))["git"])
 
     def git(*arguments: str) -> bytes | None:
-        # fsmonitor off: a query must not start a daemon.  No optional locks: it must not disturb a commit.
+        # The query must not start a daemon (fsmonitor) or disturb a commit (optional locks).
         command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root), *arguments]
         try:
             done = subprocess.run(
@@ -122,7 +120,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the contents of a small file, otherwise the size; empty if it is unreadable."""
+    """Return the contents of a small file or the size of a large one, for a hash; empty if it is unreadable."""
     with contextlib.suppress(OSError):
         size = path.stat().st_size
         return path.read_bytes() if size <= _LARGEST_HASHED_BYTES and path.is_file() else str(size).encode()
@@ -130,7 +128,7 @@ def _content(path: Path) -> bytes:
 
 
 def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Return the installed distributions among `names` and their versions."""
+    """Return the versions of those distributions in `names` that are installed."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -139,13 +137,13 @@ def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def major_minor(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, (2, 6) for `2.6.0+cu126`; empty if there are none, as in `main`."""
+    """Return the first two numbers of a version, (2, 6) for `2.6.0+cu126`; empty for a version without numbers."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else ()
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return `cuda`, `hip` and `git` of torch's build, read from its files; empty if unknown."""
+    """Return the versions `cuda`, `hip` and `git` with which torch was built, from its files; empty if unknown."""
     build: dict[str, str | None] = {}
     with contextlib.suppress(ImportError, OSError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -159,7 +157,7 @@ def torch_build() -> dict[str, str | None]:
 
 
 def cpu() -> dict[str, Any]:
-    """Return model, cores (physical, logical, and usable by this process), clocks and their settings."""
+    """Return the processor's model, cores (physical, logical, usable by this process), clocks (MHz) and load."""
     import psutil
 
     info = _cpuinfo(Path("/proc/cpuinfo"))
@@ -191,7 +189,7 @@ def cpu() -> dict[str, Any]:
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:
-    """Return the fields of the first processor."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in (_read(path) or "").splitlines():
         key, colon, value = line.partition(":")
@@ -208,7 +206,7 @@ def _cgroup_quota() -> float | None:
 
 
 def host_memory() -> dict[str, Any]:
-    """Return the bytes of memory in the machine, of available memory, and of a container's limit if there is one."""
+    """Return the machine's memory, available memory, swap, and memory limit of a container (or None), in bytes."""
     import psutil
 
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
@@ -231,7 +229,7 @@ def nvml() -> Iterator[Any]:
         return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no library, no driver or no permission
+    except pynvml.NVMLError:  # The library, the driver or a permission is missing.
         yield None
         return
     try:
@@ -241,7 +239,7 @@ def nvml() -> Iterator[Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return every NVIDIA GPU in the machine; a value that the driver does not report (MIG, old cards) is `None`."""
+    """Return properties of every NVIDIA GPU; a value that the driver does not report (MIG, old cards) is `None`."""
     with nvml() as n:
         return [_gpu(n, n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())] if n else []
 
@@ -288,7 +286,7 @@ def _gpu(n: Any, handle: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that may change a measurement, without those that name people, hosts, paths or secrets."""
+    """Return environment variables that may change a measurement, except names of users, hosts, paths and secrets."""
     return {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.search(k) and not _PRIVATE.search(k)}
 
 

@@ -1,8 +1,8 @@
 """Robust summaries of timings, and bootstrap confidence intervals for ratios of interleaved runs.
 
-Two strategies are compared by running them in rounds, A B A B ...; slow drift (clock, temperature, neighbours) is
-common to a round and cancels in the round's ratio.  The statistic is the median of those ratios, and its interval is a
-bias-corrected and accelerated (BCa) bootstrap over rounds (Efron 1987).
+Strategies A and B run in rounds, A B A B ..., so that slow drift (clock, temperature, other jobs) cancels in the ratio
+of a round.  The statistic is the median of these ratios, and its interval is a bias-corrected and accelerated (BCa)
+bootstrap over rounds (Efron 1987).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 CONFIDENCE = 0.95
 """Nominal coverage of the intervals, as a fraction."""
 RESAMPLES = 9999
-"""Number of bootstrap resamples; odd thousands minus one put the 2.5 % quantiles on resampled values."""
+"""Number of bootstrap resamples, for which the 2.5 % and 97.5 % quantiles are resampled values."""
 MINIMUM_ROUNDS = 3
-"""Minimum number of rounds for an interval; with fewer rounds, resamples repeat almost only the sample."""
+"""Minimum number of rounds for an interval; fewer rounds have too few different resamples."""
 
 
 class Summary(NamedTuple):
-    """Median and 20 % / 80 % quantiles, in the unit of the sample."""
+    """Median and 20 % / 80 % quantiles of a sample, in its unit."""
 
     median: float
     p20: float
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Median ratio subject/baseline with its confidence interval; `None` without an interval."""
+    """Median ratio subject/baseline and its confidence interval; `low` and `high` are None without an interval."""
 
     ratio: float
     low: float | None
@@ -40,7 +40,7 @@ class RatioInterval(NamedTuple):
 def quantile(values: Sequence[float], q: float) -> float:
     """Return the `q` quantile (0..1) of `values` with linear interpolation (type 7, numpy's default)."""
     if not values:
-        raise ValueError("quantile of no values")
+        raise ValueError("values: empty. A quantile needs one value or more")
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
     below = math.floor(position)
@@ -54,22 +54,22 @@ def summarize(seconds: Sequence[float]) -> Summary:
 
 
 def round_ratios(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """Return subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
+    """Return the ratio subject/baseline of every round `(baseline, subject)`; both must be positive and finite."""
     if not pairs:
-        raise ValueError("ratio of no rounds")
+        raise ValueError("pairs: empty. A ratio needs one round or more")
     for pair in pairs:
         if len(pair) != 2 or not all(math.isfinite(value) and value > 0 for value in pair):
-            raise ValueError(f"round {list(pair)!r} is not (baseline, subject), both positive")
+            raise ValueError(f"round {list(pair)!r}: must be (baseline, subject), both positive and finite")
     return [subject / baseline for baseline, subject in pairs]
 
 
 def ratio_interval(pairs: Sequence[Sequence[float]], seed: int = 0) -> RatioInterval:
     """Return the median over rounds of subject/baseline and its 95 % BCa bootstrap interval.
 
-    `pairs`: one `(baseline, subject)` a round, e.g. samples/s.  The result is deterministic for a given `seed`.
-    Fewer than three rounds: `low` and `high` are `None`.  All rounds equal: the interval is that point.
-    If BCa is undefined (its jackknife or its bias term degenerates), the percentile bootstrap replaces it.
-    An interval within a sample of n rounds misses the median with a probability of at least 2^(1-n).
+    `pairs`: one `(baseline, subject)` per round, e.g. samples/s.  `seed` determines the resamples.  With fewer than
+    three rounds, `low` and `high` are `None`.  If BCa is undefined (its jackknife or its bias term degenerates), the
+    percentile bootstrap replaces it.  An interval inside the range of n rounds misses the median with a probability of
+    at least 2^(1-n).
     """
     ratios = round_ratios(pairs)
     median = statistics.median(ratios)
@@ -88,7 +88,7 @@ def _bootstrap(ratios: list[float], method: str, seed: int) -> tuple[float, floa
     from scipy import stats
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # degenerate samples warn and give nan, which the caller handles
+        warnings.simplefilter("ignore")  # Degenerate samples warn and give nan, which the caller handles.
         result = stats.bootstrap(
             (np.asarray(ratios),),
             np.median,

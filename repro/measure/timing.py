@@ -1,4 +1,4 @@
-"""Seconds of steps and their phases: the host's clock on CPU, events in the stream on CUDA; idle time of stages."""
+"""Times of steps and their phases, from the host's clock or CUDA events, and idle times of pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from repro.config.enums import STEP_PHASES, Phase
 
 COMPUTE_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 CORE_TIME = "core"
-"""Processor time of the thread in the compute phases, without the time in which it waited for its core."""
+"""Key of the thread's CPU time in forward and backward, which excludes time in which the thread waits for a core."""
 
 
 @dataclass
 class StepClock:
-    """Records the phases of consecutive steps.  On CUDA only `read` waits for the device."""
+    """Clock that records when the phases of consecutive steps begin.  On CUDA only `read` waits for the device."""
 
     device: torch.device
     _marks: list[list[tuple[str, float | torch.cuda.Event, float]]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin the record of a step."""
         self._marks.append([])
 
     def mark(self, phase: str) -> None:
@@ -41,7 +41,7 @@ class StepClock:
         return event
 
     def read(self) -> list[dict[str, float]]:
-        """Return the seconds of every step since the last call: by phase, `step` for the sum, and `CORE_TIME`."""
+        """Return the seconds of phases, of the full `step` and of `CORE_TIME`, for every step since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = []
@@ -65,12 +65,11 @@ class StepClock:
 
 
 class StageWaits:
-    """Idle time of a pipeline stage (2104.04473 sec. 2.2), measured without the engine's help.
+    """Idle time of a pipeline stage (2104.04473 sec. 2.2), measured in the same way for every engine.
 
-    Use it as a context manager around a step and as the step's observer.  It passes the engine's phases to `mark`,
-    except `idle`, which it marks around every `torch.distributed.Work.wait`.  Schedules in Python (Megatron-core's,
-    `torch.distributed.pipelining`, the native engine's) wait for messages there.  The idle time is right only if stages
-    are the only parallelism, since then each wait is for another stage.
+    The object is a context manager around a step and the step's observer.  It passes the engine's phases to `mark`, but
+    begins `idle` itself at every `torch.distributed.Work.wait`, where engines wait for messages.  The idle time is
+    correct only if the pipeline is the only parallelism, because then each wait is for another stage.
     """
 
     def __init__(self, mark: Callable[[Phase], None]):
@@ -93,7 +92,7 @@ class StageWaits:
                 self._mark(self._phase)
 
         dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-        self(Phase.FORWARD)  # time before the first pass or wait counts as work
+        self(Phase.FORWARD)  # Time before the first pass or wait counts as forward.
         return self
 
     def __exit__(self, *_: object) -> None:

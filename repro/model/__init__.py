@@ -1,5 +1,4 @@
-"""The GPT and its layers, their initial weights, parameter and FLOP counts, and token streams.
+"""The GPT that all engines train: layers, initial weights, counts of parameters and FLOP, and token streams.
 
-The layers are built on `parallel` and `kernels`, and every engine trains this model. `counts` does not
-import torch.
+The layers use `parallel` and `kernels`; `counts` does not import torch.
 """

@@ -1,26 +1,18 @@
 """Exact counts from the sizes of a model: parameters, bytes of model states, and floating-point operations.
 
-Parameters.  With l layers, width h, MLP width f, head width times heads a, vocabulary V and longest sequence s, a GPT
-has
+With l layers, width h, MLP width f, heads times head width a, vocabulary V and longest sequence s, GPT-2 has
 
     (V + s) h + l (4 a h + 3 a + h  +  2 f h + f + h  +  4 h) + 2 h
 
-For a = h and f = 4h this is 12 l h^2 (1 + 13/(12 h)) + (V + s) h + 2 h: Megatron's eq. 2 (2104.04473 sec. 5) and the
-final LayerNorm, which that equation omits.  Other layers have 2 (a + k) h with keys and values of width k, 3 f h with
-SwiGLU, and their own norms and biases.
+parameters: Megatron's eq. 2 (2104.04473 sec. 5) and the final LayerNorm, which that equation omits.  FLOP are those of
+matrix products, 2 m k n for m x k times k x n (2104.04473, appendix).  Per layer, the forward pass of B samples has
 
-FLOP.  A product of m x k and k x n has 2 m k n operations, and only matrices count, as in the appendix of 2104.04473.
-The forward pass of one layer over B samples of s tokens has
-
-    queries, keys, values, output    8 B s h a
+    queries, keys, values, output    8 B s h a      (4 B s h (a + k) with keys and values of width k)
     scores and their use             4 B s^2 a      (including the masked causal half)
-    MLP                              4 B s h f
+    MLP                              4 B s h f      (6 B s h f with SwiGLU)
 
-For a = h and f = 4h this is 24 B s h^2 + 4 B s^2 h, and the logits have 2 B s h V.  A backward pass has twice the FLOP
-of its forward pass.  Model FLOP are 3 passes, 72 B s l h^2 (1 + s/6h + V/12lh).  Recomputation repeats the forward pass
-of the layers but not of the logits: eq. 3, F = 96 B s l h^2 (1 + s/6h + V/16lh).  Selective recomputation repeats the
-second line.  With keys and values of width k the first line is 4 B s h (a + k), and with SwiGLU the third line is
-6 B s h f.
+and the logits have 2 B s h V.  A backward pass has twice the FLOP of its forward pass.  Recomputation repeats the
+forward pass of the layers (eq. 3); selective recomputation repeats the scores and their use.
 """
 
 from __future__ import annotations
@@ -31,29 +23,28 @@ from repro.config.model import Model
 from repro.config.system import System
 
 TOKEN_TYPES = 2
-"""BERT's segments A and B."""
+"""Number of BERT's token types, segments A and B."""
 RELATIVE_BUCKETS = 32
-"""Buckets of T5's relative position bias, one scalar per bucket and head."""
+"""Number of buckets of T5's relative position bias, with one parameter per bucket and head."""
 K = 12
 """Optimizer bytes per parameter: fp32 master weight, momentum and variance (1910.02054 sec. 3.1)."""
 GPT2_FLOPS_FORMULA = (
     "2104.04473 eq. 3: 72 B s l h^2 (1 + s/6h + V/12lh); recomputing layers 96 B s l h^2 (1 + s/6h + V/16lh)"
 )
-"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, for records."""
+"""Formula of `model_flops` and `hardware_flops` for GPT-2's layer, as text for records."""
 GENERAL_FLOPS_FORMULA = (
     "matrix by matrix as in 2104.04473: 3 l (4 B s h (a + k) + 4 B s^2 a + 2 m B s h f) + 6 B s h V, "
     "keys of width k, m matrices of the MLP; recomputing layers 4 l"
 )
-"""Formula of `model_flops` and `hardware_flops` for other layers, for records."""
+"""Formula of `model_flops` and `hardware_flops` for other layers, as text for records."""
 
 
 def parameters_by_part(model: Model) -> dict[str, int]:
-    """Return the parameters by part; the parts depend on the architecture and sum to `total_parameters`.
+    """Return the number of parameters of each part of the model, whose sum is `total_parameters`.
 
-    `gpt`: by default biases on all linear layers, LayerNorms with weight and bias, and an output tied to the embedding.
-    `bert`: the pre-training model of 1810.04805, with pooler and both heads (masked words, next sentence);
-    the word head's matrix is tied to the embedding.
-    `t5`: version 1.0 of 1910.10683: no biases, RMS norms, one relative position bias a stack, tied output.
+    `gpt`: the model that engines train.  `bert`: the pre-training model of 1810.04805, with pooler and both heads
+    (masked words, next sentence); the word head's matrix is tied to the embedding.  `t5`: version 1.0 of 1910.10683,
+    without biases, with RMS norms, a relative position bias in encoder and in decoder, and a tied output.
     """
     return {"gpt": _gpt, "bert": _bert, "t5": _t5}[model.architecture](model)
 
@@ -77,27 +68,27 @@ def _gpt(model: Model) -> dict[str, int]:
 
 
 def count_norm(model: Model) -> int:
-    """Return the parameters of one norm: weight and bias, or the weight alone."""
+    """Return the number of parameters of one norm: weight and bias, or the weight alone for an RMS norm."""
     return model.hidden if model.norm == "rms" else 2 * model.hidden
 
 
 def count_layer_norms(model: Model) -> int:
-    """Return the parameters of a layer's norms."""
+    """Return the number of parameters of a layer's one or two norms."""
     return count_norm(model) if model.blocks == "parallel-one-norm" else 2 * count_norm(model)
 
 
 def count_row_biases(model: Model) -> int:
-    """Return the biases of a layer's two matrices whose outputs are summed over tp."""
+    """Return the number of bias elements of a layer's two row-split matrices, whose outputs are summed over tp."""
     return 2 * model.hidden if model.biases == "all" else 0
 
 
 def count_keys_and_values(model: Model) -> int:
-    """Return the parameters of a layer's keys and values: matrices and biases."""
+    """Return the number of parameters, matrices and biases, of a layer's keys and values."""
     return (model.hidden + (model.biases != "none")) * 2 * model.key_heads * model.head_width
 
 
 def _attention(model: Model) -> int:
-    """Return the parameters of query, key, value and output matrices with their biases."""
+    """Return the number of parameters of a layer's query, key, value and output matrices and biases."""
     inner, h = model.heads * model.head_width, model.hidden
     return (
         (h + (model.biases != "none")) * inner
@@ -108,7 +99,7 @@ def _attention(model: Model) -> int:
 
 
 def _mlp(model: Model) -> int:
-    """Return the parameters of an MLP's two or three matrices with their biases."""
+    """Return the number of parameters of an MLP's two or three matrices and their biases."""
     biases = (model.mlp_matrices - 1) * model.ffn_width if model.biases == "all" else 0
     return model.mlp_matrices * model.hidden * model.ffn_width + biases + count_row_biases(model) // 2
 
@@ -152,7 +143,7 @@ def states_bytes(psi: int, nd: int, stage: int, k: int = K) -> float:
 
 
 def flops_formula(model: Model) -> str:
-    """Return the formula of `model_flops` and `hardware_flops` for `model`."""
+    """Return the text of the formula that `model_flops` and `hardware_flops` use for `model`."""
     return GENERAL_FLOPS_FORMULA if model.kv_heads or model.mlp_matrices != 2 else GPT2_FLOPS_FORMULA
 
 
@@ -161,7 +152,9 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
 
     Raises `ConfigError` for an architecture other than gpt.
     """
-    require(model.architecture == "gpt", "model", model.name, "a gpt; other models are only counted")
+    require(
+        model.architecture == "gpt", "model", model.name, "a gpt; FLOP of other architectures are not counted"
+    )
     inner = model.heads * model.head_width
     keys = model.key_heads * model.head_width
     mlp = 2 * model.mlp_matrices * model.hidden * model.ffn_width
@@ -170,7 +163,7 @@ def layers_forward(model: Model, seq: int, samples: int) -> int:
 
 
 def logits_forward(model: Model, seq: int, samples: int) -> int:
-    """Return the FLOP of the forward product with the embedding, or with the head's own matrix."""
+    """Return the FLOP of the logits in the forward pass over `samples` of `seq` tokens."""
     return 2 * samples * seq * model.hidden * model.vocab
 
 
@@ -180,16 +173,16 @@ def model_flops(model: Model, seq: int, samples: int) -> int:
 
 
 def causal_flops(model: Model, seq: int, samples: int) -> float:
-    """Return `model_flops` with half of the attention square: a token attends only to those before it.
+    """Return `model_flops` with half of the FLOP of attention scores, since a token attends only to preceding ones.
 
-    Megatron-LM of 2025 and MaxText count causal attention in this way, 2104.04473 in full.
+    Megatron-LM of 2025 and MaxText count in this way; 2104.04473 counts all scores.
     """
     square = 3 * model.layers * samples * seq * _scores_per_token(model, seq)
     return model_flops(model, seq, samples) - square / 2
 
 
 def hardware_flops(model: Model, seq: int, samples: int, recompute: bool | str) -> int:
-    """Return the FLOP that devices execute: with a layout's `recompute` the layers, or their scores, run twice."""
+    """Return the FLOP that devices execute, with the layers or scores that a layout's `recompute` computes twice."""
     repeated = layers_forward(model, seq, samples) if recompute else 0
     if recompute == SELECTIVE:
         repeated = model.layers * samples * seq * _scores_per_token(model, seq)

@@ -1,9 +1,7 @@
-"""The model of the suite: GPT, decoder-only, norms first; GPT-2's layer, or another that the model file describes
-(Llama's, GPT-NeoX's, BLOOM's: see `repro.config.model`).
+"""The model of the suite: a decoder-only transformer, GPT-2 or a variant (Llama, GPT-NeoX, BLOOM; `config.model`).
 
-Modules are built on `meta`, and the code that shards them creates the values.  Every matrix is in the tensor-parallel
-form of 1909.08053 sec. 3, which on one rank is the plain model.  Symbols: b samples, s tokens, h hidden, a heads, t
-tensor-parallel ranks, V vocabulary.
+Modules are built on `meta`, and the code that shards them creates the values.  Tensor parallelism splits matrices as
+in 1909.08053 sec. 3.  Symbols: b samples, s tokens, h hidden, a heads, t tensor-parallel ranks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ STANDARD_DEVIATION = 0.02
 
 
 class Embedding(nn.Module):
-    """Token embedding (split by vocabulary), learned positions and a norm if any, then dropout: [b, s] to [b, s, h]."""
+    """Token embedding (split by vocabulary) and, by model, positions and a norm; then dropout: [b, s] to [b, s, h]."""
 
     def __init__(self, setting: Setting):
         super().__init__()
@@ -63,10 +61,10 @@ class Embedding(nn.Module):
 
 
 class LossHead(nn.Module):
-    """Final norm, logits with the tied embedding or a matrix, loss per token: [b, s, h], [b, s] to fp32 [b * s]."""
+    """Final norm, logits and loss per token: x [b, s, h] and targets [b, s] to fp32 [b * s]."""
 
     def __init__(self, setting: Setting, tokens: nn.Parameter | None):
-        """`tokens`: embedding of the same rank; without it, a tied head has its own copy (`tied`)."""
+        """`tokens`: the embedding on this rank; with None, a tied head of another stage has a copy of the embedding."""
         super().__init__()
         m = setting.model
         self.setting = setting
@@ -82,7 +80,7 @@ class LossHead(nn.Module):
             plain=setting.plain,
             copies_to_fp32=setting.operators is OperatorSet.TORCHTITAN_2024,
         )
-        """Function of logits [b * s, V/t] and targets [b * s]; evaluation replaces it."""
+        """Loss as a function of logits [b * s, V/t] and targets [b * s]; evaluation replaces the function."""
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         tp, sp = self.setting.tp, self.setting.sp
@@ -93,7 +91,7 @@ class LossHead(nn.Module):
 
 
 def token_parameter(setting: Setting) -> nn.Parameter:
-    """Return the token embedding [V/t, h]."""
+    """Return this tp rank's part [V/t, h] of the token embedding, on `meta`."""
     m = setting.model
     tokens = tensor.split_parameter((m.vocab, m.hidden), 0, setting.tp, "normal")
     tokens.name_in_model = "embed.tokens"  # type: ignore[attr-defined]
@@ -102,7 +100,7 @@ def token_parameter(setting: Setting) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the model in a module: the full model, or a pipeline stage's chunk."""
+    """Layers of a `GPT` module: those of the full model, or of one chunk of a pipeline stage."""
 
     layers: range
     first: bool = True
@@ -115,8 +113,8 @@ class GPT(nn.Module):
     """A part of the model, by default the full model.
 
     The first part takes tokens [b, s] (int64), other parts [b, s, h].  The last part returns the mean loss (0-dim
-    fp32) of targets [b, s], other parts [b, s, h] (s/t under sp).  `checkpoints` saves the blocks' inputs; with
-    None, blocks are not recomputed.  Submodules have the same names in every part.
+    fp32) of targets [b, s], other parts [b, s, h] (s/t under sp).  `checkpoints` saves the inputs of blocks for
+    recomputation; None: no recomputation.  Submodules have the same names in every part.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class GPT(nn.Module):
         setting = Setting(model, tp, cp, layout.sp, *dropouts, training.seed, layout.kernels, *again)
         self.setting = setting
         self._alibi: Masks = ()
-        """Biases of this rank's heads, after their first use."""
+        """ALiBi's biases of this rank's heads, which the first forward pass creates."""
         self.checkpoints = checkpoints
         self.part = part or Part(range(model.layers))
         if self.part.first:
@@ -166,10 +164,10 @@ class GPT(nn.Module):
         return x
 
     def _masks(self, s: int, like: Tensor) -> Masks:
-        """Return the tensors that all layers apply to their scores."""
+        """Return the masks or biases that all layers apply to their attention scores."""
         setting, cp = self.setting, self.setting.cp
         if setting.operators is OperatorSet.UNFUSED:
-            # Created for every micro-batch, as in the loader of 2019.
+            # Megatron-LM's data loader of 2019 created the mask for every micro-batch.
             return (operator_sets.causal_mask(s, like),)
         if setting.model.positions != "alibi":
             return ()
@@ -192,7 +190,7 @@ class GPT(nn.Module):
         return y
 
     def matrix_shapes(self) -> set[tuple[int, int]]:
-        """Return rows and columns of the rank's matrices; weights that multiply the same input are one matrix."""
+        """Return (rows, columns) of this rank's weight matrices; weights of the same input count as one matrix."""
         found: list[list[Tensor]] = []
         if self.part.last:
             found.append([self.head.tokens if self.setting.model.tied else self.head.output])
@@ -203,8 +201,8 @@ class GPT(nn.Module):
         return {(sum(w.numel() // w.shape[-1] for w in one), one[0].shape[-1]) for one in found}
 
     def zero_units(self) -> list[GatherUnit]:
-        """Return one gather unit per block; a tied embedding and the final norm share one, because both ends use it."""
-        # The embedding's backward reads a norm's weight only.
+        """Return the gather units: one per block, and one for a tied embedding with the head, two if untied."""
+        # The embedding's backward pass reads parameters only if it has a norm.
         ends = (
             [ModuleUse("embed", is_read_in_backward=self.setting.model.embedding_norm)]
             if self.part.first
@@ -222,7 +220,7 @@ class GPT(nn.Module):
 def _full_index(
     start: int, stop: int, shape: Sequence[int], split: int | None, tp: Group, device: torch.device
 ) -> Tensor:
-    """Return the flat indices in the full parameter of elements start..stop of a tp rank's part of `shape`."""
+    """Return where elements start..stop of a tp rank's part (`shape`) are in the full parameter, as flat indices."""
     local = torch.arange(start, stop, dtype=torch.int64, device=device)
     if split is None or tp.size == 1:
         return local
@@ -243,14 +241,14 @@ def initial_values(
 
     A value depends only on the seed, the parameter and the element, so that every layout has the same initial weights.
     The standard deviation is 0.02, divided by sqrt(2 layers) before residual additions (1909.08053 sec. 4.1).
-    Parameters have `init` and `split`.
+    `parameters` are from `tensor.split_parameter`.
     """
     shapes = [tuple(p.shape) for p in parameters]
     kinds = [p.init for p in parameters]  # type: ignore[attr-defined]
     splits: list[int | None] = [vars(p)["split"] for p in parameters]
 
     def values(i: int, start: int, stop: int) -> Tensor:
-        if device.type == "meta":  # shapes only, without arithmetic
+        if device.type == "meta":  # A simulation needs no values.
             return torch.empty(stop - start, device=device)
         if kinds[i] in ("zeros", "ones"):
             return torch.full((stop - start,), float(kinds[i] == "ones"), device=device)

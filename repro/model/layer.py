@@ -1,6 +1,6 @@
-"""One layer of the GPT from the model file: attention, MLP, and helpers that embedding and head share with them.
+"""One transformer layer of the GPT: attention, MLP, and their norms and dropout, which embedding and head use too.
 
-Symbols: b samples, s tokens, h hidden, a heads, d a head's width, f the MLP's, t tensor-parallel ranks.
+Symbols: b samples, s tokens, h hidden, a heads, d head width, f MLP width, t tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from repro.parallel.context import Positions
 from repro.parallel.zero_r.activation_checkpointing import recompute_attention
 
 KEYS_AND_VALUES = (".kv", ".kv_bias")
-"""Parameters that all ranks of a tp group hold in full if there are more ranks than key heads."""
+"""Name endings of parameters that every tp rank holds in full if there are more tp ranks than key heads."""
 
 
 Masks = tuple[Tensor, ...]
-"""Tensors that attention applies to its scores (causal mask of the operator set `unfused`, or ALiBi's bias), or none:
-one per chunk of a sample on a rank, two under context parallelism."""
+"""Tensors that attention applies to its scores: the causal mask of `unfused`, ALiBi's biases (one per chunk of a sample
+on this rank, two under context parallelism), or none."""
 
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Position of a micro-batch in the training run, on which its random numbers depend."""
+    """Position of a micro-batch in the training, which determines the random numbers of dropout."""
 
     step: int
     first_sample: int
     """Index of the first sample in the step's global batch."""
     keys: Tensor | None = None
-    """Keys of all dropouts in device memory, int64 [layers + 1, DROPOUT_SITES, 2] (`dropout_keys`), for passes that are
-    replayed; None: launches have the keys of `step` and `first_sample` as arguments."""
+    """Result of `Setting.dropout_keys` in device memory, int64 [layers + 1, DROPOUT_SITES, 2], for CUDA graphs; None:
+    kernel arguments have the keys."""
 
 
 DROPOUT_SITES = 3
-"""Dropouts of a layer: of attention weights (in layer 0: of the embedding), and of both residual branches."""
+"""Number of dropouts in a layer: attention weights (in layer 0: embedding), and the outputs of attention and MLP."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all parts of a model share."""
+    """Model, groups, dropout and operators that all modules of a `GPT` share."""
 
     model: Model
     tp: Group
@@ -61,9 +61,9 @@ class Setting:
     seed: int
     operators: OperatorSet
     recomputed: bool
-    """Whether backward runs each block again."""
+    """Whether backward recomputes each block."""
     selective: bool
-    """Whether backward runs the core of attention again."""
+    """Whether backward recomputes only the core of attention (scores and their use)."""
 
     @property
     def plain(self) -> bool:
@@ -71,12 +71,12 @@ class Setting:
         return self.operators.plain
 
     def positions(self, count: int) -> Positions:
-        """Return the positions of this rank's `count` rows of x [b, s, h] between its layers."""
+        """Return the positions in the sample of this rank's `count` tokens of activations between layers."""
         return context.positions(self.cp, count, *((self.tp.rank, self.tp.size) if self.sp else ()))
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the key of the random numbers of one dropout in one step."""
-        return kernels.derive_key(self.seed, place.step, layer, site)  # layer 0 is the embedding
+        """Return the random number key of dropout `site` in a layer (0: the embedding) at the step of `place`."""
+        return kernels.derive_key(self.seed, place.step, layer, site)
 
     def dropout_keys(self, place: BatchPosition) -> Tensor:
         """Return the keys of all dropouts of a micro-batch, int64 [layers + 1, DROPOUT_SITES, 2] on the CPU."""
@@ -100,7 +100,7 @@ def dropout_add(
     layer: int,
     site: int,
 ) -> Tensor:
-    """Return residual + dropout(x + bias) on x [b, s, h], the rank's part of the sequence under cp and sp."""
+    """Return residual + dropout(x + bias) for x [b, s, h], of which s is this rank's part under cp and sp."""
     at = setting.positions(x.shape[1])
     seq = x.shape[1] * setting.cp.size * (setting.tp.size if setting.sp else 1)
     key = setting.key(place, layer, site) if setting.dropout and place.keys is None else 0
@@ -134,26 +134,26 @@ def side_by_side(heads: Tensor) -> Tensor:
 
 
 def flat(bias: Tensor | None) -> Tensor | None:
-    """Return a bias [..., n] of several matrices as one vector."""
+    """Return the biases [..., n] of several matrices as one vector, or None."""
     return None if bias is None else bias.flatten()
 
 
 def duplicate(size: int, init: str, tp: Group, sp: bool) -> nn.Parameter:
-    """Return a vector [size] that every tp rank holds; under `sp` a rank's gradient is for its sequence part."""
+    """Return a parameter [size] that every tp rank holds; under `sp` each rank has a part of its gradient."""
     parameter = tensor.split_parameter((size,), None, tp, init)
     parameter.partial = sp  # type: ignore[attr-defined]
     return parameter
 
 
 def norm_parameters(setting: Setting) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return weight and bias of a norm; a root mean square norm has no bias."""
+    """Return weight and bias of a norm; an RMS norm has no bias (None)."""
     m, tp, sp = setting.model, setting.tp, setting.sp
     weight = duplicate(m.hidden, "ones", tp, sp)
     return weight, duplicate(m.hidden, "zeros", tp, sp) if m.norm == "layer" else None
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting) -> Tensor:
-    """Return the model's norm of x [b, s, h], with the parameters of `norm_parameters`."""
+    """Return x [b, s, h] after LayerNorm or, without a bias, RMS norm."""
     eps, plain = setting.model.norm_eps, setting.plain
     if bias is None:
         return kernels.rms_norm(x, weight, eps, plain=plain)
@@ -161,7 +161,7 @@ def normalised(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting)
 
 
 class _Split(torch.autograd.Function):
-    """Views of x along a dimension; their gradients are written once to one tensor with the layout of x."""
+    """Split x into views along a dimension; backward writes their gradients once, to one tensor with x's layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -177,8 +177,8 @@ class _Split(torch.autograd.Function):
 class Attention(nn.Module):
     """x + dropout(attention(norm(x))), causal; each rank has a/t of the heads.
 
-    Keys and values with fewer heads than queries are separate parameters.  With fewer key heads than ranks, all
-    ranks hold all key heads and use the one of their queries; each rank then has a part of the gradient.
+    With fewer key heads than heads, keys and values are a separate parameter.  With fewer key heads than tp ranks,
+    every rank holds all key heads, uses the key head of its queries, and has a part of the gradient.
     """
 
     def __init__(self, setting: Setting, layer: int):
@@ -200,7 +200,7 @@ class Attention(nn.Module):
             return weight, bias
 
         self.whole = m.key_heads == m.heads
-        """Whether query, key and value are one parameter: three matrices, each split by heads."""
+        """Whether one parameter has the query, key and value matrices, because their numbers of heads are equal."""
         self.replicated = tp.size > m.key_heads
         if self.whole:
             self.qkv, self.qkv_bias = parameters((3, inner), 1)
@@ -212,20 +212,20 @@ class Attention(nn.Module):
         self.out_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if m.biases == "all" else None
 
     def columns(self) -> list[tensor.Column]:
-        """Return the weights that multiply the normalised input."""
+        """Return weights and biases of the queries, keys and values of this tp rank."""
         if self.whole:
             return [(self.qkv, flat(self.qkv_bias))]
         return [(self.q, self.q_bias), (self._used(self.kv), flat(self._used(self.kv_bias)))]
 
     def _used(self, kv: Tensor | None) -> Any:
-        """Return the part of keys and values [heads, 2, d, ...] that this rank's queries use."""
+        """Return the key head that this rank's queries use, from the heads [heads, 2, d, ...] in `kv`."""
         if kv is None or not self.replicated:
             return kv
         tp = self.setting.tp
         return kv.narrow(0, tp.rank * kv.shape[0] // tp.size, 1)
 
     def attended(self, products: Sequence[Tensor], place: BatchPosition, masks: Masks) -> Tensor:
-        """Return the attention of this rank's heads, [b, a/t, s, d], from the products with `columns`."""
+        """Return the attention of this rank's heads [b, a/t, s, d]; `products`: normalised input times `columns`."""
         q, k, v = self._heads(products)  # [b, a/t, s, d]; k and v may have fewer heads
         operators, cp, dropout = self.setting.operators, self.setting.cp, self._weight_dropout(place)
 
@@ -250,11 +250,11 @@ class Attention(nn.Module):
         if self.setting.model.positions == "rotary":
             k = self._turned(k.reshape(b, s, -1), self.key_heads).view(v.shape)
         if self.setting.operators is OperatorSet.MEGATRON_2025:
-            v = v.contiguous()  # Transformer Engine copies values whose strides are not those of the keys
+            v = v.contiguous()  # Transformer Engine copies values whose strides differ from the keys'.
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def _turned(self, x: Tensor, heads: int) -> Tensor:
-        """Return [b, s, n d] with the first `heads` heads rotated by their position, for rotary positions."""
+        """Return x [b, s, n d], its first `heads` of n heads rotated by position if positions are rotary."""
         m = self.setting.model
         if m.positions != "rotary":
             return x
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         return kernels.rotary(x, *how, plain=self.setting.plain)
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """Return x plus its attention, [b, s, h]."""
+        """Return x + dropout(attention(norm(x))), [b, s, h]."""
         tp, sp = self.setting.tp, self.setting.sp
         y = normalised(x, self.norm, self.norm_bias, self.setting)
         columns = self.columns()
@@ -298,7 +298,7 @@ class Mlp(nn.Module):
         self.setting, self.layer = setting, layer
         if m.blocks != "parallel-one-norm":
             self.norm, self.norm_bias = norm_parameters(setting)
-        # The gate comes first; both are split by hidden units.
+        # SwiGLU's gate is the first of two matrices, which are split by hidden units.
         shape, split = ((2, m.ffn_width), 1) if m.mlp == "swiglu" else ((m.ffn_width,), 0)
         biased = m.biases == "all"
         self.up = tensor.split_parameter((*shape, m.hidden), split, tp, "normal", used_once=True)
@@ -307,11 +307,11 @@ class Mlp(nn.Module):
         self.down_bias = duplicate(m.hidden, "zeros", tp, setting.sp) if biased else None
 
     def columns(self) -> list[tensor.Column]:
-        """Return the weight that multiplies the normalised input, with the bias unless a later operator adds it."""
+        """Return the first matrix with its bias, but without the bias if the operator of GELU adds it."""
         return [(self.up, None if self.setting.model.mlp == "gelu" else flat(self.up_bias))]
 
     def activated(self, y: Tensor) -> Tensor:
-        """Return this rank's hidden units [b, s, f/t] of the product with `columns`."""
+        """Return this rank's hidden units [b, s, f/t]; y: normalised input times `columns`."""
         kind, plain = self.setting.model.mlp, self.setting.plain
         if kind == "swiglu":
             return kernels.swiglu(y, plain=plain)
@@ -331,7 +331,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: under tp two all-reduces in forward (parallel blocks: one) and two in backward."""
+    """One transformer layer, with attention and MLP in sequence or, for `blocks = parallel`, on the same input."""
 
     def __init__(self, setting: Setting, layer: int):
         super().__init__()
@@ -345,7 +345,7 @@ class Block(nn.Module):
         return self._parallel(x, place, masks)
 
     def _parallel(self, x: Tensor, place: BatchPosition, masks: Masks) -> Tensor:
-        """Return x + dropout(attention(norm(x)) + mlp(norm(x))), with one norm or two, and one sum over tp."""
+        """Return x + dropout(attention(norm(x)) + mlp(norm(x))), with one norm or two, and one all-reduce over tp."""
         setting, attention, mlp = self.setting, self.attention, self.mlp
         tp, sp = setting.tp, setting.sp
         y = normalised(x, attention.norm, attention.norm_bias, setting)

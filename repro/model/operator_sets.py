@@ -1,20 +1,15 @@
-"""One layer in the operators of several years' software: the same function, in more or fewer operators.
+"""Attention and other parts of a layer in the operators that software of several years used.
 
-`fused`    no operator writes the scores, [b, a/t, s, s]; the rest of a layer as in `softmax` (`reference` is the
-           same without the CUDA kernels of `kernels/`; `fused-2024` is the same in later software;
-           `megatron-2025` copies shared values for Transformer Engine's attention; `torchtitan-2024` has
-           another loss).  With dropout of attention
-           weights it equals `softmax`: fused attention draws its dropout from its own generator and
-           positions, so that another layout would drop other weights
-`softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): q k^T and p v are batched
-           products that write and read the scores.  Scale, mask and softmax are one operator if four divides
-           the samples times heads of a rank, else five in fp32; so are bias and GELU, and bias, dropout and residual
-`unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February
-           2020 ran: every line is one operator, except GELU, which was compiled into one
+`fused`    fused attention, which does not write the scores [b, a/t, s, s]; the rest as in `softmax`.  With dropout of
+           attention weights it equals `softmax`, because fused attention would drop other weights under another layout
+`softmax`  Megatron-LM from December 2020 on (43529f78; 2104.04473 sec. 4.2): batched products write and read the
+           scores.  Scale, mask and softmax are one operator if four divides the samples times heads of a rank, else
+           five in fp32.  Bias and GELU are one operator, and bias, dropout and residual another
+`unfused`  Megatron-LM of September 2019 (a0368ddf, `mpu/transformer.py`), on which DeepSpeed of February 2020 ran:
+           every line of code is one operator, except GELU, which was compiled into one
 
-Samples are the first dimension here.  With several samples, q, k and v are copied for the batched products, as in 2019;
-Megatron-LM of 2020 put the sequence first and avoids these copies.  Masks of dropout are computed again in backward;
-the old codes stored one byte per element.  Layer norm, loss and optimizer do not depend on the set.
+Variants of `fused`: `reference` has no CUDA kernels of `kernels/`, `megatron-2025` copies shared values for Transformer
+Engine's attention, and `torchtitan-2024` has another loss.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from repro.config import OperatorSet
 from repro.config.engines import has_fused_softmax
 
 MASK_PENALTY = 10000.0
-"""Penalty on the score of a key after the query."""
+"""Amount by which masking lowers the score of a key after the query."""
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
@@ -41,8 +36,8 @@ def causal_mask(s: int, like: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slopes of all heads (2108.12409 sec. 3): powers of 2^(-8/n) with the largest power of two n, and
-    for more heads every other slope of the next power."""
+    """Return ALiBi's slopes of all heads (2108.12409 sec. 3): for the largest power of two n <= heads, n powers of
+    2^(-8/n), then every other slope of 2n heads."""
 
     def powers(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -52,10 +47,9 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(heads: int, own: range, queries: range, like: Tensor) -> Tensor:
-    """Return ALiBi's bias of the scores of the heads `own`, -inf for future keys, in the dtype of `like`.
+    """Return ALiBi's bias for the scores of the heads `own`: slope * (key - query), -inf for future keys.
 
-    The shape is [1, len(own), len(queries), k] with the k keys up to the last query.  The bias is slope times
-    (key - query): near the query it is small, and exact in 16 bits.
+    The shape is [1, len(own), len(queries), k] for the k keys up to the last query, in the dtype of `like`.
     """
     at = torch.arange(queries.stop, device=like.device)
     distance = (at[None, :] - at[queries.start :, None]).to(torch.float32)
@@ -75,16 +69,16 @@ class WeightDropout:
     first_sample: int
     """Index of the first sample in the global batch."""
     heads: int
-    """Heads of the model."""
+    """Number of attention heads of the model."""
     first_head: int
-    """First head of this rank."""
+    """Index of the first head of this tp rank."""
     device_key: Tensor | None = None
-    """Key and first sample in device memory, int64 [2], in place of the numbers above; None: the numbers count."""
+    """`key` and `first_sample` in device memory, int64 [2], for CUDA graphs; None: the attributes are used."""
 
     def __call__(self, weights: Tensor, plain: bool = False) -> Tensor:
-        """Drop weights of all queries in one operator; `plain`: use torch's own operators."""
+        """Return `weights` after dropout, in one operator; `plain`: use torch's operators instead of a CUDA kernel."""
         b, a, s, _ = weights.shape
-        # A head is a stretch of s rows of its sample.
+        # The heads of a sample follow each other, with s rows each.
         rows, first = self.heads * s, self.first_head * s
         flat = weights.view(b, a * s, s)
         place = (self.first_sample, rows, first, True)
@@ -94,7 +88,7 @@ class WeightDropout:
         return dropped.view(b, a, s, s)
 
     def keep(self, weights: Tensor, s: int) -> Tensor:
-        """Return the mask of retained `weights` [b, a/t, c, k], whose queries end with token k of s."""
+        """Return which `weights` [b, a/t, c, k] are retained; their queries are tokens k - c to k - 1 of s."""
         b, a, c, k = weights.shape
         samples = self.first_sample + torch.arange(b, device=weights.device)
         heads = self.first_head + torch.arange(a, device=weights.device)
@@ -112,10 +106,10 @@ def attend(
     mask: Tensor | None,
     cp: int = 1,
 ) -> Tensor:
-    """Return causal softmax(q k^T / sqrt(d)) v on q [b, a/t, s, d] and k, v of as many heads, or a divisor of them.
+    """Return causal attention softmax(q k^T / sqrt(d)) v of q [b, a/t, s, d]; a divisor of a/t heads may share k, v.
 
-    With `cp` ranks to a sample q is one of its 2 cp chunks, and k and v are those up to its end.  `mask`: from
-    `causal_mask` if unfused, else from `alibi_bias` or None.
+    With `cp` > 1, q has one of the 2 cp chunks of a sample's tokens, and k and v all tokens up to the chunk's end.
+    `mask`: result of `causal_mask` for `unfused`, otherwise of `alibi_bias`, or None.
     """
     if not operators.writes_scores and dropout is None:
         return kernels.causal_attention(q, k, v, mask)
@@ -129,7 +123,7 @@ def attend(
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout, mask: Tensor | None, s: int) -> Tensor:
-    """Compute attention in fp32 by torch's own operators, for chunks of samples of s tokens."""
+    """Compute attention with dropout of chunks of samples of s tokens, by torch's operators with an fp32 softmax."""
     queries, keys, d = q.shape[-2], *k.shape[-2:]
     future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
     scores = _by_keys(q, k.transpose(-1, -2)) / math.sqrt(d)
@@ -158,7 +152,7 @@ def _softmax(
     mask: Tensor | None,
     operators: OperatorSet,
 ) -> Tensor:
-    """Compute attention with 4 passes over the scores in forward and 7 in backward, and one retained copy."""
+    """Compute attention by operators that read or write the scores 4 times in forward and 7 times in backward."""
     scores, scale = _scores(q, k, mask), 1 / math.sqrt(q.shape[-1])
     if operators is OperatorSet.SOFTMAX and not has_fused_softmax(*scores.shape[:3]):
         weights = _softmax_apart(scores, scale)
@@ -168,23 +162,20 @@ def _softmax(
 
 
 def _softmax_apart(scores: Tensor, scale: float) -> Tensor:
-    """Compute the softmax as Megatron-LM does for sizes without its fused operator: copied to fp32, scaled, masked.
-
-    Megatron-LM makes the mask of one byte per token pair once per micro-batch; here each call makes it.
-    """
+    """Return the softmax of masked scores in five operators, as Megatron-LM for sizes without its fused operator."""
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
     return (scores.float() * scale).masked_fill_(future, -MASK_PENALTY).softmax(-1).to(scores.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Return q k^T plus the bias divided by the scale."""
+    """Return the scores q k^T, plus `mask` times sqrt(d), which the later scaling cancels."""
     products = _by_keys(q, k.transpose(-1, -2))
     return products if mask is None else torch.add(products, mask, alpha=math.sqrt(q.shape[-1]))
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout: WeightDropout | None, mask: Tensor) -> Tensor:
-    """Compute attention with one operator per line: 10 passes over the scores in forward and 11 in backward."""
+    """Compute attention by unfused operators, which read or write the scores 10 times in forward and 11 in backward."""
     scores = q @ k.transpose(-1, -2)
     scores = scores / math.sqrt(q.shape[-1])
     scores = torch.mul(scores, mask) - MASK_PENALTY * (1.0 - mask)
@@ -205,6 +196,6 @@ def unfused_gelu(y: Tensor, bias: Tensor) -> Tensor:
 def unfused_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return residual + drop(x + bias) in up to three operators."""
+    """Return residual + drop(x + bias) by separate operators; None omits a summand."""
     y = drop(x if bias is None else x + bias)
     return y if residual is None else residual + y

@@ -1,6 +1,6 @@
-"""Groups of ranks: every collective and message of the suite passes through a group, which counts it.
+"""Groups of ranks: every collective and message of the suite passes through a `Group`, which counts calls and bytes.
 
-A `Group` counts and its `repro.parallel.transports.Transport` transmits.  Other modules do not communicate.
+The group's `repro.parallel.transports.Transport` transmits.  Other modules do not communicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["MAX", "SUM", "Group", "Work"]
 
 
 class Group:
-    """An ordered set of ranks that communicate, from the view of one of them."""
+    """Ordered set of communicating ranks. Each rank of the set has an object with its own `rank`."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Group:
         *,
         blocking: bool = False,
     ):
-        """`blocking`: wait for every collective at its issue, as in software without overlap."""
+        """`blocking`: wait for every collective directly after its launch, as in software without overlap."""
         self.name, self.ranks, self.size, self.blocking = name, ranks, len(ranks), blocking
         self.rank = ranks.index(rank)
         """Index of this rank within the group."""
@@ -39,9 +39,9 @@ class Group:
         return f"Group({self.name}: rank {self.rank} of {self.size})"
 
     def on_channel(self, channel: int) -> Group:
-        """Return a group of the same ranks on another channel; a transport without channels is shared.
+        """Return a group of the same ranks whose collectives match only those on the same channel of other ranks.
 
-        A message or collective on a channel matches only those of the other ranks on the same channel.
+        Only the gloo transport supports this. With other transports, both groups share one transport.
         """
         transport = self.transport
         if isinstance(transport, GlooTransport):
@@ -67,13 +67,13 @@ class Group:
         return self._issued(self.transport.all_reduce(tensor, op), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Sum flat `input` [n * k]; `output` [k] receives the rank's part and may be a view of `input`."""
+        """Sum flat `input` [n * k] over n ranks; `output` [k], the rank's part, may be a view of `input`."""
         assert input.numel() == output.numel() * self.size
         self._count("reduce_scatter", input, purpose)
         return self._issued(self.transport.reduce_scatter(output, input), input)
 
     def all_gather(self, output: Tensor, input: Tensor, purpose: str = "") -> Work:
-        """Concatenate the ranks' flat `input` [k] in `output` [n * k]; `input` may be a part of `output`."""
+        """Concatenate flat `input` [k] of n ranks in `output` [n * k]; `input` may be a part of `output`."""
         assert output.numel() == input.numel() * self.size
         self._count("all_gather", output, purpose)
         return self._issued(self.transport.all_gather(output, input), input)
@@ -96,9 +96,9 @@ class Group:
         return lambda: self.transport.send(tensor, to, channel).hold(tensor)
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
-        """Receive the channel's next message from `source` in `tensor`; the sender has counted the message."""
+        """Receive the channel's next message from the group's rank `source`; only the sender counts messages."""
         return self.transport.receive(tensor, source, channel)
 
     def barrier(self) -> None:
-        """Return when all ranks of the group have arrived; not counted, because no step uses barriers."""
+        """Block until all ranks of the group have called `barrier`. The ledger does not count barriers."""
         self.transport.barrier()

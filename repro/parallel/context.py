@@ -1,27 +1,16 @@
-"""Context parallelism: the tokens of each sample are split over the cp group, keys and values are gathered.
+"""Context parallelism: a rank has s/cp of a sample's s tokens, and attention all-gathers keys and values.
 
-Symbols: b samples of s tokens, rank i of cp, and chunks of c = s / 2cp tokens.  The keys of this tp rank have width
-h_kv, and an element has e bytes.
+Rank i has chunks i and 2cp-1-i of the sample's 2cp chunks, so that causal attention is equal work on all ranks
+(2407.21783 sec. 3.3.2, as in Megatron-core).  For a micro-batch of b samples, keys of width h_kv on a tp rank and
+elements of e bytes, a rank sends in each layer
 
-A rank has chunks i and 2cp-1-i of every sample, one early and one late, so that causal attention is equal work on all
-ranks.  Chunk k attends to k c + c/2 keys on average, and the two together to (2cp-1) c + c = s (2407.21783 sec. 3.3.2;
-Megatron-core uses the same split).  Outside attention the model processes a sequence of s/cp tokens without
-communication.  Learned and rotary positions, ALiBi and dropout use each token's position in the full sample.
+    forward    all-gather of keys and values                    2 b s h_kv e (cp-1)/cp bytes
+    backward   the same all-gather                              as many bytes
+               reduce-scatter of keys' and values' gradients    as many bytes
 
-In attention a rank's queries need all preceding keys and values.  There are two methods: a ring that passes keys while
-scores are computed (2310.01889), or an all-gather before the scores.  This module uses the all-gather, as Llama 3.
-Heads that share keys make the keys small, the step is one collective, and any mask works.  Per micro-batch, each layer
-sends
-
-    forward    all-gather of keys and values       2 b s h_kv e (cp-1)/cp
-    backward   the same again, then a reduce-scatter of their gradients, as much each
-
-Backward gathers again, because retaining gathered keys and values would need cp times a rank's own in every layer.
-A recomputed layer has gathered them in its second forward pass, directly before backward; its two all-gathers are those
-of forward and recomputation.
-
-Gradients of parameters are sums over tokens.  They are averaged over dp x cp as one group, which also shards
-the model states of ZeRO.
+Backward gathers again to save memory: gathered keys and values are cp times as large as those of a rank.  If a layer is
+recomputed, its second forward pass gathers them for backward.  Gradients of parameters are averaged over dp x cp as one
+group, which also shards the model states of ZeRO.
 """
 
 from __future__ import annotations
@@ -39,12 +28,12 @@ from repro.parallel.comm import Group
 
 PURPOSE = "keys and values"
 Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Function of queries [b, a, c, d] of this rank's chunk 0 or 1 and of keys and values [b, n, k, d] up to the chunk's
-end; returns [b, a, c, d]."""
+"""Function of q, k, v and the chunk (0 or 1 of this rank) of q; returns [b, a, c, d].  q [b, a, c, d]: c tokens of a
+heads of width d.  k, v [b, n, k, d]: the sample's k tokens up to the chunk's end, of n key heads."""
 
 
 class Positions(NamedTuple):
-    """Positions of a rank's rows: row j is at `first` + j in the sample, plus `jump` from row `split` on."""
+    """Positions in the sample of a rank's tokens: token j is at `first` + j, plus `jump` from token `split` on."""
 
     first: int
     split: int = 0
@@ -61,13 +50,13 @@ class Positions(NamedTuple):
 
 
 def chunks(rank: int, size: int, s: int) -> tuple[range, range]:
-    """Return the positions of the two chunks of a sample of s tokens that one of `size` ranks has."""
+    """Return the positions of the two chunks that `rank` of `size` cp ranks has of a sample of s tokens."""
     c, late = s // (2 * size), 2 * size - 1 - rank
     return range(rank * c, (rank + 1) * c), range(late * c, (late + 1) * c)
 
 
 def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions:
-    """Return the positions of `count` rows: this rank's, or one of the `parts` of sequence parallelism."""
+    """Return the positions of this cp rank's `count` tokens, or of its `part` of `parts` by sequence parallelism."""
     start = part * count
     if cp.size == 1:
         return Positions(start)
@@ -81,7 +70,7 @@ def positions(cp: Group, count: int, part: int = 0, parts: int = 1) -> Positions
 
 
 def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
-    """Return this rank's [b, s/cp] of [b, s]."""
+    """Return this cp rank's tokens [b, s/cp] from the tokens [b, s] of full samples."""
     if cp.size == 1:
         return tokens
     own = [tokens[:, at.start : at.stop] for at in chunks(cp.rank, cp.size, tokens.shape[1])]
@@ -89,7 +78,7 @@ def own_tokens(tokens: Tensor, cp: Group) -> Tensor:
 
 
 def _gather(k: Tensor, v: Tensor, cp: Group) -> Tensor:
-    """Return keys and values [b, n, s/cp, d] of all ranks in the order of the sample: [2, b, s, n, d]."""
+    """Gather keys k and values v [b, n, s/cp, d] of all cp ranks to [2, b, s, n, d] in the order of the sample."""
     b, n, s, d = k.shape
     c = s // 2
     packed = storage.empty(2 * k.numel(), k, Category.COMMUNICATION).view(2, 2, b, c, n, d)
@@ -121,7 +110,7 @@ def _scatter(gradients: tuple[Tensor, Tensor], s: int, cp: Group) -> tuple[Tenso
 
 
 class _Keys(torch.autograd.Function):
-    """Gather keys and values, and return those before the end of each of this rank's chunks: k, v, k, v."""
+    """Gather keys and values; return k and v up to the end of the rank's first chunk, then up to that of its second."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cp: Group) -> tuple[Tensor, ...]:
@@ -138,21 +127,21 @@ class _Keys(torch.autograd.Function):
 
 
 class _SavedTensors:
-    """Tensors that autograd saves for the attention of two chunks, in less memory than by default.
+    """Hooks by which autograd saves the tensors of attention to gathered keys and values in less memory.
 
-    A view of the gathered keys and values is saved as its offset in them.  They are gathered again when autograd
-    reads the first such view.  A chunk's result is saved as a view of the joined one, which the next layer retains.
+    Views of gathered keys and values are saved as offsets, and backward gathers the keys and values again.  The
+    result of a chunk is saved as a view of both chunks' joined result, which the next layer retains in any case.
     """
 
     def __init__(self, k: Tensor, v: Tensor, cp: Group, gathered: int):
-        """`gathered`: the storage that is gathered again in backward; 0 for none."""
+        """`gathered`: address of the storage that backward gathers again; 0 for none."""
         self._own, self.cp, self._gathered = (k.detach(), v.detach()), cp, gathered
         self._boxes: list[_Box] = []
         self._again: Tensor | None = None
         self._reads = self._views = 0
 
     def pack(self, x: Tensor) -> _Box:
-        """Replace a tensor that autograd saves by a box."""
+        """Return the object that autograd saves instead of tensor `x`."""
         box = _Box(x)
         if _address(x) == self._gathered:
             box.tensor, box.geometry = None, (x.shape, x.stride(), x.storage_offset())
@@ -171,7 +160,7 @@ class _SavedTensors:
         return joined
 
     def unpack(self, box: _Box) -> Tensor:
-        """Return the saved tensor when autograd needs it."""
+        """Return the tensor for an object from `pack`, when backward reads it."""
         if box.tensor is not None:
             return box.tensor
         if self._again is None:
@@ -185,7 +174,7 @@ class _SavedTensors:
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """One saved tensor: the tensor, or its shape, strides and offset in the gathered keys and values."""
+    """Tensor saved for backward: the tensor, or its shape, strides and offset in the gathered keys and values."""
 
     tensor: Tensor | None
     geometry: Any = None
@@ -200,9 +189,8 @@ def attend_to_gathered(
 ) -> Tensor:
     """Return causal attention of this rank's queries [b, a, s/cp, d] to the keys and values of all ranks.
 
-    `k` and `v`: this rank's keys and values [b, n, s/cp, d].  `again`: gather again in backward; otherwise the
-    gathered tensors are retained for it.  So are copies that attention makes: ALiBi's on shared heads, those of
-    dropped weights.
+    `k` and `v`: this rank's keys and values [b, n, s/cp, d].  `again`: gather keys and values again in backward;
+    otherwise they are retained.  Copies of them (ALiBi on shared key heads, attention dropout) are always retained.
     """
     keys = _Keys.apply(k, v, cp)
     saved = _SavedTensors(k, v, cp, _address(keys[0]) if again else 0)

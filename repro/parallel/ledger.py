@@ -22,22 +22,22 @@ RING_PASSES = {
 }
 SEND = "send"
 EXCHANGED = ("reduce_scatter", "all_gather")
-"""Collectives that gloo ranks build from messages of each rank to every other (`repro.parallel.transports`)."""
+"""Collectives that the gloo transport builds from messages of each rank to every other rank."""
 
 Address = tuple[int, int]
 """Receiver of a message, as a rank of the group, and the channel of the message."""
 NO_PEER: Address = (-1, 0)
-"""Address of a collective."""
+"""Address that a collective is counted with, because it has no receiver."""
 
 
 def messages_of(op: str, size: int) -> int:
-    """Return the messages that a rank's thread starts and awaits in gloo's collective `op` among `size` ranks."""
+    """Return how many sends and receives a rank starts for collective `op` among `size` ranks of the gloo transport."""
     return 2 * (size - 1) if op in EXCHANGED else 1
 
 
 @dataclass
 class Traffic:
-    """Counts of one (operation, group, purpose)."""
+    """Calls and bytes of one operation in one group (`size` ranks) for one purpose."""
 
     size: int
     calls: int = 0
@@ -51,9 +51,9 @@ class CommLedger:
 
     traffic: dict[tuple[str, str, str], Traffic] = field(default_factory=dict)
     sequence: int = 0
-    """Number of issued collectives and sends; without a pipeline equal on all ranks of a group whose calls agree."""
+    """Number of collectives and sends that this rank has started; `reset` does not change it."""
     observers: list[Callable[[int, str, str, str], None]] = field(default_factory=list)
-    """Called with (sequence, operation, group, purpose) when a collective is issued."""
+    """Functions that are called with (sequence, operation, group, purpose) when a collective starts."""
 
     def count(
         self, op: str, group: str, size: int, payload_bytes: int, purpose: str, to: Address = NO_PEER
@@ -76,7 +76,7 @@ class CommLedger:
         self.traffic.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain data, one row per operation, group and purpose."""
+        """Return the counts as dictionaries, one for each operation, group and purpose."""
         return [
             {"op": op, "group": group, "purpose": purpose, **vars(traffic)}
             for (op, group, purpose), traffic in sorted(self.traffic.items())

@@ -1,8 +1,7 @@
-"""The grid of ranks, its groups, and their process groups and communicators.
+"""Mesh of ranks: groups by parallel axis, and their process groups and communicators.
 
-`layout.order` defines which axis is innermost.  `tp-dp-pp`, Megatron's order, numbers the ranks
-`((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`. The ranks of one tensor-parallel group are thus
-neighbours and share a node. Those of a context-parallel group are next, and pipeline stages are far apart.
+`layout.order` defines which axis is innermost.  With Megatron's order `tp-dp-pp`, a rank's number is
+`((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index`, so that the ranks of a tp group share a node.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ class Mesh:
     rank: int
     world: Group
     dp: Group
-    """The dp x cp copies of one part of the model, replica by replica; gradients are averaged over this group."""
+    """The dp x cp ranks with the same part of the model, ordered by replica; gradients are averaged over this group."""
     cp: Group
     """The ranks that share the tokens of the same samples."""
     tp: Group
     pp: Group
     """The stages of one pipeline; `pp.rank` is the stage."""
     embedding: Group
-    """First and last stage of the pipeline, which both hold the tied embedding; other stages have a group each."""
+    """First and last stage of the pipeline, which both hold the tied embedding; on other stages only this rank."""
     ledger: CommLedger
     beside_torch: Mapping[str, int] = field(default_factory=dict)
-    """Result of `connect_communicators`, in bytes."""
+    """Device memory outside torch's allocator, in bytes: the result of `connect_communicators`."""
 
     def every_group(self) -> tuple[Group, ...]:
         """Return all groups, in the same order on every rank."""
@@ -113,7 +112,7 @@ def distributed_mesh(layout: Layout, device_type: str) -> Mesh:
         if len(ranks) == 1 or ranks in members:
             continue
         group = make_process_group(ranks)
-        # NCCL has no tags: each stream of messages between two stages gets a communicator of its own.
+        # NCCL has no tags, so each sequence of messages between two stages needs a separate communicator.
         piped = device_type == "cuda" and ranks in pipelines
         channels = _channels(ranks, ring=layout.chunks > 1) if piped else {}
         if dist.get_rank() not in ranks:
@@ -135,16 +134,15 @@ def ensure_process_group(device: torch.device) -> None:
 
 _Made = dict[tuple[tuple[int, ...], tuple[object, ...]], dist.ProcessGroup]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Process groups of each default group, by their ranks and purpose."""
+"""Process groups of each default process group, by ranks and purpose."""
 
 
 def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ()) -> dist.ProcessGroup:
     """Return the process group of `ranks`, created once and used by every later mesh of the same default group.
 
-    `purpose` is empty for collectives.  For a stream of messages it is the sending stage, the receiving stage and
-    the channel.  For a group that a library needs for itself it is the library's name for the group.  A group
-    occupies threads, sockets and, with NCCL, device memory until the process ends.  A job of many experiments with
-    repeated layouts would accumulate groups, and each makes the next slower to create.
+    `purpose` is empty for collectives, (sending stage, receiving stage, channel) for messages, and a library's name
+    for a group that the library needs.  Groups are reused, because each occupies threads, sockets and, with NCCL,
+    device memory until the process ends.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -159,9 +157,10 @@ def make_process_group(ranks: tuple[int, ...], purpose: tuple[object, ...] = ())
 
 
 def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
-    """Return process groups for activations (0) to the next stage and gradients (1) to the preceding stage.
+    """Return the process groups of messages by (sending stage, receiving stage, channel).
 
-    `ring`: include groups between the last stage and the first, for interleaved stages.
+    Channel 0: activations to the next stage; 1: gradients to the preceding stage.  `ring`: include groups between the
+    last and the first stage, for interleaved stages.
     """
     p = len(ranks)
     found: Channels = {}
@@ -169,13 +168,13 @@ def _channels(ranks: tuple[int, ...], *, ring: bool) -> Channels:
         for source in range(p):
             to = (source + step) % p
             if not ring and to != source + step:
-                continue  # a communicator costs memory of the device
+                continue  # An unused communicator would occupy device memory.
             found[source, to, channel] = make_process_group((ranks[source], ranks[to]), (source, to, channel))
     return found
 
 
 def host_group(group: Group) -> Group:
-    """Return a gloo group of the same ranks, for a few numbers that the host must read at once."""
+    """Return a gloo group of the same ranks, for small values that the host reads without waiting for the GPU."""
     if not isinstance(group.transport, NcclTransport):
         return group
     transport = GlooTransport(dist.new_group(list(group.ranks), backend="gloo"))
@@ -183,21 +182,21 @@ def host_group(group: Group) -> Group:
 
 
 START, CHANNELS, END = "start", "channels", "end"
-"""Keys of device memory outside torch: before any group is connected; communicators of messages between stages; at the
-end of a run, since communicators grow with use."""
+"""Keys of device memory outside torch's allocator: before the first communicator; communicators of messages between
+stages; at the end of a run, since communicators grow with use."""
 _communicator_bytes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Device memory of each communicator, in bytes. Communicators outlive an experiment, as process groups do."""
+"""Device memory of each communicator, in bytes; later experiments of the process use the same communicators."""
 
 
 def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
     """Use every NCCL communicator of the mesh once, and return the device memory outside torch, in bytes.
 
-    NCCL creates a communicator at its first use, in which the *host* of each of its ranks waits for the other hosts. In
-    a step this is a deadlock if a stage posts a receive before it sends the message that its peer waits for. All ranks
-    therefore call this function before the first step, and use the groups and channels in one order.
+    NCCL creates a communicator at its first use, in which the *host* of each rank waits for the other hosts. In a step
+    this deadlocks if a stage posts a receive before it sends the message that its peer waits for. All ranks must call
+    this function before the first step.
 
-    The result has the key `start` for memory before the first communicator (the CUDA context, other processes). The
-    names of the groups are the keys of their communicators, and `channels` is the key of a pipeline's messages.
+    Keys of the result: `start` for memory before the first communicator (CUDA context, other processes), group names
+    for their communicators, and `channels` for the communicators of messages between pipeline stages.
     """
     found = {START: non_torch_bytes(device) - sum(_communicator_bytes.values())}
     message = torch.zeros(1, device=device)
@@ -207,7 +206,7 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
             continue
         for number, (communicator, use) in enumerate(group.transport.first_uses()):
             if communicator in seen:
-                continue  # two axes have the same ranks
+                continue  # Two axes have the same ranks and share a communicator.
             seen.add(communicator)
             if communicator not in _communicator_bytes:
                 before = non_torch_bytes(device)
@@ -219,7 +218,7 @@ def connect_communicators(mesh: Mesh, device: torch.device) -> dict[str, int]:
 
 
 def non_torch_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that are in use, but not by the allocator of this process's torch."""
+    """Return the bytes in use on a GPU outside the torch allocator of this process."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

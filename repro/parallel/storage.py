@@ -1,7 +1,6 @@
 """Storages of tensors: dtype, memory category, allocation and release.
 
-Memory is accounted by `Category`. The category is an attribute of the storage, so all views share the category, and no
-registry outlives an experiment.
+The memory `Category` is an attribute of the storage, so that all views of a storage share the category.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ META = torch.device("meta")
 
 
 def unobserved(device: torch.device = META) -> AbstractContextManager[None]:
-    """Return a context in which the observer of tensors on `meta` sees no operators, for views and empty tensors."""
+    """Return a context in which a simulation records no operators on `meta`, for views and empty tensors."""
     return torch._C._DisableTorchDispatch() if device.type == META.type else nullcontext()  # type: ignore[no-any-return]
 
 
 def observer_of(tensor: Tensor) -> Any:
-    """Return the object that follows the tensor's storage (`repro.simulate`); None if there is no observer."""
+    """Return the simulation's object that records events of the tensor's storage; None outside a simulation."""
     return getattr(tensor.untyped_storage(), "watcher", None)
 
 
 def is_on_processors(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a CPU, or its observer follows a tensor on `meta` as if it were."""
+    """Return whether the tensor is on a CPU, or on `meta` in the simulation of a CPU."""
     return tensor.is_cpu or getattr(observer_of(tensor), "on_processors", False)
 
 
 def call_once(like: Tensor, key: Hashable, call: Callable[[], None]) -> None:
-    """Run `call`. The observer of a tensor `like` on `meta` may repeat the events of a call with an equal `key`.
+    """Run `call`, or in a simulation repeat the recorded events of an earlier call with an equal `key`.
 
-    These events must be operators and storages that `call` frees. Only a trace repeats calls.
+    `call` may run operators, and must free all storages that it allocates. `like`: tensor on the device of the call.
     """
     repeat = getattr(observer_of(like), "call_once", None) if like.is_meta else None
     if repeat is None:
@@ -91,7 +90,7 @@ def restore(tensor: Tensor) -> None:
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Resize the tensor's storage to `size` bytes and notify its observer, since no operator does so."""
+    """Resize the tensor's storage to `size` bytes, and notify its observer, which sees operators only."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != size:
         storage.resize_(size)

@@ -1,12 +1,11 @@
 """Tensor parallelism of Megatron-LM (1909.08053 sec. 3) and its sequence parallelism (2205.05198 sec. 4).
 
-A block has two pairs of matrices, which are split over the tp group.  The first of a pair is split by columns (each
-rank computes some heads, or some of the MLP's hidden units), the second by rows.  The only communication is one
-all-reduce per pair and direction.  With `sp` that all-reduce becomes a reduce-scatter along the sequence and an
-all-gather, and the activations between the pairs are split along the sequence.
+Attention and MLP each have a matrix that is split by columns over the tp group, then one that is split by rows.  The
+only communication is one all-reduce for each in forward and backward.  With `sp` (sequence parallelism) an all-gather
+and a reduce-scatter along the sequence replace it, and activations outside attention and MLP are split.
 
-A parameter has the dimension along which it is split (`parameter.split`), or is a duplicate, equal on all ranks.  If
-the uses of a duplicate differ by rank, each rank has a part of its gradient (`parameter.partial`), which tp sums.
+`parameter.split` is the dimension along which a parameter is split; None: all tp ranks hold the same values.
+`parameter.partial`: each rank has only a part of the gradient of such equal values, to be summed over tp.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from repro.parallel.comm import MAX, SUM, Group, Work
 
 
 def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """Gather [b, s/t, h] of each rank to [b, s, h]; the result is valid after the work's wait."""
+    """Gather [b, s/t, h] of each of t ranks to [b, s, h]; the result is valid after the work's wait."""
     b, s, h = x.shape
     parts = torch.empty((tp.size, b, s, h), dtype=x.dtype, device=x.device)
     work = tp.all_gather(parts.view(-1), x.contiguous().view(-1), purpose)
@@ -41,7 +40,7 @@ def gather_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
-    """Sum [b, s, h] over the ranks and return the rank's [b, s/t, h]; the result is valid after the work's wait."""
+    """Sum [b, s, h] over t ranks and return the rank's [b, s/t, h]; the result is valid after the work's wait."""
     b, s, h = x.shape
     part = torch.empty((b, s // tp.size, h), dtype=x.dtype, device=x.device)
     parts = x.view(b, tp.size, s // tp.size, h).transpose(0, 1).contiguous()
@@ -49,11 +48,10 @@ def scatter_sequence(x: Tensor, tp: Group, purpose: str) -> tuple[Tensor, Work]:
 
 
 def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
-    """Return rows^T x, the gradient of `weight`; None if the gradient was added to its bucket.
+    """Return rows^T x, the gradient of `weight`, from the output's gradient `rows` [n, o] and the input x [n, i].
 
-    A weight that is used once per backward pass may have a `gradient_sink` (see
-    `repro.parallel.zero.grad_reduce.GradientReducer`).  The product is then added directly to the bucket, without an
-    allocation or a copy of the gradient.
+    None: `weight.gradient_sink`, which `GradientReducer` sets on weights that are used once per backward pass, has
+    added the product directly to the gradient bucket.
     """
     sink = getattr(weight, "gradient_sink", None)
     if sink is None:
@@ -65,8 +63,8 @@ def weight_gradient(weight: Tensor, rows: Tensor, x: Tensor) -> Tensor | None:
 class _Linear(torch.autograd.Function):
     """Return y = x w^T + b for each weight w.
 
-    With a tp group, w is split by rows (columns of w^T) and x is the input of Megatron's f.  Backward starts the sum of
-    the input's gradient over tp and computes the gradients of the weights meanwhile.
+    With a tp group, each rank has rows of w (columns of w^T), as after Megatron's f.  Backward sums the input's
+    gradient over tp while it computes the gradients of the weights.
     """
 
     @staticmethod
@@ -147,8 +145,8 @@ def column_linears(
 ) -> tuple[Tensor, ...]:
     """Return x [b, s, h] (`sp`: [b, s/t, h]) times the rank's rows of each weight, plus bias: [b, s, o/t] each.
 
-    For any number of weights, x is gathered once and its gradient summed once.  `plain`: sum the gradients of biases
-    by torch's operator.
+    x is gathered once for all weights, and its gradient is summed once.  o: outputs of a weight, t: tp ranks.  `plain`:
+    compute gradients of biases by torch's operator.
     """
     parameters = [tensor for column in columns for tensor in column]
     split = tp if tp.size > 1 else None
@@ -163,13 +161,13 @@ def column_linear(
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t], no bias: [b, s, o], to be summed."""
+    """Return x [b, s, i/t] times the rank's columns of `weight` [o, i/t]: the rank's summand of [b, s, o]."""
     (found,) = _Linear.apply(x, None, False, "", False, weight, None)
     return found
 
 
 def row_linear(x: Tensor, weight: Tensor, tp: Group, sp: bool, purpose: str) -> Tensor:
-    """Return `row_products`, summed over tp."""
+    """Return `row_products` summed over tp: [b, s, o], or with `sp` each rank's [b, s/t, o]."""
     return reduce_output(row_products(x, weight), tp, sp, purpose)
 
 
@@ -179,7 +177,7 @@ def split_parameter(
     """Return a parameter of full `shape` of which each tp rank holds an equal part of dimension `split`.
 
     `init`: the initial values, `normal`, `residual` (normal / sqrt(2 layers)), `zeros` or `ones`.
-    `used_once`: one linear layer of a pass uses the parameter, so its gradient may skip autograd's accumulation.
+    `used_once`: only one linear layer uses the parameter in a pass, so its gradient may skip autograd's accumulation.
     """
     local = list(shape)
     if split is not None:
@@ -192,7 +190,7 @@ def split_parameter(
 
 
 def embed(tokens: Tensor, weight: Tensor, tp: Group) -> Tensor:
-    """Return rows of a vocabulary-parallel embedding [V/t, h] for tokens [b, s]: partial [b, s, h], to be summed."""
+    """Return [b, s, h] for tokens [b, s]: rows of this rank's embeddings [V/t, h], 0 for tokens of other ranks."""
     if tp.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - tp.rank * weight.shape[0]
@@ -263,7 +261,7 @@ def vocab_parallel_cross_entropy(
     """Return the loss per token, fp32 [n], from each rank's logits [n, V/t] and targets [n] (1909.08053 sec. 3).
 
     No rank ever has a full row of logits.  Backward overwrites `logits`.  `plain`: use torch's operators.
-    `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities instead.
+    `copies_to_fp32`: copy the logits to fp32 and retain the logarithms of all probabilities, as torch does.
     """
     if not copies_to_fp32:
         return _CrossEntropy.apply(logits, targets, tp, plain)

@@ -1,4 +1,4 @@
-"""Transports of a group's messages: gloo with its rings of nodes, NCCL, or none (one rank, or shapes on `meta`)."""
+"""Transports of collectives and messages: gloo, gloo rings over nodes, NCCL, or none (one rank, tensors on `meta`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SUM, MAX = "sum", "max"
 
 
 class Work:
-    """A running collective.  `wait()` returns when its result may be used (on CUDA: enqueued afterwards)."""
+    """A running collective.  After `wait()`, code (on CUDA: operators enqueued afterwards) may use the result."""
 
     __slots__ = ("_finish", "_held", "_works")
 
     def __init__(self, *works: dist.Work | None, finish: Callable[[], object] | None = None):
-        """`works`: not None on ranks of the group.  `finish`: called once, by the first `wait`."""
+        """`works`: handles of `torch.distributed`.  `finish`: function that the first `wait` calls at its end."""
         assert None not in works
         self._works: Any = works
         self._finish = finish
@@ -53,7 +53,7 @@ class Work:
 
 
 class Transport(Protocol):
-    """Messages between the ranks of one group.  Tensors are contiguous; sizes were checked."""
+    """Interface that transmits contiguous tensors between the ranks of one group; `Group` checks the sizes."""
 
     @property
     def reduces_in_place(self) -> bool:
@@ -143,7 +143,7 @@ class NcclTransport:
         dist.barrier(group=self.group, device_ids=[torch.cuda.current_device()])
 
     def first_uses(self) -> Iterator[tuple[dist.ProcessGroup, Callable[[Tensor], Work]]]:
-        """Yield each communicator of this rank with a use of it, in an order that is equal on all its ranks."""
+        """Yield each communicator of this rank and a function that uses it, in the same order on all ranks."""
         yield self.group, lambda message: self.all_reduce(message, SUM)
         rank = dist.get_rank(self.group)
         for (source, to, channel), pair in self.channels.items():
@@ -185,7 +185,7 @@ class GlooTransport:
     def _exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> list[dist.Work | None]:
-        """Start messages of this rank's tensors to other ranks, and of theirs to this rank."""
+        """Start `sends` (tensor, target rank) and `receives` (tensor, source rank), and return their handles."""
         tag = self._next_tag()
         coming = [dist.irecv(x, self._global[rank], group=self.group, tag=tag) for x, rank in receives]
         return coming + [dist.isend(x, self._global[rank], group=self.group, tag=tag) for x, rank in sends]
@@ -229,7 +229,7 @@ class GlooTransport:
         return Work(dist.broadcast(tensor, root, group=self.group, async_op=True))
 
     def _message_tag(self, direction: str, peer: int, channel: int) -> int:
-        """Return the tag of a channel's next message, equal at both ends; collectives have the tags below 2^16."""
+        """Return the tag of a channel's next message, equal on sender and receiver, from 2^16 on."""
         key = (direction, peer, channel)
         self._messages[key] += 1
         return (1 + channel << 16) + self._messages[key] % (1 << 16)
@@ -250,7 +250,7 @@ RingOperation = Callable[[], None]
 
 
 def needs_ring(ranks: Sequence[int], per_node: int) -> bool:
-    """Return whether `ranks` are on several nodes and several are on one node; `per_node`: world ranks per node."""
+    """Return whether `ranks` use several nodes, one of them with several ranks; `per_node`: world ranks per node."""
     nodes = [rank // per_node for rank in ranks]
     return 1 < len(set(nodes)) < len(nodes)
 
@@ -263,9 +263,9 @@ def ranks_per_node(world: int) -> int:
 class GlooRing(GlooTransport):
     """gloo transport with rings, for groups that have several ranks on each of several nodes.
 
-    `GlooTransport` sends every part directly to each rank, so a part crosses the link between two nodes once per rank
-    of the target node. In a ring of the ranks in their order a part enters and leaves each node once, as in NCCL's
-    rings and in gloo's all-reduce. Its reduce-scatter runs in a thread, so that it overlaps with computation.
+    With `GlooTransport` a part of a tensor crosses the link between two nodes once per rank of the target node. In a
+    ring a part enters and leaves each node once, as in NCCL's rings and in gloo's all-reduce. The reduce-scatter runs
+    in a thread, so that it overlaps with computation.
     """
 
     def __init__(self, group: dist.ProcessGroup, channel: int = 0):
@@ -278,7 +278,7 @@ class GlooRing(GlooTransport):
         following, previous = (self._global[(self.rank + by) % self.size] for by in (1, -1))
 
         def steps() -> None:
-            # All receives are posted at once: a receive posted in a step would cost a turn of the scheduler.
+            # All receives are posted at once, because posting one in each step costs a context switch.
             coming = [Work(dist.irecv(part, previous, group=self.group, tag=tag)) for part in received]
             sums, going = parts[self.rank - 1], []
             for step, (part, arrival) in enumerate(zip(received, coming, strict=True)):
@@ -296,7 +296,7 @@ class GlooRing(GlooTransport):
         return Work(dist.all_gather(parts, input, group=self.group, async_op=True))
 
     def _run_in_thread(self, steps: RingOperation) -> Work:
-        """Queue `steps` for the thread; the work is done when they end, and raises their exception."""
+        """Queue `steps` for this transport's thread; `wait` of the result waits for them and raises their exception."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run, args=(self._jobs,), name="gloo ring", daemon=True).start()
@@ -308,7 +308,7 @@ class GlooRing(GlooTransport):
                 with torch.no_grad():
                     steps()
                 ended.set_result(None)
-            except BaseException as error:  # the wait raises it
+            except BaseException as error:  # `Work.wait` raises the error.
                 ended.set_exception(error)
 
         self._jobs.put(job)
@@ -318,4 +318,4 @@ class GlooRing(GlooTransport):
 def _run(jobs: queue.SimpleQueue[RingOperation | None]) -> None:
     while job := jobs.get():
         job()
-        del job  # a reference to the transport, whose end ends this thread
+        del job  # The job references the transport, and this thread ends when the transport is freed.

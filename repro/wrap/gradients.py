@@ -1,9 +1,7 @@
 """Gradients of a wrapped module: `p.grad` for clipping and logging, and support of `torch.amp.GradScaler`.
 
-After the last backward pass of a step, `p.grad` is the mean over all ranks. Under stage 0 it is a plain view, as in
-DistributedDataParallel. Under stages 1 to 3 a rank has a piece of the gradient, or nothing. A `ShardedGradient` then
-returns the norm of the full gradient, supports in-place changes of single elements, and refuses all other operators.
-`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` need no more.
+After the last backward pass of a step, `p.grad` is the mean over all ranks. Under stage 0 `p.grad` is a plain view of
+its bucket, as in DistributedDataParallel, and under stages 1 to 3 a `ShardedGradient`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,11 @@ from repro.wrap.state_dicts import Shard
 
 
 class ShardedGradient(Tensor):
-    """Gradient of a parameter: the shape, dtype and device, and this rank's piece [k] of the elements."""
+    """Gradient of a parameter under ZeRO stages 1 to 3: the full shape, but only this rank's elements.
+
+    It computes norms of the full gradient and supports in-place changes of single elements, as `clip_grad_norm_` and
+    `clip_grad_value_` of torch need them. It refuses all other operators.
+    """
 
     piece: Tensor
     number: int
@@ -29,7 +31,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def create(shape: torch.Size, piece: Tensor, number: int, norms: GradientNorms) -> ShardedGradient:
-        """Create the gradient. `number`: index of the gradient in `norms`."""
+        """Return the gradient of full `shape`. `piece` [k]: this rank's elements; `number`: index in `norms`."""
         gradient: ShardedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedGradient, shape, dtype=piece.dtype, device=piece.device
         )
@@ -64,7 +66,7 @@ class ShardedGradient(Tensor):
                 func(first.piece, *args[1:], **kwargs)
                 return first
         raise RuntimeError(
-            f"{name}() of a gradient {list(_shape(args))} is not supported under zero = 1 to 3, or before the "
+            f"{name}() of a gradient of shape {list(_shape(args))} is not supported under zero = 1 to 3, or before the "
             "last backward pass of a step. Use norm(), clip_grad_norm_, clip_grad_value_, scaling and clamping in "
             "place, or zero = 0."
         )
@@ -81,7 +83,7 @@ UNCHANGED_FUNCTIONS = {
     *(Tensor.detach, Tensor.data.__get__, Tensor.requires_grad_),  # type: ignore[attr-defined]
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
 }
-"""Functions that return the gradient unchanged. Norms are fp32, and the next pass refuses a module that was cast."""
+"""Functions that return a `ShardedGradient` unchanged. Norms do not need a cast: they are computed in fp32 or fp64."""
 
 NORM_FUNCTIONS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 ELEMENTWISE_FUNCTIONS = {
@@ -95,7 +97,7 @@ ELEMENTWISE_FUNCTIONS = {
     "clip_",
     "nan_to_num_",
 }
-"""Functions that change each element by itself, so that zero padding has no effect."""
+"""In-place functions of single elements, which each rank can apply to its own piece of a gradient."""
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
@@ -107,7 +109,7 @@ def _shape(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 class GradientNorms:
-    """Norms of all gradients, from every rank's pieces in one all-reduce."""
+    """Norms of the gradients of all parameters, computed from the pieces of all ranks with one all-reduce."""
 
     def __init__(
         self,
@@ -117,25 +119,26 @@ class GradientNorms:
         like: Tensor,
         reduce: Callable[[], None],
     ):
-        """`group`: the ranks with other pieces, if any. `like`: a tensor with the device and dtype of the norms.
+        """`pieces[i]`: this rank's piece of gradient `i`. `like`: a tensor with the dtype and device of the norms.
 
-        `reduce` is called before gradients are read or changed, because they may not be reduced yet.
+        `group`: ranks that have the other pieces; None if each rank has full gradients. `reduce` completes the pending
+        reduction of the gradients over the ranks, before they are read or changed.
         """
         self._pieces, self._gradients, self._group, self._like = pieces, gradients, group, like
         self._reduce = reduce
         self._found: dict[float, Tensor] = {}
 
     def reset(self) -> None:
-        """Discard the norms of gradients that have changed."""
+        """Discard the cached norms after the gradients have changed."""
         self._found.clear()
 
     def prepare_change(self) -> None:
-        """Reduce the gradients before a change, which all ranks make alike, and discard the norms."""
+        """Reduce the gradients before an in-place change and discard the cached norms; all ranks must call this."""
         self._reduce()
         self.reset()
 
     def compute(self, order: Any) -> Tensor:
-        """Return the `order`-norm of each gradient [gradients]. All ranks must make the first call after a change."""
+        """Return the norm of `order` of each gradient, 1-D. After a change, all ranks must make the first call."""
         order = 2.0 if order in (None, "fro") else float(order)
         if order not in self._found:
             if order <= 0:
@@ -155,7 +158,7 @@ class GradientNorms:
 
 
 class UserGradients:
-    """Place the gradients of a step at `p.grad`, and detect their replacement."""
+    """Set `p.grad` of the module's parameters after a backward pass, and detect gradients that the user replaced."""
 
     def __init__(self, sharded: ShardedModule, pieces: dict[int, Tensor]):
         """`pieces[i]`: this rank's piece of the gradient of parameter `i`, if the rank has one."""
@@ -167,7 +170,7 @@ class UserGradients:
             pieces, len(self.parameters), group if stage else None, like, sharded.reducer.reduce_early
         )
         self._pieces: list[Tensor] = []
-        """Gradients that `p.grad` shows until the reduction, and under stages 1 to 3 also after the reduction."""
+        """Values of `p.grad` before the gradients are reduced over the ranks; under stages 1 to 3 also afterwards."""
         for i, shape in enumerate(sharded.shapes):
             piece = pieces.get(i, like.new_empty(0, dtype=self.parameters[i].dtype))
             self._pieces.append(ShardedGradient.create(shape, piece, i, self.norms))
@@ -177,12 +180,12 @@ class UserGradients:
         self._shown: list[Tensor] | None = None
 
     def show(self, reduced: bool) -> None:
-        """Place the gradients after a backward pass. Unless `reduced`, their first use reduces them."""
+        """Set `p.grad` after a backward pass. If the gradients are not `reduced` yet, their first use reduces them."""
         self._shown = self._views if reduced else self._pieces
         self._set(self._shown)
 
     def hide(self) -> None:
-        """Remove the gradients before a backward pass."""
+        """Set `p.grad` to None before a backward pass."""
         if self._shown is not None:
             self._set([None] * len(self._shown))
             self._shown = None
@@ -194,7 +197,7 @@ class UserGradients:
         self.norms.reset()
 
     def check(self) -> None:
-        """Raise `RuntimeError` if the user has replaced a gradient, which would have no effect on the step."""
+        """Raise `RuntimeError` if the user has replaced `p.grad`, because the step would ignore the replacement."""
         with torch._C.DisableTorchFunctionSubclass():
             shown: Sequence[Tensor | None] = self._shown or [None] * len(self.names)
             for name, parameter, gradient in zip(self.names, self.parameters, shown, strict=True):
@@ -206,19 +209,18 @@ class UserGradients:
 
 
 class OptimizerGradient(Tensor):
-    """Value of `grad` of an optimizer's parameter between backward pass and step, which supports unscaling only.
+    """Placeholder for `grad` of the optimizer's first parameter before a step, which supports `GradScaler` only.
 
-    `torch.amp.GradScaler` divides the gradients of the optimizer's parameters, which are pieces of the module's
-    gradients, and detects values that are not finite. A rank would detect such values in its own pieces only. The
-    scaler calls one operator on the tensors at `grad`, so one tensor stands for all pieces (as `DTensor` implements
-    this operator for FSDP2).
+    `torch.amp.GradScaler` divides the optimizer's gradients by the loss scale and detects inf and nan, but a rank has
+    only pieces of the gradients. The placeholder implements the scaler's operator for the pieces of all ranks, as
+    `DTensor` does for FSDP2.
     """
 
     unscale: Callable[[Tensor, Tensor], None]
 
     @staticmethod
     def create(parameter: Tensor, unscale: Callable[[Tensor, Tensor], None]) -> OptimizerGradient:
-        """Create the gradient. `unscale(found_inf, inv_scale)` (0-dim fp32) sets `found_inf` to 1 for inf or nan."""
+        """Return the placeholder for `parameter.grad`; `GradScaler` calls `unscale(found_inf, inv_scale)`, 0-dim."""
         made: OptimizerGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             OptimizerGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
@@ -246,10 +248,10 @@ class OptimizerGradient(Tensor):
 
 
 class GradScalerSupport:
-    """Place an `OptimizerGradient` at the optimizer's first parameter, so that all ranks skip the same steps."""
+    """Set an `OptimizerGradient` for `torch.amp.GradScaler`, so that all ranks skip the same steps."""
 
     def __init__(self, shards: Sequence[Shard], group: Group | None, prepare_change: Callable[[], None]):
-        """`group`: the ranks with other pieces, if any. `prepare_change`: called before gradients are divided."""
+        """`group`: ranks with the other pieces, if any. `prepare_change` is called before gradients are divided."""
         self._group, self._prepare_change = group, prepare_change
         self._of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for shard in shards:
@@ -258,11 +260,11 @@ class GradScalerSupport:
         self._gradient = OptimizerGradient.create(self._first, self._unscale)
 
     def show(self) -> None:
-        """Place the gradient at the parameter."""
+        """Set the placeholder after a backward pass."""
         self._first.grad = self._gradient
 
     def hide(self) -> None:
-        """Remove the gradient from the parameter."""
+        """Remove the placeholder."""
         self._first.grad = None
 
     def _unscale(self, found_inf: Tensor, inv_scale: Tensor) -> None:

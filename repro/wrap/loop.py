@@ -36,10 +36,9 @@ class StepAgreement:
         self._unused: set[int] | None = None
 
     def _states(self) -> list[list[tuple[int, int]]]:
-        """Return for every module with buffers a state that changes when a buffer is written or replaced.
+        """Return identity and version of every buffer, by module; they change when a buffer is written or replaced.
 
-        One buffer is not enough: torch's batch norm writes its statistics without a new version, but also counts
-        batches.
+        torch's batch norm writes its statistics without a new version. Its counter of batches shows the change.
         """
         return [
             [(id(buffer), buffer._version) for buffer in child._buffers.values() if buffer is not None]
@@ -47,12 +46,12 @@ class StepAgreement:
         ]
 
     def record_backward(self) -> None:
-        """Record the parameters without gradient in the backward pass that has ended."""
+        """Record which parameters got no gradient in the backward pass that has just ended."""
         missing = self._sharded.reducer.missing()
         self._unused = missing if self._unused is None else self._unused & missing
 
     def reset(self) -> None:
-        """Discard the records of this step."""
+        """Discard the records of unused parameters in this step."""
         self._unused = None
 
     def reach(self) -> set[int]:
@@ -88,21 +87,21 @@ class StockLoop:
         clip: float,
         host: Group,
     ):
-        """`host`: group of all ranks for numbers that the host reads immediately (gloo)."""
+        """`host`: gloo group of all ranks for values that the host reads immediately."""
         self.sharded, self.accumulation, self.clip = sharded, accumulation, clip
         self.micro_batch = 0
         self._is_backward_due = False
-        """Whether a forward pass has no backward pass yet."""
+        """Whether a forward pass has run since the last backward pass."""
         self._has_gradients = False
         """Whether autograd records the forward pass that runs or ran last."""
         self._in_backward = False
         """Whether a backward pass runs."""
         self._had_grad_only_backward = False
-        """Whether a grad-only backward pass went through the forward passes that have no backward pass yet."""
+        """Whether `torch.autograd.grad` has computed input gradients since the last full backward pass."""
         self._uses: dict[int, tuple[int, bool]] = {}
-        """Uses of each block since the last backward pass, and whether a use was in a reentrant checkpoint."""
+        """By block id: forward calls since the last backward pass; whether one was in a reentrant checkpoint."""
         self._in_no_sync = False
-        """Whether the backward pass is not the step's last, inside `module.no_sync()`."""
+        """Whether `module.no_sync()` is active, in which no backward pass is the step's last."""
         self._shards = self._make_shards(optimizer)
         self.states = OptimizerStates(optimizer, sharded, self._shards, host)
         self._replace_parameters(optimizer)
@@ -121,7 +120,7 @@ class StockLoop:
         module.no_sync = self.no_sync  # type: ignore[assignment]
         for owner in (module, optimizer):
             vars(owner)["zero_grad"] = self._then_restart(owner.zero_grad)
-        # A GradScaler divides gradients before the step, in which they are clipped, and not in a fused optimizer.
+        # GradScaler must divide gradients before `_before_step` clips them. A fused optimizer would divide them later.
         vars(optimizer)["_step_supports_amp_scaling"] = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -135,7 +134,7 @@ class StockLoop:
                 here = slice(start, start + last - first)
                 parameter = Parameter(bucket.master[here])
                 shards.append(Shard(index, first, last, parameter, bucket.gradient_shard[here]))
-        if not shards:  # this rank has only padding: its optimizer gets an empty piece
+        if not shards:  # The rank has only padding, but its optimizer needs a parameter.
             bucket = self.sharded.buckets[0]
             empty = Parameter(bucket.master[:0])
             shards.append(Shard(bucket.plan.slots[0].index, 0, 0, empty, bucket.gradient_shard[:0]))
@@ -150,9 +149,9 @@ class StockLoop:
             ]
 
     def _delay_repeated_blocks(self, module: nn.Module, units: Sequence[GatherUnit]) -> None:
-        """Stages 0 to 2: delay the reduction of a block that reentrant checkpointing uses twice in a pass.
+        """Delay the reduction of a block's gradients if reentrant checkpointing runs the block twice in a pass.
 
-        Autograd accumulates a gradient of the block's parameters for each use.
+        Under stages 0 to 2 autograd then accumulates the gradients of the block's parameters once per run.
         """
         bucket_of = {id(p): bucket for bucket in self.sharded.buckets for p in bucket.parameters}
         names = dict(module.named_modules())
@@ -161,8 +160,8 @@ class StockLoop:
             buckets = [bucket_of[id(p)] for p in parameters if id(p) in bucket_of]
 
             def count(block: nn.Module, inputs: Any) -> None:
-                if not self._has_gradients or self._in_backward:  # evaluation, or recomputation
-                    return
+                if not self._has_gradients or self._in_backward:
+                    return  # Evaluation and recomputation add no further gradient.
                 times, checkpointed = self._uses.get(id(block), (0, False))
                 checkpointed |= not torch.is_grad_enabled()
                 self._uses[id(block)] = times + 1, checkpointed
@@ -178,14 +177,14 @@ class StockLoop:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() != -1:
-            return  # recomputation of the full module
-        self._in_backward = False  # a failed backward pass does not reset it
+            return  # A checkpoint recomputes the full module.
+        self._in_backward = False  # A failed backward pass leaves the flag set.
         self._has_gradients = torch.is_grad_enabled()
         if not self._has_gradients:
             if self.sharded.gatherer is not None:
                 self.sharded.gatherer.begin_forward()
             return
-        if not torch.compiler.is_compiling():  # it would take the parameters into its graph
+        if not torch.compiler.is_compiling():  # torch.compile would trace the check.
             self._module_check.check()
         self._is_backward_due = True
         self._hide_gradients()
@@ -235,7 +234,7 @@ class StockLoop:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Declare that passes in this context are not the step's last, as in DistributedDataParallel."""
+        """Declare that no backward pass in this context is the step's last, as in DistributedDataParallel."""
         self._in_no_sync = True
         try:
             yield
@@ -287,7 +286,7 @@ class StockLoop:
     def _clip(self) -> None:
         group = self.sharded.sharding.group
         gradients = [s.parameter.grad for s in self._shards if s.parameter.grad is not None]
-        # A rank with only padding adds zero and participates in the sum.
+        # A rank whose shards are only padding adds 0 to the all-reduce.
         like = self.sharded.buckets[0].master
         squares = kernels.norm_squared(gradients) if gradients else torch.zeros((), device=like.device)
         if self.sharded.sharding.stage:

@@ -2,10 +2,8 @@
 
     module, optimizer = repro.parallelize(module, optimizer, Layout(dp=4, zero=3))
 
-The training loop remains unchanged: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. Both objects are
-changed in place. The module's parameters move into buckets, and the optimizer's parameters become this rank's shards.
-Optimizer states are therefore partitioned, and learning-rate schedulers work. The optimizer must be element-wise (SGD,
-Adam, AdamW, ...); one that uses matrices is refused.
+The training loop remains unchanged. Both objects are changed in place: the module's parameters move into buckets, and
+the optimizer gets this rank's shards of them. The optimizer must update each element independently (SGD, AdamW, ...).
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ def parallelize(
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Backend of the collectives, by the module's type of device."""
+"""Required backend of `torch.distributed`, by the device type of the module."""
 
 
 NOT_FOR_STOCK_MODULES = (
@@ -113,7 +111,7 @@ NOT_FOR_STOCK_MODULES = (
     ("pp", 1, "a stock module is not cut into pipeline stages"),
     ("recompute", False, "a stock module calls torch.utils.checkpoint itself"),
     ("kernels", "fused", "a stock module brings its own operators"),
-    ("offload_optimizer", False, "optimizer states stay on the device here"),
+    ("offload_optimizer", False, "repro.parallelize leaves optimizer states on the device"),
     ("grad_dtype", "precision", "a stock optimizer reads gradients in the data type of its parameters"),
 )
 """Required values of layout keys for a stock module, with the reasons."""
@@ -137,7 +135,7 @@ def _mesh(layout: Layout, device: torch.device) -> meshes.Mesh:
 def _backend(device: torch.device) -> str:
     if device.type not in BACKENDS:
         raise ValueError(
-            f"module: on {device.type}, which is not supported. Move it to {' or '.join(BACKENDS)}."
+            f"module: device type {device.type} is not supported. Move the module to {' or '.join(BACKENDS)}."
         )
     return BACKENDS[device.type]
 

@@ -16,7 +16,7 @@ from repro.parallel.zero.stages import ShardedModule
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise `ValueError` for a module that cannot be trained, or not correctly."""
+    """Raise `ValueError` for a module that `repro.parallelize` cannot train correctly."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module: a {type(module).__name__} is not supported. Call repro.parallelize(module, optimizer, layout)."
@@ -109,9 +109,9 @@ def _updated(optimizer: optim.Optimizer, group: dict[str, Any], start: Tensor, h
     """Return `start` after three steps of a copy of `optimizer`, flat; `here`: positions in the full matrix."""
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    vars(twin).pop("step", None)  # a scheduler's wrapper, which counts the steps of the original
+    vars(twin).pop("step", None)  # A scheduler's wrapper of `step` would count the copy's steps.
     parameter = Parameter(start.clone())
-    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # before a warm-up
+    rate = {"lr": 0.01} if group.get("lr") == 0 else {}  # A rate of 0, as before a warm-up, updates nothing.
     twin.param_groups = [{**group, **rate, "params": [parameter]}]
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -130,7 +130,7 @@ def check_clip(clip: float) -> None:
 
 
 def check_narrow(module: nn.Module) -> None:
-    """Raise `ValueError` for parameters that fp32 master weights would round."""
+    """Raise `ValueError` for float64 parameters, which fp32 master weights would round."""
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.float64:
             raise ValueError(
@@ -142,7 +142,7 @@ def check_narrow(module: nn.Module) -> None:
 class UnchangedModuleCheck:
     """Detect parameters that were unfrozen, cast or moved after the creation of the buckets.
 
-    A parameter that is frozen later is an unused parameter, which the optimizer skips.
+    Freezing a parameter afterwards is allowed: the parameter counts as unused, and the optimizer skips it.
     """
 
     def __init__(self, module: nn.Module, sharded: ShardedModule, optimizer: optim.Optimizer):
@@ -159,7 +159,7 @@ class UnchangedModuleCheck:
             return [p.requires_grad for p in self._parameters], [p.data_ptr() for p in self._placed]
 
     def check(self) -> None:
-        """Raise `RuntimeError` if training on would miss a change of the module."""
+        """Raise `RuntimeError` if a parameter was unfrozen, cast or moved, because the buckets lack the change."""
         required, places = self._now()
         if required != self._required:
             for name, now, before in zip(self._named, required, self._required, strict=True):

@@ -1,11 +1,11 @@
-"""State dicts of a module and its optimizer whose parameters lie in buckets: stock formats and a rank's own."""
+"""State dicts of a wrapped module and its optimizer: complete ones in PyTorch's format, and each rank's shards."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from repro.parallel.zero.stages import ShardedModule
 
 @dataclass(frozen=True)
 class Shard:
-    """Flat parameter of the optimizer: elements `first` to `last` of the module's parameter `index`."""
+    """Flat parameter of the optimizer: elements `first` to `last` - 1 of the module's parameter `index`."""
 
     index: int
     first: int
@@ -31,7 +31,7 @@ class Shard:
 
 
 class OptimizerStates:
-    """Mark a rank's own `optimizer.state_dict()`, split stock state dicts on load, and assemble full ones."""
+    """State dicts of the wrapped optimizer: each rank's own, labelled with rank and layout, and complete ones."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class OptimizerStates:
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _cut(self, state: dict[str, Any], shard: Shard) -> dict[str, Any]:
-        """Return the shard's part of a parameter's state."""
+        """Return the elements of `shard` from the optimizer `state` of a full parameter."""
         numel = self._sharded.shapes[shard.index].numel()
         cut: dict[str, Any] = {}
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
+            if _is_part(value):
                 if value.numel() != numel:
                     name = self._sharded.names[shard.index]
                     raise ValueError(
-                        f"optimizer: state {key!r} of {name} cannot be cut. Use another optimizer."
+                        f"optimizer: state {key!r} of {name} has no element per weight. Use another optimizer."
                     )
                 value = value.reshape(-1)[shard.first : shard.last].to(shard.parameter.dtype).clone()
             cut[key] = value.clone() if isinstance(value, Tensor) else value
@@ -84,9 +84,9 @@ class OptimizerStates:
         return states
 
     def _from_stock(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a stock optimizer's states."""
+        """Return this rank's part of the state dict of an optimizer that is not wrapped."""
         if [len(g["params"]) for g in states["param_groups"]] != [len(group) for group in self._groups]:
-            raise ValueError("optimizer.load_state_dict(): the parameter groups differ. Use equal groups.")
+            raise ValueError("optimizer.load_state_dict(): parameter group sizes differ. Use equal groups.")
         place: dict[int, int] = {}
         for saved, group in zip(states["param_groups"], self._groups, strict=True):
             place.update((i, key) for i, key in zip(group, saved["params"], strict=True) if i is not None)
@@ -104,7 +104,7 @@ class OptimizerStates:
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict()` of the stock optimizer, complete on every rank; all ranks call this at once."""
+        """Return the complete `state_dict()` of an optimizer that is not wrapped; all ranks must call this."""
         sharded, group = self._sharded, self._sharded.sharding.group
         pieces = {shard.index: shard for shard in self._shards}
         states = {i: self._optimizer.state.get(shard.parameter, {}) for i, shard in pieces.items()}
@@ -149,31 +149,31 @@ def _all_gather_any(value: Any, host: Group) -> list[Any]:
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def mark_of(sharded: ShardedModule) -> dict[str, int]:
-    """Return the rank and layout that a rank's own states must match on load."""
+    """Return rank, dp and ZeRO stage, which must be equal when a rank saves and loads its own states."""
     group = sharded.sharding.group
     return {"rank": group.rank, "dp": group.size, "zero": sharded.sharding.stage}
 
 
 def written(mark: dict[str, int]) -> str:
-    """Return the mark as text for messages."""
+    """Return the result of `mark_of` as text for messages."""
     return f"rank {mark['rank']} of dp = {mark['dp']}, zero = {mark['zero']}"
 
 
 class WrappedModule(ShardedModule):
-    """Sharded module at `module.repro`, with full and per-rank state dicts."""
+    """Value of `module.repro` of a wrapped module, with complete and per-rank state dicts."""
 
     _saving = False
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return `state_dict()` of the stock module, complete on every rank; all ranks call this at once.
+        """Return the complete `state_dict()` of a module that is not wrapped; all ranks must call this.
 
-        Parameters have the optimizer's precision, which is fp32 in bf16 training. A bf16 module rounds them on load. A
-        wrapped module continues with the same master weights.
+        The values are the master weights, fp32 in bf16 training. A plain bf16 module rounds them on load, and a
+        wrapped module loads them as master weights.
         """
         full: dict[int, Tensor] = {}
         for flat in self._flats():
@@ -197,7 +197,7 @@ class WrappedModule(ShardedModule):
         }
 
     def load_shard_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load the result of `shard_state_dict` of this rank and layout; all ranks call this at once.
+        """Load the result of `shard_state_dict` of this rank and layout; all ranks must call this.
 
         Raises `ValueError` for the shard of another rank or layout.
         """
@@ -291,12 +291,12 @@ class WrappedModule(ShardedModule):
 
 
 def _values(flat: FlatParameters) -> Tensor:
-    """Return this rank's shard: the master weights, or the parameters where there are none."""
+    """Return this rank's shard of the master weights, or of the parameters if there are no master weights."""
     return flat.master if isinstance(flat, Bucket) else flat.shard
 
 
 def _gathered_values(flat: FlatParameters) -> Tensor:
-    """Return the values of all ranks' shards [padded]."""
+    """Gather the shards of all ranks, and return the flat buffer with its padding."""
     mine = _values(flat)
     if mine.numel() == flat.plan.padded:
         return mine
@@ -307,7 +307,7 @@ def _gathered_values(flat: FlatParameters) -> Tensor:
 
 @torch.no_grad()
 def _set_master(flat: FlatParameters, key: int, value: Tensor) -> None:
-    """Set this rank's piece of a parameter's master weights from the full `value`, before rounding."""
+    """Set this rank's piece of a parameter's master weights from the full `value`, in fp32."""
     values = _values(flat)
     if values is flat.shard:
         return

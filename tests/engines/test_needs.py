@@ -25,7 +25,7 @@ def test_torchs_engine_needs_what_torch_has_since_2_10(
     version: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    assert missing_library("torch").startswith(f"torch 2.10: this one, {version},") is lacks
+    assert missing_library("torch").startswith(f"torch 2.10 or later: {version} is installed.") is lacks
     assert lacks or not missing_library("torch")
     assert not missing_library("native")
 

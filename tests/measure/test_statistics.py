@@ -17,7 +17,7 @@ POSITIVE = st.floats(min_value=1e-3, max_value=1e3)
 def test_summary_is_median_and_20_80_quantiles() -> None:
     assert summarize([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 1.8, 4.2)
     assert summarize([0.25]) == (0.25, 0.25, 0.25)
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="values: empty"):
         summarize([])
 
 

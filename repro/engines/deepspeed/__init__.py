@@ -1,7 +1,5 @@
-"""DeepSpeed's engine, ZeRO and activation checkpointing on the suite's GPT, behind the engine interface.
+"""Engine `deepspeed`: DeepSpeed's step, ZeRO and activation checkpointing on the suite's GPT.
 
-| module | content |
-|---|---|
-| `engine` | the step, the import of DeepSpeed, its configuration and `mpu`, its module variables |
-| `model_states` | the GPT with DeepSpeed's checkpointing, initial values, and the states of DeepSpeed's optimizers |
+`engine` configures DeepSpeed and runs the step, and `model_states` builds the GPT and finds the states of DeepSpeed's
+optimizers.
 """

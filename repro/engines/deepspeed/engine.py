@@ -1,7 +1,7 @@
-"""DeepSpeed engine: its own `forward`, `backward` and `step` for every micro-batch, and the setup of the library.
+"""Training step by `forward`, `backward` and `step` of DeepSpeed's engine, and the setup of the library.
 
-A rank's process runs many experiments, some interleaved. DeepSpeed stores the `mpu` and all of activation checkpointing
-in module variables and replaces `torch.nn.functional.linear`. `Exchange` isolates these variables.
+A process runs several experiments, but DeepSpeed stores the `mpu` and activation checkpointing in module variables and
+replaces `torch.nn.functional.linear`. An `Exchange` activates an experiment's values of these variables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from repro.parallel.pipeline.runner import Observer
 from repro.parallel.zero.optimizer import Norms
 
 _MODULE_VARIABLES = {
-    "torch.nn.functional": ("linear",),  # stage 3 replaces the function and does not restore it
+    "torch.nn.functional": ("linear",),  # Stage 3 replaces the function and does not restore it.
     "deepspeed.utils.groups": ("mpu",),
     "deepspeed.runtime.activation_checkpointing.checkpointing": (
         *("mpu", "mp_rank", "mp_size", "mp_group", "num_layers", "deepspeed_checkpointing_enabled"),
@@ -54,17 +54,17 @@ _MODULE_VARIABLES = {
 
 
 def import_deepspeed(device_type: str) -> ModuleType:
-    """Import DeepSpeed for a type of device, with messages of errors only."""
+    """Import DeepSpeed for the device type `cpu` or `cuda`, and limit its log to errors."""
     if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids a query of the GPU's driver
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # By default DeepSpeed queries the GPU's driver.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # setuptools warns about distutils
+        warnings.simplefilter("ignore")  # The import makes setuptools warn about distutils.
         library = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # torch renames its collectives; DeepSpeed calls them by both names.
+    # DeepSpeed calls torch's collectives by deprecated names.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if device_type == "cpu":
-        # DeepSpeed requires fp16 instructions; torch computes without them.
+        # DeepSpeed refuses CPUs without fp16 instructions, but torch computes in fp16 without them.
         library.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # The first collective would compile DeepSpeed's shared-memory reduction, which is for inference.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -73,7 +73,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
 
 def join_process_group(device: torch.device) -> None:
     """Join a process group, which DeepSpeed needs even with one rank."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's number here
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed reads the GPU's index here.
     meshes.ensure_process_group(device)
     from deepspeed import comm
 
@@ -88,10 +88,10 @@ def library_variables() -> dict[Attribute, Any]:
 
 
 def configuration(experiment: Experiment) -> dict[str, Any]:
-    """Return the `config` of `deepspeed.initialize`, from the table of `frameworks`.
+    """Return the `config` of `deepspeed.initialize`, from the options in `frameworks/deepspeed.toml`.
 
-    Open settings keep DeepSpeed's defaults, except four sizes of stage 3: their defaults fit models of tens of billions
-    of parameters, and would gather a small model once and retain it.
+    Settings without a key of the layout have DeepSpeed's defaults, except four sizes of stage 3: with their defaults,
+    DeepSpeed would gather a small model once and retain it.
     """
     return nested(load_framework("deepspeed").options_of(settings_of(experiment)))
 
@@ -117,7 +117,7 @@ def _process_group(layout: Layout, axis: str) -> dist.ProcessGroup:
 
 
 class DeepSpeedEngine:
-    """Engine `deepspeed`: the suite's GPT under DeepSpeed."""
+    """Engine `deepspeed`: the suite's GPT on one rank, trained by DeepSpeed."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         layout, training = experiment.layout, experiment.training
@@ -126,7 +126,7 @@ class DeepSpeedEngine:
         join_process_group(device)
         self.version: str = deepspeed.__version__
         self.active = Exchange(library_variables())
-        """Context in which the library has the state of this experiment."""
+        """Context in which the module variables of DeepSpeed are those of this experiment."""
         mpu = model_parallel_unit(layout, mesh) if layout.tp > 1 else None
         self.configuration = configuration(experiment)
         with self.active:
@@ -155,7 +155,7 @@ class DeepSpeedEngine:
         # DeepSpeed does not scale the loss of stage 0 (github.com/deepspeedai/DeepSpeed/pull/8393).
         is_unscaled = layout.zero == 0 and layout.precision == "fp16"
         self._unscaled: Any = self.engine.optimizer if is_unscaled else None
-        """Optimizer whose loss scale this engine applies to the loss; None if DeepSpeed applies it."""
+        """Optimizer whose loss scale this class applies to the loss; None if DeepSpeed applies the scale."""
 
     def _partition(self, mpu: SimpleNamespace | None) -> Callable[[Module], object]:
         """Return the function that partitions a new module in stage 3, so that no rank holds the full model."""
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
         )
 
     def _store_norm(self) -> None:
-        """Clip as DeepSpeed's engine does and store the norm; without clipping, compute the norm."""
+        """Replace DeepSpeed's clipping of fp32 gradients, so that it stores the norm, even without a limit."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
         engine, limit = self.engine, self.training.clip or float("inf")
@@ -185,7 +185,7 @@ class DeepSpeedEngine:
         engine.gradient_clipping = lambda: limit
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Run the loop of DeepSpeed's documentation; the last `step` is the optimizer step."""
+        """Run forward, backward and `step` of each micro-batch; the last `step` updates the parameters."""
         total = torch.zeros((), device=self.device)
         last = len(micro_batches) - 1
         scale = self._unscaled.loss_scale if self._unscaled is not None else None
@@ -212,20 +212,20 @@ class DeepSpeedEngine:
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device).reshape(())
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         if self.layout.precision != "fp16":
             return None
         return torch.tensor(float(self.engine.optimizer.loss_scale), device=self.device)
 
     def synchronize(self) -> None:
-        """Do nothing: DeepSpeed's step is synchronous."""
+        """Do nothing: no communication of DeepSpeed continues after a step."""
 
     def local_parameters(self) -> int:
-        """Return the number of parameters of this rank's tp share."""
+        """Return the number of parameters on this tp rank."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every (tp-local) parameter, by name."""
+        """Return a copy of every parameter by name, complete over dp but local to the tp rank."""
         with self.active:
             return self.states.full_parameters()
 
@@ -242,7 +242,7 @@ class DeepSpeedEngine:
         self.states.mark()
 
     def report(self) -> EngineReport:
-        """Report DeepSpeed around this suite's model."""
+        """Report the version and configuration of DeepSpeed."""
         return EngineReport(
             f"DeepSpeed {self.version}",
             "engine, ZeRO and activation checkpointing; the model, its kernels and tensor parallelism are this "
@@ -251,5 +251,5 @@ class DeepSpeedEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return {}: DeepSpeed runs one stage."""
+        """Return {}, because this engine has no pipeline parallelism."""
         return {}

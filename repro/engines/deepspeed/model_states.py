@@ -1,8 +1,6 @@
-"""The suite's GPT for DeepSpeed, and the states of DeepSpeed's optimizers in stages 0 to 3: locations, values, marks.
+"""The suite's GPT for DeepSpeed, and access to the states of DeepSpeed's optimizers in stages 0 to 3.
 
-The names are from DeepSpeed 0.19: `fp32_groups` (stage 0 in 16 bits), `bit16_groups_flat` and
-`single_partition_of_fp32_groups` (1 and 2), `lp_param_buffer`, `fp32_partitioned_groups_flat` and
-`grad_partitions_flat_buffer` (3).
+The names of attributes are from DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ from repro.parallel.zero.stages import leave_meta
 
 
 class States:
-    """States of one DeepSpeed engine."""
+    """Parameters, gradients and optimizer states of one DeepSpeed engine."""
 
     def __init__(self, engine: Any, layout: Layout):
         self.engine, self.stage = engine, layout.zero
         self.optimizer = engine.optimizer
         self.mixed = layout.precision != "fp32"
         self.place = Category.HOST if layout.offload_optimizer else Category.OPTIMIZER
-        """Category of the optimizer states; host memory with offload, like their gradients."""
+        """Memory category of the optimizer states: host memory with offload."""
         self.rank, self.ranks = 0, 1
         if self.stage:
             group = self.optimizer.dp_process_group
             self.rank, self.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
         self.names = {id(p): name for name, p in engine.module.named_parameters()}
         self._whole: list[Any] = []
-        """Hooks that mark gradients that exist only before the update."""
+        """Handles of the hooks that `mark_whole_gradients` has set."""
 
     def elements(self) -> int:
-        """Return the elements of the parameters with all padding, over all ranks of dp."""
+        """Return the number of parameters with padding, over all ranks of dp."""
         if self.stage in (1, 2):
             return sum(flat.numel() for flat in self.optimizer.bit16_groups_flat)
         if self.stage == 3:
@@ -66,10 +64,10 @@ class States:
         return found
 
     def set_initial_values(self, values: InitialValuesByName) -> None:
-        """Set the masters to unrounded fp32 weights and AdamW's step count to 0, as in every engine.
+        """Set the master weights to unrounded fp32 values and AdamW's step count to 0, as in every engine.
 
-        DeepSpeed copies its masters from rounded weights, and stage 0 creates the moments by a step of zero gradients,
-        which AdamW counts (github.com/deepspeedai/DeepSpeed/pull/5104).
+        DeepSpeed copies its masters from rounded weights, and stage 0 takes a step with zero gradients to create the
+        moments (github.com/deepspeedai/DeepSpeed/pull/5104).
         """
         with torch.no_grad():
             for parameter, start, master in self._masters():
@@ -79,7 +77,7 @@ class States:
                     state["step"].zero_()
 
     def mark_whole_gradients(self) -> None:
-        """Mark gradients at their creation until the next call of `mark`: stage 1 retains all until their reduction."""
+        """Set hooks that mark full gradients when they are created (stage 1); the next call of `mark` removes them."""
         if self.stage == 1:
             self._whole = [p.register_post_accumulate_grad_hook(_mark_gradient) for p in self._parameters()]
 
@@ -116,7 +114,7 @@ class States:
             _mark((master.grad for master in masters), self.place)
 
     def _buffers(self) -> Iterator[Any]:
-        """Yield the buffers of gradients before their reduction."""
+        """Yield the buffers in which DeepSpeed collects gradients for a reduction."""
         if self.stage:
             for bucket in self.optimizer.ipg_buckets.values():
                 yield bucket.buffer
@@ -127,7 +125,7 @@ class States:
         return found
 
     def _masters(self) -> Iterator[tuple[Parameter, int, Tensor]]:
-        """Yield each parameter, the first element of this rank's part, and the part's flat fp32 weights."""
+        """Yield (parameter, first element of this rank's part, flat fp32 master weights of the part)."""
         optimizer = self.optimizer
         if self.stage == 0:
             for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -140,7 +138,7 @@ class States:
                 for p in parameters:
                     size = p.partition_numel()
                     start = self.rank * size
-                    mine = max(0, min(size, p.ds_numel - start))  # padding ends the parts of the last ranks
+                    mine = max(0, min(size, p.ds_numel - start))  # Parts of the last ranks end in padding.
                     yield p, start, flat[place : place + mine]
                     place += size
         else:
@@ -156,20 +154,20 @@ class States:
 
 
 def _mark_gradient(p: Parameter) -> None:
-    """Mark the gradient of `p` unless it is in a bucket."""
+    """Mark the gradient of `p` unless it is a view of a bucket."""
     if p.grad is not None and p.grad.nbytes == p.grad.untyped_storage().nbytes():
         storage.mark(p.grad, Category.GRADIENTS)
 
 
 def _mark(held: Any, category: Category) -> None:
-    """Mark the storages of all tensors in `held`, however nested."""
+    """Set the memory category of all tensors in `held`, a tensor or nested collections of tensors."""
     for leaf in tree_leaves(held if isinstance(held, (dict, Tensor)) else list(held)):
         if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes():
             storage.mark(leaf.detach(), category)
 
 
 class DeepSpeedGPT(GPT):
-    """GPT whose blocks run under `deepspeed.checkpointing.checkpoint` with `recompute`."""
+    """GPT whose blocks DeepSpeed's activation checkpointing recomputes, if the layout requests recomputation."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh):
         super().__init__(experiment.model, experiment.layout, experiment.training, mesh.tp)
@@ -190,7 +188,7 @@ InitialValuesByName = dict[str, Callable[[int, int], Tensor]]
 
 @dataclass(frozen=True)
 class DeepSpeedModel:
-    """Model for `deepspeed.initialize`, and its properties before the partitioning."""
+    """Model for `deepspeed.initialize`, and properties of its parameters before DeepSpeed partitions them."""
 
     model: DeepSpeedGPT
     values: InitialValuesByName
@@ -199,19 +197,19 @@ class DeepSpeedModel:
     splits: dict[str, int | None]
     """Dimension along which tp splits each parameter, by name."""
     count: int
-    """Parameters of this rank's tp share."""
+    """Number of parameters on this tp rank."""
 
 
 def build_model(
     experiment: Experiment, mesh: Mesh, device: torch.device, place: Callable[[Module], object] | None = None
 ) -> DeepSpeedModel:
-    """Return the model on `device` in the layout's precision, with the initial values of all engines.
+    """Return the model on `device` in the layout's precision, with the initial values that all engines use.
 
-    `place` is called with the embedding, each block and the head after their initialisation, and may partition them.
+    `place` is called with the embedding, each block and the head after their initialisation, to partition them.
     """
     training, dtype = experiment.training, DTYPES[experiment.layout.precision]
     model = DeepSpeedGPT(experiment, mesh)
-    leave_meta(model, device, dtype)  # the new parameters own no memory
+    leave_meta(model, device, dtype)  # The new parameters have no memory yet.
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(names, parameters, experiment, mesh.tp, device)
     decayed, others = ([p for p in parameters if decays(p) is yes] for yes in (True, False))
@@ -227,9 +225,9 @@ def build_model(
         for parameter in module.parameters():
             i = index_of.pop(id(parameter), None)
             if i is None:
-                continue  # the tied embedding is already initialised
+                continue  # The tied embedding is initialised already.
             parameter.data = values(i, 0, parameter.numel()).view(parameter.shape).to(dtype)
-            # The norm counts the gradient of a replicated parameter on one tp rank.
+            # DeepSpeed's gradient norm counts parameters without this attribute on one tp rank only.
             parameter.model_parallel = vars(parameter)["split"] is not None  # type: ignore[attr-defined]
         if place is not None:
             place(module)

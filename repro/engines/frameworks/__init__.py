@@ -1,9 +1,5 @@
-"""Files of other frameworks for an experiment, and experiments from such files.
+"""Configuration files of Megatron-LM, DeepSpeed, torchtitan and nanotron, written for an experiment or read as one.
 
-| module | content |
-|---|---|
-| `*.toml` | the options of each framework with their keys here, and what it cannot express |
-| `table` | the table as an object that writes options and reads them back |
-| `rules` | options that several keys determine |
-| `files` | the formats of the files, and the scripts that launch them |
+Each `*.toml` file maps the options of a framework to keys of this suite, and `table` converts in both directions.
+`rules` converts options that depend on several keys, and `files` reads and writes the formats.
 """

@@ -1,4 +1,4 @@
-"""Files of frameworks: their formats, the scripts that launch them, and the experiment of a user's file."""
+"""Formats of frameworks' configuration files, their launch scripts, and the experiment that a user's file describes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDINGS = {
     ".yaml": "nanotron",
     ".yml": "nanotron",
 }
-"""Framework of a file, by the ending of its name."""
+"""Framework that a configuration file is for, by the ending of its name."""
 LAUNCHER = """\
 # On one node: bash launch.sh. With SLURM: srun --nodes @nodes@ --ntasks-per-node 1 bash launch.sh
 set -euo pipefail
@@ -38,7 +38,7 @@ exec torchrun --nnodes @nodes@ --nproc-per-node @per_node@ --node-rank "${SLURM_
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with dots in their names as tables in tables."""
+    """Return options by dotted name (`a.b`) as nested dictionaries."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         *tables, last = name.split(".")
@@ -50,7 +50,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return tables in tables as options with dots in their names."""
+    """Return the values of nested dictionaries by dotted name (`a.b`)."""
     found: dict[str, Any] = {}
     for name, value in tables.items():
         found |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -58,7 +58,7 @@ def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_options(path: Path) -> dict[str, Any]:
-    """Return the options of a file by name. Raises `ConfigError`."""
+    """Return the options of a configuration file by name. Raises `ConfigError` for an unreadable or unknown format."""
     require(path.suffix in ENDINGS, "--from", str(path), f"a file that ends in {', '.join(ENDINGS)}")
     if path.suffix == ".toml":
         return flattened(read_toml(path))
@@ -78,13 +78,13 @@ def parse_options(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         says = f"cannot be read as {path.suffix[1:].upper()}: {error}"
         raise ConfigError("--from", str(path), says=says) from None
-    require(isinstance(tables, dict), "--from", str(path), "a file of tables")
+    require(isinstance(tables, dict), "--from", str(path), "a file of named options")
     return flattened(tables)
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the options in a shell script or a list of arguments, with the variables that the script assigns."""
-    # A list of options in quotes is a list of options.
+    """Return the options in a shell script or a list of arguments, with the values of the script's variables."""
+    # A quoted string of options stands for these options.
     text = re.sub(
         r"^\s*\w+=([\"'])([^\"']*--[^\"']*)\1", r" \2 ", text.replace("\\\n", " "), flags=re.MULTILINE
     )
@@ -124,17 +124,17 @@ def _number(text: str) -> int | float | str:
 
 @dataclass(frozen=True)
 class LaunchFiles:
-    """Files of other frameworks that a command reads or writes."""
+    """Options of a command that reads or writes configuration files of other frameworks."""
 
     source: Path | None = None
-    """File with the layout and, for most frameworks, the model."""
+    """File to read, with the layout and, for most frameworks, the model; None: none."""
     framework: str = ""
-    """Framework for which files are written; empty: none."""
+    """Framework whose files are written; empty: none."""
     output: Path | None = None
-    """Folder of the written files."""
+    """Folder in which the files are written; None: none."""
 
     def check(self, model: str) -> None:
-        """Raise `ConfigError` unless the options belong together."""
+        """Raise `ConfigError` for an unknown framework or an incomplete combination of options."""
         if not (model or self.source):
             raise ConfigError("model", says="is missing; name a model, or a file by --from")
         is_complete = bool(self.framework) == (self.output is not None)
@@ -145,7 +145,7 @@ class LaunchFiles:
     def read(
         self, model: str, gpus: int, given: Mapping[str, Any], seq: int
     ) -> tuple[Experiment | None, list[str]]:
-        """Return the experiment of the source and what a prediction of it leaves out; None without a source."""
+        """Return the experiment of the source, and notes on options that a prediction ignores or changes."""
         if self.source is None:
             return None, []
         experiment, reading = read_experiment(self.source, gpus, given, model, seq)
@@ -153,7 +153,7 @@ class LaunchFiles:
         return experiment, reading.remarks + [f"options that the prediction ignores: {unread}"] * bool(unread)
 
     def write(self, experiment: Experiment, per_node: int) -> list[str]:
-        """Write the files of the framework, if any; return one line about them."""
+        """Write the framework's files, if one is chosen, and return a line with their paths for the user."""
         if self.output is None:
             return []
         paths = write_files(self.framework, experiment, per_node, self.output)
@@ -229,7 +229,7 @@ def write_files(key: str, experiment: Experiment, per_node: int, folder: Path) -
 
 
 def _option_lines(framework: Framework, options: Mapping[str, Any]) -> list[str]:
-    """Return the options in the format of the framework's file, with the comments of its table."""
+    """Return the lines of the framework's file that set `options`, with the comments in `framework.notes`."""
     ending = Path(framework.file).suffix
     if ending == ".json":
         return json.dumps(nested(options), indent=2).splitlines()
@@ -253,7 +253,7 @@ def _option_lines(framework: Framework, options: Mapping[str, Any]) -> list[str]
                 lines.extend([f"{'  ' * depth}{key}:"] if ending == ".yaml" else ["", f"[{name}]"])
                 add(value, f"{name}.")
                 continue
-            # JSON is TOML and YAML too, if a float has a point.
+            # JSON values are valid in TOML and YAML if floats have a decimal point.
             text = re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))
             note = f"  # {framework.notes[name]}" if name in framework.notes else ""
             lines.append(f"{'  ' * depth}{key}{':' if ending == '.yaml' else ' ='} {text}{note}")

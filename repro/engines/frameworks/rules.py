@@ -1,4 +1,4 @@
-"""Options of frameworks that several keys determine: how each is written, and which keys it sets."""
+"""Rules for options of frameworks that depend on several keys of this suite, or that set several keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from repro.config.layout import ELEMENT_BYTES
 from repro.engines.frameworks.table import Framework, Reading, Rule, Settings, rule_of
 
 PERSISTED_PER_HIDDEN = 10
-"""Maximum size of a parameter that stays unpartitioned, in multiples of the hidden size: the value of Transformers'
-`auto`, and DeepSpeed's default of 1e5 for 10 000 hidden units."""
+"""Maximum elements of a parameter that DeepSpeed's stage 3 does not partition, per hidden unit: the value of
+Transformers' `auto`, and DeepSpeed's default of 1e5 for 10 000 hidden units."""
 FLAVORS = {"llama3-8b": "8B", "llama3-70b": "70B", "llama3-405b": "405B"}
-"""torchtitan's own sizes of `llama3`, by this suite's models."""
+"""torchtitan's `flavor` of `llama3`, by the name of this suite's model."""
 
 
 def _grad_bytes(precision: str, grad_dtype: str) -> int:
@@ -28,7 +28,7 @@ def _accumulation(settings: Settings) -> int:
     return int(settings["layout.global_batch"] // settings["layout.dp"] // settings["layout.micro_batch"])
 
 
-# Megatron-LM.
+# Rules for Megatron-LM
 
 
 def _read_width(value: Any, reading: Reading) -> None:
@@ -49,7 +49,7 @@ def _read_groups(value: Any, reading: Reading) -> None:
 
 
 def _read_vocabulary(value: Any, reading: Reading) -> None:
-    """Pad the vocabulary as Megatron-LM does by default, unless the file has it with its padding."""
+    """Pad the vocabulary as Megatron-LM does by default, unless the file gives the padded size."""
     if value is not None and "model.vocab" not in reading.settings:
         multiple = 128 * reading.layout("tp")
         reading.put("model.vocab", -(-int(value) // multiple) * multiple)
@@ -84,7 +84,7 @@ def _read_fp32_grads(value: Any, reading: Reading) -> None:
 
 
 def _read_elements(value: Any, reading: Reading) -> None:
-    # Without the option, Megatron-LM's bucket has max(40 000 000, 1 000 000 x dp) elements.
+    # By default, Megatron-LM's bucket has max(40 000 000, 1 000 000 x dp) elements.
     elements = max(40_000_000, 1_000_000 * reading.dp) if value is None else int(value)
     size = _grad_bytes(reading.layout("precision"), reading.layout("grad_dtype"))
     reading.put("layout.bucket_bytes", elements * size)
@@ -127,11 +127,11 @@ MEGATRON = {
     ),
 }
 
-# DeepSpeed.
+# Rules for DeepSpeed
 
 
 def _bucket(settings: Settings) -> int:
-    """Return the elements of a bucket, an even number. It allocates full buckets, so a small model limits them."""
+    """Return an even number of elements of a bucket, at most the model's, because DeepSpeed allocates them all."""
     from repro.model import counts
 
     elements = settings["layout.bucket_bytes"] // ELEMENT_BYTES[settings["layout.precision"]]
@@ -140,7 +140,7 @@ def _bucket(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> int | None:
-    """Return the elements of the matrices of one block on a tp rank; None below stage 3."""
+    """Return the number of matrix elements of one transformer block on a tp rank; None below stage 3."""
     model = settings["model"]
     inner = 2 * (model.heads + model.key_heads) * model.head_width
     block = model.hidden * (inner + model.mlp_matrices * model.ffn_width)
@@ -215,11 +215,11 @@ DEEPSPEED = {
     ),
 }
 
-# torchtitan.
+# Rules for torchtitan
 
 
 def _is_sharded(settings: Settings) -> bool:
-    """Return whether FSDP runs: for ZeRO, and with tp, pp or cp, where torchtitan has no DDP."""
+    """Return whether torchtitan uses FSDP: for ZeRO, and with tp, pp or cp, which exclude its DDP."""
     return bool(
         max(settings["layout.zero"] + 1, *(settings[f"layout.{axis}"] for axis in ("tp", "pp", "cp"))) > 1
     )
@@ -240,7 +240,7 @@ def _read_resharding(value: Any, reading: Reading) -> None:
 
 
 def _local_batch(settings: Settings) -> int:
-    """Return the samples of one pass, or with stages those of one flush, in which all micro-batches run."""
+    """Return `local_batch_size`: samples of a micro-batch, or with pipeline stages of a replica's step."""
     replica = settings["layout.global_batch"] // settings["layout.dp"]
     return int(replica if settings["layout.pp"] > 1 else settings["layout.micro_batch"])
 
@@ -314,7 +314,7 @@ def _read_weight(value: Any, reading: Reading) -> None:
 
 
 def _read_flavor(value: Any, reading: Reading) -> None:
-    """Set the sizes of the packaged model with this flavor or name; otherwise `--model` has to give them."""
+    """Set the sizes of the suite's model with this flavor or name; for other flavors, `--model` must give them."""
     from repro.config import models
 
     name = {flavor: name for name, flavor in FLAVORS.items()}.get(value, value)
@@ -357,7 +357,7 @@ TORCHTITAN = {
     "final_factor": Rule(_final_factor, _read_final_factor),
 }
 
-# nanotron.
+# Rules for nanotron
 
 
 def _read_main_grads(value: Any, reading: Reading) -> None:
@@ -397,7 +397,7 @@ RULES = {"megatron": MEGATRON, "torchtitan": TORCHTITAN, "deepspeed": DEEPSPEED,
 
 @cache
 def load_framework(key: str) -> Framework:
-    """Return a framework of `RULES` from its table."""
+    """Return the framework `key` of `RULES`, with the option table of its TOML file."""
     require(key in RULES, "launch", key, f"one of {', '.join(RULES)}")
     table = read_toml(Path(__file__).parent / f"{key}.toml")
     rows = table["options"]

@@ -1,7 +1,7 @@
-"""Correspondence of this suite's keys with the options of a framework, in both directions.
+"""Correspondence of this suite's keys with the options of a framework, to write options and to read them.
 
-One table writes options and reads them. A key that no option sets has the value and the reason of `limits`. A layout
-therefore equals what is read back, except for keys with a stated difference.
+A key that no option of the framework sets has a fixed value and a reason in `limits`. A layout that is written and
+read again is equal except for these keys.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from repro.config.model import DEPARTURES
 Settings = dict[str, Any]
 """Values by key, for example `layout.tp`, `model.layers` and `training.lr`."""
 SIZES = {"ffn": "ffn_width", "head_dim": "head_width", "kv_heads": "key_heads"}
-"""Keys of a model whose 0 stands for a derived value, with the property that returns the value."""
+"""Keys of a model file for which 0 means a derived value, and the properties of `Model` that return the value."""
 HEAD_WIDTH = "hidden/heads"
-"""Limit of `model.head_dim` in frameworks without an option for it."""
+"""Value of `model.head_dim` in `limits` of frameworks without an option for it."""
 MODEL_KEYS = ("layers", "hidden", "heads", "vocab", *SIZES, *(key for key in DEPARTURES if key not in SIZES))
 TRAINING_KEYS = (
     *("seq", "steps", "seed", "lr", "min_lr", "warmup_steps", "schedule", "weight_decay"),
     *("beta1", "beta2", "eps", "clip", "dropout", "attention_dropout"),
 )
 SCALING_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis")
-"""Keys of a training that have an effect in fp16 only."""
+"""Keys of `training` that have an effect in fp16 only."""
 _TYPES = {
     f"{part}.{key.name}": key.type
     for part, kind in (("layout", Layout), ("model", Model), ("training", Training))
@@ -35,7 +35,7 @@ _TYPES = {
 
 
 def settings_of(experiment: Experiment) -> Settings:
-    """Return the keys of an experiment that a framework has to express, and the `model` itself for its counts."""
+    """Return the values by key that a framework has to express for an experiment; `model` is the `Model` object."""
     layout, model, training = experiment.layout, experiment.model, experiment.training
     found: Settings = {f"layout.{key.name}": getattr(layout, key.name) for key in fields(Layout)}
     for key in MODEL_KEYS:
@@ -50,19 +50,19 @@ def settings_of(experiment: Experiment) -> Settings:
 
 @dataclass
 class Reading:
-    """Keys that the options of a file determine."""
+    """Keys of this suite that the options of a framework's file determine, collected option by option."""
 
     gpus: int
     given: Settings
-    """Keys that take precedence over the file."""
+    """Values of the user, which take precedence over the file."""
     settings: Settings = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    """Options that the prediction does not represent exactly."""
+    """Notes on options that a prediction does not represent exactly."""
     unread: list[str] = field(default_factory=list)
-    """Names of options without a correspondence."""
+    """Names of options that correspond to no key of this suite."""
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key, unless it was given."""
+        """Set a key to `value`, or to the user's value in `given`."""
         self.settings[key] = self.given.get(key, value)
 
     def layout(self, key: str) -> Any:
@@ -71,18 +71,18 @@ class Reading:
 
     @property
     def dp(self) -> int:
-        """Return the data-parallel degree that the GPUs leave, at least 1."""
+        """Return the data-parallel degree, GPUs / (tp * pp * cp), at least 1."""
         return max(1, self.gpus // (self.layout("tp") * self.layout("pp") * self.layout("cp")))
 
     def put_parts(self, chunks: int, stage_layers: tuple[int, ...] = ()) -> None:
-        """Set the number of chunks, their schedule and their layers."""
+        """Set the number of chunks of a pipeline stage, the schedule for them, and the layers of all chunks."""
         self.put("layout.chunks", chunks)
         self.put("layout.stage_layers", stage_layers)
         if chunks > 1:
             self.put("layout.schedule", "interleaved")
 
     def model(self, name: str) -> Model | None:
-        """Return the model of the file; None if the file does not have its sizes."""
+        """Return the model that the file describes; None if the file lacks its sizes."""
         keys = {key[6:]: value for key, value in self.settings.items() if key.startswith("model.")}
         if not {"layers", "hidden", "heads", "vocab"} <= keys.keys():
             return None
@@ -97,16 +97,16 @@ class Reading:
 
 
 class Rule(NamedTuple):
-    """Option that several keys determine, or that determines several keys."""
+    """Conversion between one option of a framework and keys of this suite."""
 
     write: Callable[[Settings], Any]
-    """Function from settings to the value; None leaves the option out."""
+    """Function that returns the option's value for settings; None omits the option."""
     read: Callable[[Any, Reading], None] | None = None
-    """Function that sets keys; the value is None without the option. Without it, other options determine the keys."""
+    """Function that sets keys for the option's value, None if the file lacks the option; None: sets no key."""
 
 
 def converted(name: str, key: str, value: Any) -> Any:
-    """Return the value of an option in the type of a key. Raises `ConfigError`."""
+    """Return the value of option `name` in the type of the key. Raises `ConfigError` for a value of another type."""
     kind = _TYPES[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "bool":
@@ -120,7 +120,7 @@ def converted(name: str, key: str, value: Any) -> Any:
 
 
 def rule_of(row: Mapping[str, Any]) -> Rule:
-    """Return the rule of a row of a table without a rule of its own."""
+    """Return the rule for a row of a framework's option table that maps an option to one key or to a fixed value."""
     name, key, default, when = row["name"], row.get("key", ""), row.get("default"), row.get("when")
     pairs = [(ours, *theirs, None)[:2] for ours, *theirs in row.get("words", ())]
     near, other = row.get("near", ()), row.get("other")
@@ -161,26 +161,26 @@ def rule_of(row: Mapping[str, Any]) -> Rule:
 
 @dataclass(frozen=True)
 class Framework:
-    """Options of one version of a framework."""
+    """Options of one version of a framework, and their correspondence with keys of this suite."""
 
     name: str
     version: str
     file: str
-    """Name of the file that is written."""
+    """Name of the written file that has the options."""
     rules: Mapping[str, Rule]
     """Options by name, in the order in which they are written and read."""
     notes: Mapping[str, str]
-    """Comments in the file, by option."""
+    """Comments that the written file contains, by option."""
     limits: Mapping[str, tuple[Any, str]]
-    """Value and reason of each key without an option, or without an option for all its values."""
+    """Value and reason of each key of this suite that the framework's options cannot set, or not to every value."""
     ignored: frozenset[str]
     """Names of options without effect on memory and time."""
     code: tuple[str, ...]
-    """Parts of an experiment that code in addition to the file has: `model`, `training`."""
+    """Parts of an experiment (`model`, `training`) that the framework takes from code instead of the file."""
     files: Mapping[str, str]
-    """Templates of all files by name; `files.write_files` replaces the words between two @."""
+    """Templates of the written files by name, with placeholders as `@nodes@`."""
     command: str
-    """Arguments of torchrun."""
+    """Script and arguments after the options of torchrun."""
     environment: str
     """Shell commands before torchrun."""
 
@@ -190,7 +190,7 @@ class Framework:
         return {name: value for name, value in found.items() if value is not None}
 
     def read(self, options: Mapping[str, Any], gpus: int, given: Settings) -> Reading:
-        """Return the keys that options determine. Raises `ConfigError` for a value without a meaning here."""
+        """Return the keys that options determine. Raises `ConfigError` for a value that this suite does not have."""
         reading = Reading(gpus, given)
         reading.put_parts(1)
         for key, (value, _) in self.limits.items():
@@ -205,7 +205,7 @@ class Framework:
         return reading
 
     def differences(self, experiment: Experiment) -> list[str]:
-        """Return one line for each key that the framework cannot express, with its value there and the reason."""
+        """Return one line for each key that the framework cannot express, with the framework's value and the reason."""
         settings = settings_of(experiment)
         found = {key: value for key, value in settings.items() if key.partition(".")[0] in self.code}
         found |= {key: value for key, (value, _) in self.limits.items() if key.partition(".")[0] in self.code}
@@ -214,7 +214,7 @@ class Framework:
         if found.get("model.head_dim") == HEAD_WIDTH:
             found["model.head_dim"] = experiment.model.hidden // experiment.model.heads
         return [
-            f"{key} = {_text(value)}: {self.limits[key][1]}. It has {_text(found.get(key))} there."
+            f"{key} = {_text(value)}: {self.name} uses {_text(found.get(key))}, because {self.limits[key][1]}."
             for key, value in settings.items()
             # The devices and the other degrees determine dp.
             if key not in ("model", "layout.dp") and found.get(key) != value

@@ -1,9 +1,5 @@
-"""megatron-core's layers, schedules, data parallelism and optimizer on the suite's weights and data, behind the engine
-interface.
+"""Engine `megatron`: megatron-core's layers, schedules, data parallelism and optimizer on the suite's weights and data.
 
-| module | content |
-|---|---|
-| `engine` | the step, and the passes of a stage |
-| `model` | configurations and parts of its GPTModel on a rank, and conversion between its parameters and the suite's |
-| `exchange` | the library's module variables, and replacements of its functions |
+`engine` runs the step, `model` configures GPTModel and converts parameters, and `exchange` replaces module variables
+and functions of the library during a call.
 """

@@ -1,4 +1,4 @@
-"""Megatron-core engine: the library's training step."""
+"""Training step of megatron-core, as its training script runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from repro.parallel.zero.optimizer import Norms
 
 
 class MegatronEngine:
-    """Engine `megatron`: the library's model, data parallelism and optimizer."""
+    """Engine `megatron`: model, data parallelism, pipeline schedule and optimizer of megatron-core on one rank."""
 
     def __init__(self, experiment: Experiment, mesh: Mesh, device: torch.device):
         self.experiment, self.mesh, self.device = experiment, mesh, device
@@ -39,7 +39,7 @@ class MegatronEngine:
         if device.type == "cpu":
             values |= exchange.cpu_replacements()
         self.active = Exchange(values)
-        """Context in which the library has the state of this experiment."""
+        """Context in which the module variables of megatron-core are those of this experiment."""
         with self.active:
             exchange.initialize_groups(experiment.layout, device)
             exchange.seed_random_states(device, experiment.training.seed)
@@ -52,7 +52,7 @@ class MegatronEngine:
             model.load_masters(self.models, initial, self.heads, self.optimizer)
             self._schedule()
         self.taken = torch.zeros(())
-        """Number of steps without the skipped ones."""
+        """Number of optimizer steps, without steps skipped for an overflow."""
         self.mark_states()
         weakref.finalize(self, _release_optimizer, self.optimizer)
 
@@ -69,10 +69,10 @@ class MegatronEngine:
         )
         for group in made.param_groups:
             group["weight_decay"] = self.experiment.training.weight_decay * group["wd_mult"]
-            # AdamW of Transformer Engine or APEX is one kernel; torch's, without them, can be one too.
+            # Like AdamW of Transformer Engine or APEX, torch's AdamW then runs in one kernel.
             if USING_PYTORCH_OPTIMIZER:
                 group["fused"] = True
-        # Create the moments now: the first step, which is watched for memory, must run its passes with them.
+        # The moments must exist before the first step, in which memory is measured.
         (inner,) = made.chained_optimizers
         inner.init_state_fn(inner.optimizer, inner.config)
         if USING_PYTORCH_OPTIMIZER:
@@ -81,7 +81,7 @@ class MegatronEngine:
         return made
 
     def _schedule(self) -> None:
-        """Connect schedule, gradients and optimizer by the functions of the configuration."""
+        """Set the functions of the configuration by which the schedule calls data parallelism and optimizer."""
         config, layout = self.config, self.experiment.layout
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -122,7 +122,7 @@ class MegatronEngine:
         if self.mesh.world.size > 1:
             dist.all_reduce(mean)
         success, norm, _ = self.optimizer.step()
-        # Observe again: new states and fp32 copies of fp16 gradients exist now.
+        # The observer marks states again, because fp32 copies of fp16 gradients exist only now.
         observe(Phase.OPTIMIZER)
         self.taken += float(success)
         return Norms(
@@ -132,7 +132,7 @@ class MegatronEngine:
         )
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         if self.experiment.layout.precision != "fp16":
             return None
         with self.active:
@@ -140,7 +140,7 @@ class MegatronEngine:
         return scale.view(())
 
     def synchronize(self) -> None:
-        """Do nothing: an overlapped parameter gather starts with the forward pass."""
+        """Do nothing: no communication continues after a step, and the forward pass starts the parameter gather."""
 
     def local_parameters(self) -> int:
         """Return the number of parameters of this rank's tp share of its stage."""
@@ -165,7 +165,7 @@ class MegatronEngine:
         )
 
     def mark_states(self) -> None:
-        """Mark the buffers or storages of parameters and gradients, the masters and the moments."""
+        """Set the memory category of parameters, gradients, master weights and moments."""
         for chunk in self.chunks:
             for buffer in chunk.buffers:
                 mark(buffer.grad_data, Category.GRADIENTS)
@@ -182,7 +182,7 @@ class MegatronEngine:
                     mark(value, Category.OPTIMIZER)
 
     def report(self) -> EngineReport:
-        """Report the library's version and its settings that differ from the defaults."""
+        """Report the version of megatron-core and its settings that differ from their defaults."""
         return EngineReport(
             f"Megatron-core {megatron.core.__version__}",
             "layers (with torch's attention and layer norm), schedule, data parallelism and optimizer",
@@ -194,7 +194,7 @@ class MegatronEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.passes.in_flight}
@@ -203,8 +203,8 @@ class MegatronEngine:
 def _release_optimizer(optimizer: Any) -> None:
     """Clear the optimizer of a deleted engine, so that the process can free the model.
 
-    In fp32 the distributed optimizer updates views of the parameters. Their graph refers to the hooks of data
-    parallelism, and the hooks refer to the parameters. Python's collector does not see all of this reference cycle.
+    In fp32 the distributed optimizer updates views of the parameters. The autograd graph of these views refers to hooks
+    that refer to the parameters, a cycle that Python's garbage collector cannot free.
     """
     (inner,) = optimizer.chained_optimizers
     inner.optimizer.state.clear()
@@ -214,7 +214,7 @@ def _release_optimizer(optimizer: Any) -> None:
 
 
 def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
-    """Return the output of a chunk, and the function of the loss for the last chunk."""
+    """Return a chunk's output, and the function that computes the loss from the last chunk's output."""
     batch: MicroBatch = next(batches)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     output = chunk(batch.tokens, positions, None, labels=batch.targets)
@@ -222,7 +222,7 @@ def _forward(batches: Any, chunk: DistributedDataParallel) -> tuple[Tensor, Any]
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of losses [b, s] for the backward pass, and a copy to report."""
+    """Return the mean of losses [b, s] twice: for the backward pass, and as a copy for the result of the step."""
     mean = losses.float().mean()
     return mean, mean.detach().clone()
 
@@ -235,21 +235,18 @@ _PHASES = {
 
 
 class PassTimers:
-    """Replacement of the library's `Timers` that reports phases and records the order of passes.
-
-    The library starts and stops a timer around each pass and message.
-    """
+    """Replacement of the library's `Timers` that reports phases and records the order of the passes."""
 
     def __init__(self, stages: int) -> None:
         self.order: list[str] = []
-        """Passes of the step, `F` or `B`, in the order of their start."""
+        """Forward (`F`) and backward (`B`) passes of the step, in the order of their start."""
         self.in_flight = 0
         """Maximum of (micro-batch, chunk) pairs between forward and backward at one time."""
         self._stages = stages
         self._observe: Observer = lambda phase: None
 
     def begin(self, observe: Observer) -> None:
-        """Start a step."""
+        """Reset the order of passes at the begin of a step, and report phases to `observe`."""
         self._observe, self.order = observe, []
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
@@ -260,7 +257,7 @@ class PassTimers:
         if name in _PHASES:
             self._observe(_PHASES[name])
         elif self._stages > 1 and ("recv" in name or "send" in name or name == "embedding-grads-all-reduce"):
-            # Interleaved schedules start messages here and wait for them before the next pass.
+            # Waits for messages of interleaved schedules follow this timer, up to the next pass.
             self._observe(Phase.IDLE)
         if name.endswith("-compute"):
             self.order.append(name[0].upper())
@@ -268,13 +265,13 @@ class PassTimers:
 
 
 class _Timer:
-    """Timer of the library that does not measure."""
+    """Replacement of the library's timer that reports its start to `PassTimers` and does not measure."""
 
     def __init__(self, passes: PassTimers, name: str):
         self._passes, self._name = passes, name
 
     def start(self, barrier: bool = False) -> None:
-        """Report the start."""
+        """Report the start of the timer."""
         self._passes.started(self._name)
 
     def stop(self, barrier: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Module variables of megatron-core, and replacements of its functions.
+"""Module variables of megatron-core for one experiment, and replacements of its functions.
 
-Groups, ranks, buffers and random states are module variables of the library, one set for a process. A job runs several
-experiments in one process. Each engine therefore has its own set, which an `Exchange` activates during a call.
+The library stores groups, ranks, buffers and random states in module variables, but a process runs several experiments.
+Each engine therefore has a set of these variables, which an `Exchange` activates during a call.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def _create_group(
 ) -> dist.ProcessGroup | dist.GroupMember:
     """Replace `parallel_state.create_group`: create each group once and share it between experiments.
 
-    The pipeline needs a group of its own: with two stages the library sends in one direction by this group and in the
-    other by the default group, which may have the same ranks.
+    The pipeline's group is always separate: with two stages the library uses it for messages in one direction and the
+    default group, which may have the same ranks, for the other direction.
     """
     purpose = (group_desc,) if group_desc == "PIPELINE_MODEL_PARALLEL_GROUP" else ()
     return make_process_group(tuple(ranks), purpose)
 
 
 def initialize_groups(layout: Layout, device: torch.device) -> None:
-    """Create the library's groups, inside the exchange."""
+    """Create the library's process groups, in the context of the engine's `Exchange`."""
     ensure_process_group(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -69,11 +69,11 @@ def seed_random_states(device: torch.device, value: int) -> None:
 
 
 def message_replacements() -> dict[Attribute, Any]:
-    """Return the replacement that extends the lifetime of tensors sent to another stage.
+    """Return a replacement of `_p2p_ops` that retains tensors until they are sent to another stage.
 
-    Interleaved schedules of megatron-core 0.16 free an output (`deallocate_pipeline_outputs`) before its sending is
-    complete, so that the next stage may receive other data (pull request 4047 of NVIDIA/Megatron-LM waits). The
-    replacement sends an alias, which owns the memory until the message is complete.
+    Interleaved schedules of megatron-core 0.16 free an output (`deallocate_pipeline_outputs`) before it is sent, so
+    that the next stage may receive other data (pull request 4047 of NVIDIA/Megatron-LM corrects this). The replacement
+    sends an alias, which owns the memory until the message is complete.
     """
     send = p2p_communication._p2p_ops
 
@@ -101,7 +101,7 @@ DEVICE_MODULES = (
     "tensor_parallel.utils",
     "utils",
 )
-"""Modules of megatron.core that name the device."""
+"""Modules of megatron.core that create tensors on device `cuda` by name."""
 _FACTORIES = ("empty", "ones", "tensor", "zeros")
 
 
@@ -151,7 +151,7 @@ class _Tracker:
         return {}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Do nothing: there are no states."""
+        """Do nothing, because there are no random states on a CPU."""
 
 
 def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -160,14 +160,11 @@ def _type(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
 
 
 def cpu_replacements() -> dict[Attribute, Any]:
-    """Return the replacements that let the library run on CPUs; CUDA needs none of them.
+    """Return the replacements that let the library run on CPUs.
 
-    The library creates small tensors with `device="cuda"` or `torch.cuda.current_device()`, waits for the device,
-    compares `tensor.type()` with names of CUDA types, and saves the random states of the device. On CPUs
-
-    - `DEVICE_MODULES` use a `torch` whose factories place these tensors on the CPU, and whose `cuda` has one device;
-    - `cuda()` of a tensor returns the tensor, and `type()` returns the name of the CUDA type;
-    - the random states of the device are empty.
+    - `DEVICE_MODULES` use a `torch` whose factories place tensors on the CPU, and whose `cuda` has one device.
+    - `cuda()` of a tensor returns the tensor, and `type()` returns the name of the CUDA type.
+    - The random states of the device are empty.
     """
     fake = _Torch()
     found: dict[Attribute, Any] = {

@@ -1,7 +1,7 @@
-"""Configurations and parts of megatron-core's GPTModel on a rank, and conversion of its parameters to the suite's.
+"""Configuration of megatron-core's GPTModel on a rank, and conversion of its parameters to those of the suite's GPT.
 
-A rank's share has the same rows or columns in both. Only the qkv matrix differs: the library stores query, key and
-value one after the other within each head, [a/t, 3, d, h], and the suite stores three matrices, [3, a/t, d, h].
+Only the qkv matrix differs: the library stores query, key and value of each head together, [a/t, 3, d, h] for a heads
+of width d on t tp ranks, and the suite stores three matrices, [3, a/t, d, h].
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from repro.parallel.storage import DTYPES
 def transformer_config(experiment: Experiment, device: torch.device, timers: Any) -> TransformerConfig:
     """Return the configuration of the model and its tensor and pipeline parallelism.
 
-    On CUDA the library compiles (`jit_fuser`) bias and GELU, bias and residual, and the loss; on CPUs torch's operators
-    run. The matrix product does not accumulate gradients (`gradient_accumulation_fusion`), which needs APEX.
+    On CUDA the library compiles (`jit_fuser`) fused operators; on CPUs torch's operators run. Matrix products do not
+    accumulate gradients (`gradient_accumulation_fusion`), because this needs APEX.
     """
     layout = experiment.layout
     interleaved, fuse = layout.chunks > 1, device.type == "cuda"
     return TransformerConfig(
         **_options(TransformerConfig, experiment),
         activation_func=F.gelu if fuse else partial(F.gelu, approximate="tanh"),
-        bias_activation_fusion=fuse,  # the fused form is tanh too
+        bias_activation_fusion=fuse,  # The fused operator uses the tanh approximation too.
         bias_dropout_fusion=fuse,
         cross_entropy_loss_fusion=fuse,
         # Without `perform_initialization` the library does not mark the parameters that tp splits, and its norm counts
@@ -65,14 +65,14 @@ def transformer_config(experiment: Experiment, device: torch.device, timers: Any
 
 
 def _options(kind: type, experiment: Experiment) -> dict[str, Any]:
-    """Return the options of Megatron-LM's command line that a configuration of the library has as fields."""
+    """Return the experiment's options of Megatron-LM's command line that are fields of the configuration `kind`."""
     names = {field.name for field in fields(kind)}
     options = load_framework("megatron").options_of(settings_of(experiment))
     return {name: value for name, value in options.items() if name in names}
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight without an initialisation."""
+    """Return the weight unchanged, because the engine sets the initial values."""
     return weight
 
 
@@ -85,7 +85,7 @@ def data_parallel_config(experiment: Experiment) -> DistributedDataParallelConfi
         overlap_grad_reduce=layout.overlap and layout.dp > 1,
         overlap_param_gather=overlaps_gather(experiment),
         use_distributed_optimizer=layout.zero == 1,
-        # The library counts elements.
+        # The library's bucket size is in elements.
         bucket_size=max(1, layout.bucket_bytes // (4 if in_fp32 else 2)),
     )
 
@@ -100,7 +100,7 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
     """Return the configuration of AdamW, clipping and the loss scale; each step sets the learning rate."""
     layout, training = experiment.layout, experiment.training
     shared = _options(OptimizerConfig, experiment)
-    # Infinity computes the norm without changing a gradient.
+    # With infinity the library computes the norm and clips nothing.
     shared |= {
         "clip_grad": training.clip or float("inf"),
         "overlap_param_gather": overlaps_gather(experiment),
@@ -111,7 +111,7 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
 
 
 def non_default_settings(configuration: Any) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, as JSON data without functions and groups."""
+    """Return a configuration's settings that differ from their defaults, as JSON data without functions and groups."""
     found = {}
     for field in fields(configuration):
         value = getattr(configuration, field.name, None)
@@ -122,26 +122,22 @@ def non_default_settings(configuration: Any) -> dict[str, Any]:
 
 
 class CausalAttention(nn.Module):
-    """torch's fused causal attention instead of the library's `DotProductAttention`.
-
-    `DotProductAttention` writes the scores into a shared buffer, on CUDA only. The library itself recommends a fused
-    attention (Transformer Engine's).
-    """
+    """torch's fused causal attention instead of the library's unfused `DotProductAttention`, which needs CUDA."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return [s, b, a/t d] for arguments of [s, b, a/t, d]."""
+        """Return the attention [s, b, a/t * d] of queries, keys and values [s, b, a/t, d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
 class SequenceParallelLayerNorm(nn.LayerNorm):
-    """torch's layer norm, with the mark by which the library sums its gradients over tp under sequence parallelism.
+    """torch's layer norm with the attribute `sequence_parallel`, by which the library sums its gradients over tp.
 
-    The library without APEX uses torch's layer norm too, but refuses it under sequence parallelism.
+    Without APEX the library uses torch's layer norm too, but refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *_: Any, **__: Any):
@@ -151,7 +147,7 @@ class SequenceParallelLayerNorm(nn.LayerNorm):
 
 
 def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Return the chunk's layers, with `CausalAttention` and, without APEX, `SequenceParallelLayerNorm`."""
+    """Return the layers of a pipeline chunk, with `CausalAttention` and, without APEX, `SequenceParallelLayerNorm`."""
     spec = get_gpt_layer_local_spec()
     layer = spec.submodules
     attention = layer.self_attention
@@ -163,9 +159,9 @@ def block_modules(config: TransformerConfig, chunk: int | None) -> TransformerBl
 
 
 def build_chunks(experiment: Experiment, config: TransformerConfig) -> list[GPTModel]:
-    """Return one GPTModel for each chunk, with undefined weights."""
+    """Return one GPTModel for each chunk of this rank's stage, with undefined weights."""
     model, layout = experiment.model, experiment.layout
-    # The position embedding always draws weights; the fork protects the process's generator.
+    # The position embedding draws weights even if unused; the fork restores the process's random state.
     with torch.random.fork_rng():
         return [
             GPTModel(
@@ -190,7 +186,7 @@ OUTER_NAMES = {
     "decoder.final_layernorm.bias": "head.norm_bias",
     "output_layer.weight": "embed.tokens",
 }
-"""The library's names outside of layers to the suite's; both copies of the tied embedding have one name."""
+"""Suite's name of each library parameter outside the layers; both copies of the tied embedding have one name."""
 LAYER_NAMES = {
     "input_layernorm.weight": "attention.norm",
     "input_layernorm.bias": "attention.norm_bias",
@@ -219,14 +215,14 @@ def named_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def to_suite_shape(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a parameter of the library in the suite's shape; `heads` is a/t."""
+    """Return a parameter of the library in the suite's shape; `heads`: heads on this tp rank."""
     if not _is_qkv(name):
         return value
     return value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def to_megatron_shape(name: str, value: Tensor, heads: int) -> Tensor:
-    """Return a parameter of the suite in the library's shape."""
+    """Return a parameter of the suite in the library's shape; `heads`: heads on this tp rank."""
     if not _is_qkv(name):
         return value
     return value.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2)
@@ -237,16 +233,16 @@ def _is_qkv(name: str) -> bool:
 
 
 def load_weights(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int) -> None:
-    """Set the initial weights of the chunks."""
+    """Set the chunks' weights to `initial(name)`, the suite's fp32 values; `heads`: heads on this tp rank."""
     for model in models:
         for name, parameter in named_parameters(model):
             parameter.data.copy_(to_megatron_shape(name, initial(name), heads))
 
 
 def load_masters(models: Sequence[Any], initial: Callable[[str], Tensor], heads: int, optimizer: Any) -> None:
-    """Set the optimizer's fp32 copies, which the library makes from rounded weights, to the initial weights.
+    """Set the optimizer's fp32 master weights, which the library copies from rounded weights, to the initial weights.
 
-    The distributed optimizer has copies of the range of each flat parameter that this rank updates.
+    The distributed optimizer has masters only for the range of each parameter that this rank updates.
     """
     (inner,) = optimizer.chained_optimizers
     for model in models:
@@ -264,7 +260,7 @@ def load_masters(models: Sequence[Any], initial: Callable[[str], Tensor], heads:
 def initial_values_by_name(
     experiment: Experiment, mesh: Mesh, device: torch.device
 ) -> Callable[[str], Tensor]:
-    """Return a function from a parameter's name to its initial fp32 value on this tp rank, in the suite's terms."""
+    """Return a function from the suite's name of a parameter to its initial fp32 value on this tp rank."""
     model = GPT(experiment.model, experiment.layout, experiment.training, mesh.tp)
     names, parameters = zip(*model.named_parameters(), strict=True)
     values = initial_values(names, parameters, experiment, mesh.tp, device)

@@ -1,13 +1,8 @@
 """Captured micro-batches: the host launches a forward or a backward pass as one CUDA graph.
 
-One micro-batch of GPT-2 1.5B is about 5,000 operators.  A host needs longer to launch them one by one than a GPU
-needs to compute them for a single sample.  A pass whose shapes, addresses and arguments repeat is therefore captured
-once (`torch.cuda.CUDAGraph`) and replayed for every further micro-batch.  Tokens and the keys of dropouts are copied to
-fixed places in device memory before each replay.
-
-The first and the last micro-batch of a step differ from the others: the first writes gradients and the others add to
-them, and the last reduces them.  Each kind of micro-batch has its own pair of graphs.  All graphs share one memory
-pool, because only one of them runs at a time.
+For a small micro-batch the host launches operators more slowly than a GPU computes them, so each pass is captured once
+and replayed.  The first micro-batch of a step writes gradients, the others add to them, and the last also reduces them:
+each kind of micro-batch therefore has a pair of graphs.
 """
 
 from __future__ import annotations
@@ -24,11 +19,11 @@ from repro.engines.native.model_part import MicroBatch, ModelPart
 from repro.parallel.pipeline.runner import Observer
 
 EAGER_STEPS = 1
-"""Steps before the capture, in which libraries load kernels, choose algorithms and allocate workspaces."""
+"""Number of steps without CUDA graphs at first, in which libraries load kernels and allocate workspaces."""
 
 
 class _CapturedPasses(NamedTuple):
-    """Graphs of one kind of micro-batch."""
+    """CUDA graphs of the passes of a first, last or middle micro-batch of a step."""
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
@@ -40,12 +35,12 @@ class CapturedMicroBatches:
     """Micro-batches of one rank that holds the full model, as CUDA graphs."""
 
     def __init__(self, part: ModelPart, micro_batches: int, scale: Tensor | None):
-        """`micro_batches`: number in a step.  `scale`: loss scale, 0-dim, whose value may change between steps."""
+        """`micro_batches`: micro-batches per step.  `scale`: loss scale, 0-dim, which may change between steps."""
         self._part, self._count, self._scale = part, micro_batches, scale
         self._passes: dict[tuple[bool, bool], _CapturedPasses] = {}
-        """Graphs by (first of the step, last of the step)."""
+        """Graphs by (is the first micro-batch of the step, is the last)."""
         self._inputs: MicroBatch | None = None
-        """Micro-batch whose memory the graphs read."""
+        """Micro-batch from whose memory the graphs read tokens, targets and dropout keys."""
         self._pool: Any = None
         self._steps = 0
 
@@ -75,7 +70,7 @@ class CapturedMicroBatches:
         inputs.tokens.copy_(batch.tokens)
         inputs.targets.copy_(batch.targets)
         if inputs.place.keys is not None:
-            # From pageable memory, which may be freed when this call returns.
+            # The copy reads pageable memory, which may be freed when this call returns.
             inputs.place.keys.copy_(self._part.model.setting.dropout_keys(batch.place), non_blocking=True)
         kind = (i == 0, i == self._count - 1)
         if kind not in self._passes:
@@ -83,7 +78,7 @@ class CapturedMicroBatches:
         return self._passes[kind]
 
     def _static_copy(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch like `batch` in memory of its own, with the keys of its dropouts if there are any."""
+        """Return a micro-batch with new memory of the sizes of `batch`, and with dropout keys if there is dropout."""
         setting, keys = self._part.model.setting, None
         if setting.dropout or setting.attention_dropout:
             keys = setting.dropout_keys(batch.place).to(batch.tokens.device)
@@ -91,7 +86,7 @@ class CapturedMicroBatches:
         return MicroBatch(torch.empty_like(batch.tokens), torch.empty_like(batch.targets), place)
 
     def _capture(self, inputs: MicroBatch, i: int) -> _CapturedPasses:
-        """Capture both passes of micro-batch number `i`; a capture computes nothing."""
+        """Capture forward and backward of micro-batch `i` of the step, without running them."""
         part = self._part
         part.micro_batches = [inputs]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -1,7 +1,4 @@
-"""Native engine: the training step of every layout.
-
-With `meta` tensors and a transport without messages the same step runs on shapes.
-"""
+"""Engine `native`: the suite's own training step, on real devices or on `meta` tensors for a simulation."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class NativeEngine:
         )
         self.buckets = [bucket for part in self.parts for bucket in part.sharded.buckets]
         self.placeholders: list[Tensor] = []
-        """Uninitialised 16-bit gradients, one for each shape of a matrix, that Megatron-core of 2025 retains."""
+        """Unused 16-bit gradients, one for each shape of a weight matrix, which Megatron-core of 2025 allocates."""
         if layout.kernels.fuses_gradient_accumulation:
             shapes = set().union(*(part.model.matrix_shapes() for part in self.parts))
             like = self.buckets[0].full
@@ -75,7 +72,7 @@ class NativeEngine:
                 training.loss_scale, training.loss_scale_window, training.loss_scale_hysteresis, device
             )
         self.captured: CapturedMicroBatches | None = None
-        """Micro-batches as CUDA graphs, if the layout requests them and nothing prevents the capture."""
+        """Micro-batches as CUDA graphs; None if the layout does not request or allow them."""
         self._capture_obstacle = capture_obstacle(layout, training)
         if device.type != "cuda":
             self._capture_obstacle = f"the device is {device.type}, and CUDA graphs need a GPU"
@@ -83,7 +80,7 @@ class NativeEngine:
             self.captured = CapturedMicroBatches(self.parts[0], layout.accumulation, self.loss_scale())
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Run the passes with gradient averaging, then norm, clipping and AdamW, and gather the parameters."""
+        """Run all micro-batches, average the gradients, clip them, update the parameters and gather them."""
         own = [batch.of_rank(self.mesh.cp) for batch in micro_batches]
         if self.captured is not None and self.captured.begin_step():
             loss = self.captured.run(own, observe)
@@ -116,7 +113,7 @@ class NativeEngine:
         return norms
 
     def loss_scale(self) -> Tensor | None:
-        """Return the dynamic loss scale (fp16)."""
+        """Return the dynamic loss scale of fp16 training, 0-dim; None in other precisions."""
         return None if self.scaler is None else self.scaler.scale
 
     def synchronize(self) -> None:
@@ -141,7 +138,7 @@ class NativeEngine:
         return sum(part.sharded.padding for part in self.parts)
 
     def mark_states(self) -> None:
-        """Do nothing: the buffers are marked at their creation."""
+        """Do nothing: the buckets set the memory categories of their buffers at creation."""
 
     def report(self) -> EngineReport:
         """Report this suite's own software, and whether the layout's CUDA graphs were captured."""
@@ -151,7 +148,7 @@ class NativeEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
         if self.mesh.pp.size == 1:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.in_flight}

@@ -1,7 +1,4 @@
-"""Part of the model on one rank, and the rules that all engines share: micro-batches, weight decay, learning rate.
-
-A part is a chunk of a pipeline stage or the full model.
-"""
+"""Part of the model on one rank, and the rules that all engines share: micro-batches, weight decay, learning rate."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def decays(parameter: Parameter) -> bool:
 def learning_rate(training: Training, taken: Tensor) -> Tensor:
     """Return the learning rate (0-dim fp32) after `taken` steps (0-dim fp32, on the device).
 
-    The schedule is a linear warm-up, then constant or cosine. Skipped steps do not count as taken, so the computation
-    stays on the device.
+    The schedule is a linear warm-up, then constant or cosine. It is computed on the device, because only the device
+    has the number of steps without those skipped for an overflow.
     """
     lr = torch.full_like(taken, training.lr)
     if training.schedule == "cosine":
@@ -62,7 +59,7 @@ class MicroBatch:
 
 
 class ModelPart:
-    """Chunk of the pipeline's runner with its sharded states; implements `repro.parallel.pipeline.runner.Chunk`."""
+    """Full model or chunk of a pipeline stage, sharded by ZeRO; implements `repro.parallel.pipeline.runner.Chunk`."""
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class ModelPart:
         parts: Sequence[range],
         checkpoints: ActivationCheckpoints | None,
     ):
-        """Build chunk number `chunk`; `parts` are the layers of all parts of the model, in order."""
+        """Build chunk number `chunk` of this stage; `parts`: layers of all parts of the model, in order."""
         layout, training = experiment.layout, experiment.training
         self.mesh = mesh
         number = chunk * mesh.pp.size + mesh.pp.rank
@@ -91,7 +88,7 @@ class ModelPart:
         self.sharded = ShardedModule(self.model, self.model.zero_units(), sharding, self._tag, values)
 
     def _tag(self, parameter: Parameter) -> Tag:
-        """Return the tag of a parameter; the norm counts a parameter of several tp or pp ranks once."""
+        """Return the tag of a parameter: its optimizer group, and whether several tp or pp ranks share it."""
         return Tag(
             group=DECAYED if decays(parameter) else NOT_DECAYED,
             duplicate=self.mesh.tp.size > 1 and parameter.split is None,  # type: ignore[attr-defined]
@@ -100,14 +97,14 @@ class ModelPart:
         )
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return the output for one micro-batch; `x` is the output of the preceding part, None for the first."""
+        """Return this part's output for one micro-batch; `x`: output of the preceding part, None for the first part."""
         batch = self.micro_batches[micro_batch]
         self.sharded.begin_forward()
         output: Tensor = self.model(batch.tokens if x is None else x, batch.targets, batch.place)
         return output
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare the backward pass number `micro_batch` of the step."""
+        """Prepare for the `micro_batch`-th backward pass of the step."""
         self.sharded.begin_backward(micro_batch, micro_batches)
 
     def after_backward(self) -> None:
@@ -123,7 +120,7 @@ class ModelPart:
         return {self._names[name]: value for name, value in self.sharded.full_parameters().items()}
 
     def name_in_model(self, name: str) -> str:
-        """Return the name in the full model of the parameter `name` of this part."""
+        """Return the name in the full model of parameter `name` of this part; a tied output has the embedding's."""
         return self._names[name]
 
     def splits(self) -> dict[str, int | None]:

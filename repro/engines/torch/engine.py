@@ -1,4 +1,4 @@
-"""Engine `torch`: a plain module under torch's strategies, and the optimizer update of its step."""
+"""Engine `torch`: a module of torch.nn layers under PyTorch's parallelism, and its optimizer update."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TorchEngine:
         self.parts: list[PlainGPT] = []
         """Parts of the model on this rank, one for each chunk."""
         self.modules: list[nn.Module] = []
-        """Callable modules of the parts, wrapped by their strategies."""
+        """The parts, or their wrappers by DistributedDataParallel."""
         for chunk in range(layout.chunks):
             module = self._part(chunk)
             if grid is not None and layout.tp > 1:
@@ -65,7 +65,7 @@ class TorchEngine:
             self.pipeline = TorchPipeline(experiment, self.modules, grid, device)
 
     def _part(self, chunk: int) -> PlainGPT:
-        """Build the part of a chunk on `meta`."""
+        """Build the layers of chunk number `chunk` of this stage on `meta`."""
         experiment, layout, mesh = self.experiment, self.layout, self.mesh
         parts = layout.parts(experiment.model.layers)
         number = chunk * layout.pp + mesh.pp.rank
@@ -89,14 +89,14 @@ class TorchEngine:
             )
 
     def _tied(self) -> nn.Parameter | None:
-        """Return the embedding that the first and the last stage of a pipeline share."""
+        """Return this rank's copy of the embedding that first and last stage share; None without such a copy."""
         for part in self.parts:
             if part.part.first != part.part.last:
                 return part.embed.tokens.weight if part.part.first else part.head.output.weight  # type: ignore[return-value]
         return None
 
     def step(self, micro_batches: Sequence[MicroBatch], observe: Observer) -> Norms:
-        """Take the step of torch's documentation, with clipping and the mean loss over replicas."""
+        """Run forward and backward of all micro-batches, clip the gradients, and update the parameters."""
         for part in self.parts:
             part.batches = iter(micro_batches)
         scale = self.loss_scale()
@@ -131,18 +131,18 @@ class TorchEngine:
         return total / count
 
     def loss_scale(self) -> Tensor | None:
-        """Return the scale of GradScaler (fp16)."""
+        """Return the scale of GradScaler in fp16 training, 0-dim; None in other precisions."""
         return self.update.scale()
 
     def synchronize(self) -> None:
-        """Do nothing: torch's step is synchronous."""
+        """Do nothing: no communication of torch continues after a step."""
 
     def local_parameters(self) -> int:
         """Return the number of parameters of this rank's tp share of its stage."""
         return self.count
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a full copy of every parameter of the stage over dp and tp, by the suite's names."""
+        """Return a copy of every parameter of the stage, complete over dp and tp, by the suite's names."""
         found = {}
         for part in self.parts:
             for plain, parameter in part.named_parameters():
@@ -156,12 +156,12 @@ class TorchEngine:
         return 0
 
     def mark_states(self) -> None:
-        """Mark parameters, gradients and Adam's moments; FSDP2 has the rank's shards of them."""
+        """Set the memory category of parameters, gradients and Adam's moments; under FSDP2, of this rank's shards."""
         for parameter in self.update.parameters:
             mark(local_part(parameter), Category.PARAMETERS)
             if parameter.grad is not None:
                 mark(local_part(parameter.grad), Category.GRADIENTS)
-        # `optim` is the rank's part of ZeroRedundancyOptimizer.
+        # The attribute `optim` of ZeroRedundancyOptimizer has the states of this rank.
         optimizer = getattr(self.update.optimizer, "optim", self.update.optimizer)
         for state in optimizer.state.values():
             for value in state.values():
@@ -169,7 +169,7 @@ class TorchEngine:
                     mark(local_part(value), Category.OPTIMIZER)
 
     def report(self) -> EngineReport:
-        """Report torch's strategies on a plain module of torch's layers."""
+        """Report the version of torch, and its strategies for the layout."""
         layout = self.layout
         settings: dict[str, Any] = {"strategy": str(self.strategy)}
         if layout.precision != "fp32":
@@ -190,19 +190,19 @@ class TorchEngine:
         )
 
     def pipeline_report(self) -> dict[str, Any]:
-        """Return this rank's stage and the maximum of micro-batches in flight; empty without a pipeline."""
+        """Return this rank's stage and the maximum of (micro-batch, chunk) pairs in flight; {} without a pipeline."""
         if self.pipeline is None:
             return {}
         return {"stage": self.mesh.pp.rank, "in_flight": self.pipeline.flying.most}
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return this rank's local tensor of a DTensor, or `tensor` itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class OptimizerUpdate:
-    """Optimizer part of a step, after the averaging of gradients over dp and the micro-batches."""
+    """End of a step: gradient norm, clipping and optimizer step, with gradients already averaged over dp."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class OptimizerUpdate:
         tied: Parameter | None,
         device: torch.device,
     ):
-        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other ranks."""
+        """Prepare the update; `tied` is the embedding of the first and the last stage, None on other stages."""
         self.training, self.mesh, self.optimizer, self.tied = experiment.training, mesh, optimizer, tied
         self.parameters = list(parameters)
         self.counted = [p for p in parameters if p is not tied or not mesh.pp.rank]
@@ -225,19 +225,19 @@ class OptimizerUpdate:
                 init_scale=self.training.loss_scale,
                 growth_interval=self.training.loss_scale_window,
             )
-            self.scaler.scale(torch.zeros((), device=device))  # creates the scale
+            self.scaler.scale(torch.zeros((), device=device))  # The first call creates the scale tensor.
 
     def scale(self) -> Tensor | None:
         """Return the loss scale, 0-dim; None without loss scaling."""
         return None if self.scaler is None else torch.tensor(self.scaler.get_scale(), device=self.device)
 
     def __call__(self, loss: Tensor) -> Norms:
-        """Update the parameters; `loss` is the replica's mean on its last stage, and 0 on other stages."""
+        """Update the parameters; `loss` (0-dim): mean loss of the replica on the last stage, 0 on other stages."""
         self._finish_gradients()
         overflow = torch.zeros((), device=self.device)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            # One tensor for each device; a stage has its own gradients only.
+            # The scaler has a flag for each device, and a stage has checked only its own gradients.
             (overflow,) = self.scaler._found_inf_per_device(self.optimizer).values()
             self.mesh.pp.all_reduce(overflow, MAX).wait()
             overflow = overflow.clone()
@@ -274,7 +274,7 @@ class OptimizerUpdate:
         for parameter in self.counted:
             assert parameter.grad is not None
             alike[getattr(parameter.grad, "placements", None)].append(parameter.grad)
-        # DTensor sums the norms of gradients with equal placements at once.
+        # DTensor computes one norm of all gradients with equal placements.
         norms = [get_total_norm(gradients) for gradients in alike.values()]
         wholes = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         square = torch.stack(wholes).square().sum()

@@ -1,10 +1,7 @@
-"""The suite's GPT as a plain torch module, and conversion between its parameters and the suite's.
+"""The suite's GPT built from torch.nn modules, and conversion of its parameters to those of `repro.model.gpt.GPT`.
 
-The module computes the function of `repro.model.gpt` with nn.Linear, nn.LayerNorm, nn.Embedding and scaled dot product
-attention, without knowledge of ranks. Symbols: b samples, s tokens, h hidden, a heads.
-
-Parameter names differ in form (`qkv.weight` is `qkv`, `qkv.bias` is `qkv_bias`). Values differ in the rows of `qkv`:
-the suite stores query, key and value of all heads [3, a d, ...], the plain module those of each head [a 3 d, ...].
+Symbols: b samples, s tokens, h hidden, a heads of width d. Only the rows of `qkv` differ: the suite stores query, key
+and value matrices [3, a d, ...], and this module stores query, key and value of each head together, [a 3 d, ...].
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ from repro.parallel import mesh as meshes
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of the suite, whose random numbers depend on counters; torch's dropout has no parity between layouts.
+    """The suite's dropout for torch modules, which drops the same elements under every layout, unlike torch's dropout.
 
-    A module has the full sequence and all heads, or a part that begins at `first_position`, `first_head`.
+    The part of a rank in the sequence and the heads begins at `first_position` and `first_head`.
     """
 
     training: Training
@@ -41,11 +38,11 @@ class Dropout:
     first_head: int = 0
 
     def key(self, place: BatchPosition, layer: int, site: int) -> int:
-        """Return the key of the random numbers of one dropout in one step."""
+        """Return the key of the random numbers of dropout number `site` in a layer, at the step of `place`."""
         return kernels.derive_key(self.training.seed, place.step, layer, site)
 
     def residual(self, x: Tensor, place: BatchPosition, layer: int, site: int) -> Tensor:
-        """dropout(x) for x [b, s, h]."""
+        """Return x [b, s, h] after dropout."""
         p = self.training.dropout
         if not p:
             return x
@@ -55,7 +52,7 @@ class Dropout:
         )
 
     def weights(self, place: BatchPosition, layer: int) -> WeightDropout | None:
-        """Return the dropout of attention weights; None without one."""
+        """Return the dropout of attention weights; None if its probability is 0."""
         p = self.training.attention_dropout
         if not p:
             return None
@@ -118,7 +115,7 @@ class PlainMlp(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One transformer layer."""
+    """One transformer layer, recomputed in backward if `recompute`."""
 
     def __init__(self, model: Model, dropout: Dropout, layer: int, *, recompute: bool):
         super().__init__()
@@ -129,7 +126,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor, place: BatchPosition) -> Tensor:
         if not self.recompute:
             return self._layer(x, place)
-        # No generator has a state to save, because random numbers are functions of counters.
+        # Random numbers are functions of counters, so there is no generator state to save.
         y: Tensor = checkpoint(self._layer, x, place, use_reentrant=False, preserve_rng_state=False)
         return y
 
@@ -152,7 +149,7 @@ class Head(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Part of the model, or the full model: tokens [b, s] or x [b, s, h] to x [b, s, h] or the mean loss."""
+    """Full model or pipeline part. Input: tokens [b, s] or x [b, s, h]; output: [b, s, h] or the mean loss (0-dim)."""
 
     def __init__(
         self,
@@ -167,7 +164,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.part, self.autocast = part, autocast
         self.batches: Iterator[MicroBatch] = iter(())
-        """Next micro-batches, for data that is not the stage's input: pipelines pass only tensors to their stages."""
+        """Coming micro-batches, for targets and positions, since torch's pipeline passes only x to a stage."""
         if part.first:
             self.embed = PlainEmbedding(model, dropout)
         self.blocks = nn.ModuleDict(
@@ -178,7 +175,7 @@ class PlainGPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Have the logits use the embedding of the same rank."""
+        """Share the embedding with the matrix of the logits, if this part has both."""
         if self.part.first and self.part.last:
             self.head.output.weight = self.embed.tokens.weight
 
@@ -193,7 +190,7 @@ class PlainGPT(nn.Module):
 
 
 def suite_name(name: str) -> str:
-    """Return the suite's name of a parameter of the plain module."""
+    """Return the suite's name of the parameter `name` of a `PlainGPT`."""
     if name == "head.output.weight":
         return "embed.tokens"
     module, _, kind = name.rpartition(".")
@@ -201,7 +198,7 @@ def suite_name(name: str) -> str:
 
 
 def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return the suite's parameter `name` in the shape of the plain module."""
+    """Return the suite's parameter `name` in the shape of `PlainGPT`."""
     if ".qkv" not in name:
         return value
     heads = value.view(3, model.heads, model.head_width, *value.shape[2:])
@@ -209,7 +206,7 @@ def to_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
-    """Return the plain module's parameter in the shape of the suite's parameter `name`."""
+    """Return a parameter of `PlainGPT` in the shape of the suite's parameter `name`."""
     if ".qkv" not in name:
         return value
     heads = value.view(model.heads, 3, model.head_width, *value.shape[1:])
@@ -217,7 +214,7 @@ def from_plain(name: str, value: Tensor, model: Model) -> Tensor:
 
 
 def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -> None:
-    """Set the initial values of the module's parameters, with or without sharding, one full value at a time."""
+    """Set the parameters, sharded or not, to the suite's initial values; one parameter at a time exists in full."""
     first = _first_values(module, experiment)
     with torch.no_grad():
         for plain, parameter in module.named_parameters():
@@ -233,7 +230,7 @@ def initialise(module: PlainGPT, experiment: Experiment, device: torch.device) -
 
 
 def _first_values(module: PlainGPT, experiment: Experiment) -> dict[str, Callable[[torch.device], Tensor]]:
-    """Return functions by the suite's names that create the full initial value of each parameter of this part."""
+    """Return, by the suite's name of each parameter of this part, a function that creates its full initial value."""
     tp = meshes.single_rank_mesh().tp
     model = GPT(experiment.model, Layout(), experiment.training, tp, part=module.part)
     names = [getattr(p, "name_in_model", name) for name, p in model.named_parameters()]

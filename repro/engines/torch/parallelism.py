@@ -1,19 +1,15 @@
-"""Parallelism of torch in every dimension: the device mesh, the strategy of a layout, and its application.
+"""PyTorch's data, tensor and pipeline parallelism for a layout.
 
-| stage | dp alone, fp32 | with tp or pp, and in 16 bits |
+| ZeRO stage | dp alone, fp32 | with tp or pp, and in 16 bits |
 |---|---|---|
 | 0 | DistributedDataParallel | `replicate`: FSDP2's machinery without shards |
 | 1 | DistributedDataParallel, ZeroRedundancyOptimizer | dp alone: the same under autocast |
 | 2 | FSDP2 that retains parameters between forward and backward (`reshard_after_forward=False`) | the same |
 | 3 | FSDP2 | the same |
 
-In 16 bits FSDP2 and `replicate` compute with cast parameters (`MixedPrecisionPolicy`) and sum gradients in 16 bits, as
-the native engine does; under autocast gradients are fp32. Parameters and optimizer states are fp32 everywhere.
-
-Tensor parallelism is Megatron's (1909.08053 sec. 3) by DTensor: queries, keys, values and the MLP's first matrix by
-columns, `out` and `down` by rows, the embedding and the logits by vocabulary. The cross-entropy reads parts of the
-logits (`loss_parallel`). Norms see their part of the sequence with sequence parallelism and are duplicates without it.
-Every parameter becomes a DTensor of the tp mesh, so that norms and optimizer treat all alike.
+In 16 bits FSDP2 and `replicate` cast parameters (`MixedPrecisionPolicy`) and sum gradients in 16 bits; under autocast
+gradients are fp32. Tensor parallelism is Megatron's (1909.08053 sec. 3), with DTensors of the tp mesh for all
+parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ AXES = ("pp", "dp", "tp")
 
 
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    """Return the mesh (pp, dp, tp) of all ranks, one for each shape and order; None with one rank."""
+    """Return the device mesh (pp, dp, tp) of all ranks, shared by layouts of equal shape; None for one rank."""
     if layout.world == 1:
         return None
     sizes = tuple(getattr(layout, axis) for axis in AXES)
@@ -69,7 +65,7 @@ def _cached_mesh(
 
 
 class Strategy(StrEnum):
-    """Data-parallel strategy by torch's name."""
+    """Data-parallel strategy of torch."""
 
     NONE = "one replica"
     DDP = "DistributedDataParallel"
@@ -80,12 +76,12 @@ class Strategy(StrEnum):
 
     @property
     def composable(self) -> bool:
-        """Return whether the strategy uses hooks on the module's blocks, which DTensors and stages need."""
+        """Return whether the strategy hooks into the module's blocks, so that it combines with DTensors and stages."""
         return self in (Strategy.REPLICATE, Strategy.FSDP2_KEPT, Strategy.FSDP2)
 
 
 def strategy_of(layout: Layout) -> Strategy:
-    """Return the strategy of a supported layout."""
+    """Return the data-parallel strategy for a layout that the engine supports."""
     cast = layout.precision != "fp32"
     if layout.dp == 1:
         return Strategy.REPLICATE if cast and layout.world > 1 else Strategy.NONE
@@ -107,13 +103,13 @@ def apply_composable(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> None
         if strategy is Strategy.REPLICATE:
             replicate(part, mesh=mesh["dp"], mp_policy=policy)
         else:
-            # The backward pass starts outside of the blocks; torch's default (None) retains those parameters.
+            # Backward starts with parameters outside the blocks, which torch's default (None) retains.
             again = None if part is module and strategy is Strategy.FSDP2 else strategy is Strategy.FSDP2
             fully_shard(part, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=again)
 
 
 def wrap_in_ddp(module: PlainGPT, layout: Layout, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Return the module under DDP."""
+    """Return the module wrapped in DistributedDataParallel, with the layout's bucket size."""
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group("dp"),
@@ -142,7 +138,7 @@ def adamw(modules: list[PlainGPT], training: Training, strategy: Strategy) -> An
 
 
 class DuplicatedParallel(ParallelStyle):
-    """Compute the full module on every rank, on the same input; the local output has the placement `output`."""
+    """Tensor-parallel style in which every rank computes the full module; its result is then placed as `output`."""
 
     def __init__(self, output: Placement | None = None):
         super().__init__()
@@ -155,12 +151,12 @@ class DuplicatedParallel(ParallelStyle):
         return output.redistribute(placements=[self.output]).to_local()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch annotates both functions without a result.
+        # torch's annotations of both functions lack the result.
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
 
 def parallel_styles(module: PlainGPT, *, sp: bool) -> dict[str, ParallelStyle]:
-    """Return the style of every module with parameters, by its name."""
+    """Return the tensor-parallel style of every submodule with parameters, by name."""
     between = Shard(1) if sp else Replicate()
     found: dict[str, ParallelStyle] = {}
 
@@ -189,19 +185,19 @@ def apply_tensor_parallel(module: PlainGPT, mesh: DeviceMesh, *, sp: bool) -> No
     parallelize_module(module, mesh, parallel_styles(module, sp=sp))
     module.tie()
     if module.part.last:
-        # The loss is the same on all ranks; FSDP2 warns of views that leave a module.
+        # FSDP2 warns of views that leave a module, so the hook returns a copy of the loss.
         module.head.register_forward_hook(lambda head, inputs, loss: loss.to_local().clone())
 
 
 class InFlight:
-    """Micro-batches (per chunk) of a rank between forward and backward."""
+    """Number of (micro-batch, chunk) pairs of a rank between forward and backward: at present, and the maximum."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
 
 
 class WatchedStage(PipelineStage):
-    """Pipeline stage that reports its phases; time between forward and backward counts as wait for other stages."""
+    """Pipeline stage that reports its phases; time between its passes counts as waiting for other stages."""
 
     flying: InFlight
     observe: Observer
@@ -222,7 +218,7 @@ class WatchedStage(PipelineStage):
 
 
 class TorchPipeline:
-    """One rank's stages, one a chunk, under the layout's schedule."""
+    """torch's pipeline stages of one rank, one for each chunk of layers, and their schedule."""
 
     def __init__(
         self, experiment: Experiment, modules: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device
@@ -255,7 +251,7 @@ class TorchPipeline:
             self.stages.append(stage)
         settings: dict[str, Any] = {
             "n_microbatches": layout.accumulation,
-            # The last stage returns its mean loss and already has its data.
+            # The last stage returns the mean loss as its output, so the target of torch's loss function is unused.
             "loss_fn": lambda loss, _: loss * self.scale,
             "scale_grads": False,
         }
@@ -279,7 +275,7 @@ class TorchPipeline:
         whole = torch.cat([batch.tokens for batch in micro_batches])
         losses: list[Tensor] = []
         observe(Phase.IDLE)
-        # The first stage takes the tokens. The target only makes the last stage compute a loss.
+        # The last stage calls the loss function only if it gets a target.
         inputs = (whole,) if self.stages[0].is_first else ()
         self.schedule.step(*inputs, target=whole if self.last else None, losses=losses, return_outputs=False)
         if not losses:

@@ -1,6 +1,6 @@
-"""Token streams: packaged text, files of a user and synthetic tokens.
+"""Token streams for training: packaged text, files of a user and synthetic tokens.
 
-The order of samples depends on the seed alone, not on the layout. The ranks of `launch` train on these streams.
+The order of samples depends on the seed, not on the layout.
 """
 
 from repro.model.data.stream import TokenStream, open_stream

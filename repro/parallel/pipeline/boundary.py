@@ -1,10 +1,7 @@
 """Transfers between two pipeline stages: activations in one direction, their gradients in the other.
 
-With overlap a tensor is received while the preceding action is computed, and sent while the next one is.  Without
-overlap, stages exchange new outputs and next inputs in batches, and compute nothing meanwhile (`schedule.batches`).
-
-With `split` (Megatron's scatter/gather optimisation, 2104.04473 sec. 4.1) each tp rank sends 1/t of the tensor, which
-all tp ranks hold, to its counterpart, and the receivers all-gather it.
+With overlap a stage receives a tensor while it computes the preceding action, and sends a tensor while it computes the
+next action.  Without overlap, stages exchange outputs and next inputs between actions (`schedule.batches`).
 """
 
 from __future__ import annotations
@@ -25,52 +22,51 @@ from repro.parallel.pipeline.schedule import FORWARD
 
 
 def exchanges(layout: Layout) -> bool:
-    """Return whether stages exchange messages in batches without computation, as in software without overlap."""
+    """Return whether pipeline stages exchange messages between actions, as in software without overlap."""
     return layout.pp > 1 and not layout.overlap
 
 
 class _Expected(NamedTuple):
-    """A tensor that will be received."""
+    """Message from another stage whose receive is not posted yet."""
 
     buffer: Tensor
     source: int
     kind: str
     free: torch.cuda.Event | None
-    """Event after all earlier uses of the buffer's memory; None on a CPU."""
+    """CUDA event after all earlier uses of the buffer's memory; None on a CPU."""
 
 
 class DeferredReceives:
-    """Receives on a GPU that are posted after concurrent computation was issued, and do not wait for this computation.
+    """CUDA stream for receives that the host posts after concurrent computation, but that do not wait for it.
 
-    A receive occupies the device until its message comes.  Issuing computation may wait for the device, to load a
-    kernel's code or to free memory.  This is a deadlock if the message depends on that computation.
+    A posted receive occupies the device until its message comes, and launching computation may block until the device
+    is idle (to load a kernel or to free memory).  Receives posted first would deadlock if their message depended on
+    that computation.
 
-    One case can still deadlock: interleaved stages with overlap and m > p in which all computation waits and not
-    only a first use, as under `CUDA_LAUNCH_BLOCKING=1`, or in which every action frees memory.  A message to another
-    chunk is received only p micro-batches later, and meanwhile its device is never idle.  Earlier receives would add
-    more such cases.
+    Interleaved stages with overlap and more micro-batches than stages can still deadlock if every launch blocks
+    (`CUDA_LAUNCH_BLOCKING=1`) or every action frees memory: a send to another chunk occupies the device for long.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def record(self) -> torch.cuda.Event:
-        """Return an event after everything that has been issued so far."""
+        """Return an event after all operations that the current stream contains."""
         return torch.cuda.current_stream().record_event()
 
     @contextmanager
     def after(self, moment: torch.cuda.Event) -> Iterator[None]:
-        """Order receives posted in this context after `moment` only, and not after operations issued since."""
+        """Order receives posted in this context after `moment`, but not after operations launched after `moment`."""
         self._stream.wait_event(moment)
         with torch.cuda.stream(self._stream):
             yield
 
 
 class Boundary:
-    """Transfers of one rank.  Tensors are [b, s, h] (`shape`), in `like`'s dtype and on its device."""
+    """Transfers between this rank and neighbouring stages: tensors of `shape` [b, s, h], on the device of `like`."""
 
     UNDER_WAY = 2
-    """Maximum number of unfinished messages of one kind to one rank; each retains its tensor (`Work.hold`)."""
+    """Maximum number of unfinished sends of activations, or of gradients, to one rank; each retains its tensor."""
     PURPOSE = ("activations", "gradients")
 
     def __init__(
@@ -83,14 +79,17 @@ class Boundary:
         split: bool,
         overlap: bool = True,
     ):
-        """`split`: over several tp ranks."""
+        """`split`: Megatron's scatter/gather optimisation (2104.04473 sec. 4.1).
+
+        Each of t tp ranks sends 1/t of a tensor, which all tp ranks hold, and the receivers all-gather the parts.
+        """
         self.pp, self.tp, self.shape, self.overlap = pp, tp, shape, overlap
         self.split, self._like = split, like
         self.later = DeferredReceives() if like.is_cuda else None
         self._expected: deque[_Expected] = deque()
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._made: list[Callable[[], Work]] = []
-        """Functions that start the sends of the next batch."""
+        """Functions that start the sends of the next `exchange` (without overlap)."""
         self._sent: dict[tuple[int, int], deque[Work]] = {}
 
     @staticmethod
@@ -109,7 +108,7 @@ class Boundary:
             self.post()
 
     def post(self) -> None:
-        """Start the receives that have not started, after concurrent computation has been issued."""
+        """Start the expected receives. On a GPU, call this after the concurrent computation was launched."""
         while self._expected:
             buffer, source, kind, free = self._expected.popleft()
             if self.later is None or free is None:
@@ -128,18 +127,18 @@ class Boundary:
             work.wait()
 
     def receive(self) -> Tensor:
-        """Return the tensor that was expected first, [b, s, h]."""
+        """Wait for the receive that was posted first, and return its tensor [b, s, h]."""
         buffer, work = self._posted.popleft()
         work.wait()
         if self.split:
             gathered = self._buffer(1)
             self.tp.all_gather(gathered, buffer, purpose="boundary").wait()
             buffer = gathered
-        # The buffer is now an activation or the gradient of one.
+        # From here on, the buffer is an activation or the gradient of an activation.
         return storage.mark(buffer, Category.ACTIVATIONS).view(self.shape)
 
     def send(self, tensor: Tensor, to: int, kind: str) -> None:
-        """Start to send `tensor` [b, s, h] to stage `to`; without overlap, with the next batch."""
+        """Start to send `tensor` [b, s, h] to stage `to`; without overlap, the next `exchange` sends it."""
         flat = tensor.contiguous().view(-1)
         if self.split:
             flat = flat.chunk(self.tp.size)[self.tp.rank].clone()
@@ -151,7 +150,7 @@ class Boundary:
         under_way = self._sent.setdefault((to, channel), deque())
         while len(under_way) >= self.UNDER_WAY:
             under_way.popleft().wait()
-        self.post()  # before the send, for which the other stage may wait
+        self.post()  # No computation delays the send, for which the other stage may wait.
         under_way.append(message())
 
     def finish(self) -> None:

@@ -1,9 +1,8 @@
 """Pipeline parallelism: one runner for every schedule (2104.04473 sec. 2.2).
 
-A rank runs its stage's actions in order.  With overlap an action's input is received while the preceding action runs,
-and its output is sent while the next action runs.  Without overlap, stages exchange messages between actions.  Between
-forward and backward of a micro-batch only the tensors saved by autograd are retained: neither the received input nor
-the sent output.
+A rank runs the actions of its stage in order; `boundary` transfers their inputs and outputs.  Between forward and
+backward of a micro-batch only the tensors saved by autograd are retained: neither the received input nor the sent
+output.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from repro.parallel.pipeline.schedule import BACKWARD, FORWARD, Action, batches,
 
 _PHASES = {FORWARD: Phase.FORWARD, BACKWARD: Phase.BACKWARD}
 Observer = Callable[[Phase], None]
-"""Called with the name of the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
+"""Function called with the phase that begins: forward, backward, idle (waiting for a stage), optimizer."""
 
 
 class Chunk(Protocol):
-    """Interface of a part of the model for the runner."""
+    """Interface by which the runner calls a part of the model."""
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Return a boundary tensor, or the mean loss (0-dim) on the last part; `x`: such a tensor, None for tokens."""
+        """Return the output for x, both [b, s, h]; x is None for the first part, the last returns the mean loss."""
 
     def before_backward(self, micro_batch: int, micro_batches: int) -> None:
         """Prepare for the `micro_batch`-th backward pass of the step."""
@@ -41,7 +40,7 @@ class Chunk(Protocol):
 
 
 class _Slot:
-    """Storage for a gradient from or to another stage."""
+    """Holder of a gradient that backward receives from or sends to another stage."""
 
     __slots__ = ("gradient",)
 
@@ -95,7 +94,7 @@ class Pipeline:
         self.batches = (
             batches(self.actions, layout.chunks) if exchanges(layout) else [(a,) for a in self.actions]
         )
-        """Actions between two exchanges of messages."""
+        """Actions of this stage, grouped by exchanges of messages: an exchange follows each group."""
         self.boundary = Boundary(
             pp, tp, shape, like, split=layout.scatter_gather, overlap=not exchanges(layout)
         )
@@ -105,12 +104,12 @@ class Pipeline:
         """Index of `current` in `actions`; -1 for none."""
         self._live: dict[tuple[int, int], tuple[_Slot, _Slot, Tensor]] = {}
         self._passes = [0] * len(self.chunks)
-        # Autograd records nothing below a tensor that needs no gradient.
+        # Autograd records a function only if an input requires a gradient, and received tensors do not.
         self._anchor = torch.empty(0, device=like.device, requires_grad=True)
 
     @property
     def current(self) -> Action | None:
-        """Return the action that runs, or whose input is awaited."""
+        """Return the action that the stage runs, or whose input it awaits; None outside `run`."""
         return self.actions[self.position] if self.position >= 0 else None
 
     def run(self, scale: Tensor | None, observe: Observer) -> Tensor:
@@ -150,7 +149,7 @@ class Pipeline:
                 if action.kind == BACKWARD:
                     self.chunks[action.chunk].after_backward()
                 if self.boundary.overlap:
-                    self.boundary.post()  # no effect if a send has posted
+                    self.boundary.post()  # This has no effect if a send has posted the receives.
                 self.position += 1
         self.position = -1
         self.boundary.finish()

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: the actions of each stage in order, and the cost of that order.
 
-A schedule is a tuple of actions for every stage.  The runner executes it and `repro schedule` prints it.  `timeline`
-computes exact times from the duration of a stage's forward and backward, with messages that take no time (Megatron,
-2104.04473 sec. 2.2).  Symbols: p stages, m micro-batches, v chunks.
+The runner executes a schedule, and `repro schedule` prints it.  `timeline` computes exact times from the duration of a
+stage's forward and backward, with messages that take no time (2104.04473 sec. 2.2).  Symbols: p stages, m
+micro-batches, v chunks of layers per stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "F", "B"
 
 @dataclass(frozen=True)
 class Action:
-    """Forward or backward of one micro-batch through one chunk of a stage's layers; all counted from 0."""
+    """Forward or backward of one micro-batch through one chunk of a stage's layers; indices begin at 0."""
 
     kind: str
     micro_batch: int
@@ -61,8 +61,8 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:
     """Return the (stage, action) whose result `action` needs; `None` for the forward of the first layers.
 
-    Part k = chunk * p + stage of the model: F(k) needs F(k - 1), B(k) needs B(k + 1), the last B its own F.
-    A result from another stage is a message.
+    Part k = chunk * p + stage of the model: forward F(k) needs F(k - 1), and backward B(k) needs B(k + 1).  B of the
+    last part needs F of the same part.
     """
     part = action.chunk * stages + stage
     if action.kind == FORWARD:
@@ -77,11 +77,11 @@ def dependency_of(action: Action, stage: int, stages: int, chunks: int = 1) -> t
 
 
 def batches(actions: Sequence[Action], chunks: int = 1) -> list[tuple[Action, ...]]:
-    """Return the `actions` of a stage, split where software without overlap exchanges messages with its neighbours.
+    """Return a stage's `actions`, split where software without overlap exchanges messages with neighbouring stages.
 
-    An exchange sends the outputs and receives the next inputs in one batch, without computation.  It follows every
-    action; with interleaved chunks, it follows each pair of forward and backward that take turns (Megatron-LM of
-    2021, `send_forward_backward_recv_forward_backward`).
+    An exchange sends outputs and receives the next inputs, without computation.  It follows every action, and with
+    interleaved chunks each pair of forward and backward in the steady phase (Megatron-LM of 2021,
+    `send_forward_backward_recv_forward_backward`).
     """
     backwards = [position for position, action in enumerate(actions) if action.kind == BACKWARD]
     turns = sum(action.kind == FORWARD for action in actions[backwards[0] :])
@@ -103,7 +103,7 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def peak_in_flight(name: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """Return `in_flight` of a stage of the schedule `name`, without its actions."""
+    """Return the `in_flight` of a stage of schedule `name` by a formula, without the list of actions."""
     return min(micro_batches * chunks, _warm_up(name, stage, stages, micro_batches, chunks) + 1)
 
 
@@ -118,7 +118,7 @@ def timeline(
     unit, starts, durations = _starts(schedule, forward, backward)
     times: dict[int, Fraction] = {}
 
-    def exact(ticks: int) -> Fraction:  # few values differ, and creating a Fraction is slow
+    def exact(ticks: int) -> Fraction:  # Creating a Fraction is slow, and few values differ.
         if ticks not in times:
             times[ticks] = Fraction(ticks, unit)
         return times[ticks]
@@ -133,7 +133,7 @@ def timeline(
 
 
 def bubble_ratio(schedule: Schedule, forward: Rational | int = 1, backward: Rational | int = 2) -> Fraction:
-    """Return idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), counted (2104.04473 sec. 2.2)."""
+    """Return idle time over ideal time, (t - m (t_f + t_b)) / (m (t_f + t_b)), of a schedule (2104.04473 sec. 2.2)."""
     _, starts, durations = _starts(schedule, forward, backward)
     busy = max(sum(durations[action.kind] for action in actions) for actions in schedule)
     total = max(
@@ -161,7 +161,7 @@ def _check(name: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _order(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, chunk) of any stage's forwards: p micro-batches per chunk before the next chunk."""
+    """Yield (micro-batch, chunk) of a stage's forwards: p micro-batches of a chunk precede the next chunk."""
     group = stages if chunks > 1 else micro_batches
     for first in range(0, micro_batches, group):
         for chunk in range(chunks):
@@ -176,7 +176,7 @@ def _warm_up(name: str, stage: int, stages: int, micro_batches: int, chunks: int
         return everything
     if name == "1f1b":
         return min(stages - 1 - stage, everything)
-    if micro_batches == stages:  # as Megatron does it: one group of micro-batches leaves no steady phase
+    if micro_batches == stages:  # In Megatron, p micro-batches leave no steady phase.
         return everything
     return 2 * (stages - 1 - stage) + (chunks - 1) * stages
 
@@ -205,7 +205,7 @@ def _starts(
     starts: list[list[int]] = [[] for _ in range(stages)]
     clock = [0] * stages
     done: dict[tuple[int, Action], int] = {}
-    waiting: dict[tuple[int, Action], int] = {}  # dependency -> the stage that waits for it, at most one
+    waiting: dict[tuple[int, Action], int] = {}  # Stage that waits for (stage, action); at most one.
     ready = list(range(stages))
     while ready:
         stage = ready.pop()

@@ -1,7 +1,7 @@
-"""Forward passes under stage 3, the schedule of their backward pass, and helpers to observe autograd.
+"""Records of forward passes under ZeRO stage 3, the schedule of their backward pass, and helpers to observe autograd.
 
-Several forward passes may precede the backward pass of one loss (siamese networks, a module unrolled in time). The
-backward pass runs through the last forward pass first.
+A *visit* is one call of a module that uses the parameters of a gather unit. Several forward passes may precede the
+backward pass of one loss (siamese networks, a module unrolled in time).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from repro.parallel.zero.partition import ModuleUse
 
 Visit = tuple[int, ModuleUse]
-"""Index of a gather unit, and the use of one of its modules."""
+"""One call of a module in a forward pass: index of the module's gather unit, and its `ModuleUse`."""
 
 
 class _Graph:
@@ -29,43 +29,43 @@ class _Graph:
 
 
 class ForwardPass:
-    """Record of the module uses in one call of the wrapped module."""
+    """Record of the visits (module calls) in one forward pass of the wrapped module."""
 
     def __init__(self, has_gradients: bool) -> None:
         self.has_gradients = has_gradients
-        """Whether autograd records the pass."""
+        """Whether autograd records this forward pass."""
         self.visits: list[Visit] = []
         """Visits in the order in which they began."""
         self.ends: list[int] = []
-        """Number of visits that had begun when each visit ended; a visit may contain other visits."""
+        """For each visit, the number of visits that had begun when it ended; a visit may contain other visits."""
         self.open_visits: list[int] = []
-        """Numbers of the visits that run, the innermost one last."""
+        """Indices in `visits` of the calls that have not ended, the innermost one last."""
         self.offset = 0
-        """Number of the first visit in the backward schedule."""
+        """Index of this pass's first visit in `BackwardSchedule.visits`."""
         self.graph: _Graph | None = _Graph()
         self._reference = weakref.ref(self.graph)
 
     def begin_visit(self, u: int, use: ModuleUse) -> int:
-        """Record that a use begins, and return the number of the visit."""
+        """Record that a module call begins, and return its index in `visits`."""
         self.visits.append((u, use))
         self.ends.append(len(self.visits))
         self.open_visits.append(len(self.visits) - 1)
         return self.open_visits[-1]
 
     def end_visit(self, u: int, use: ModuleUse) -> int:
-        """Record that the innermost open visit of this use ends, and return the number of the visit."""
+        """Record that the innermost open call of this module ends, and return its index in `visits`."""
         visit = _pop_innermost(self.open_visits, self.visits, (u, use))
         self.ends[visit] = len(self.visits)
         return visit
 
     def has_live_graph(self) -> bool:
-        """Drop the own reference to the graph, and return whether a backward pass can still use the graph."""
+        """Drop the own reference to `graph`, and return whether the pass's autograd graph still exists."""
         self.graph = None
         return self._reference() is not None
 
 
 class BackwardSchedule:
-    """Steps of one backward pass through several forward passes, whose visits are numbered consecutively."""
+    """Order in which one backward pass enters and leaves the visits (module calls) of several forward passes."""
 
     def __init__(self, passes: Sequence[ForwardPass]) -> None:
         """Order the entries and exits of all visits as autograd reaches them.
@@ -82,24 +82,24 @@ class BackwardSchedule:
         steps = [(end, False, v) for v, end in enumerate(self._ends)]
         steps += [(v, True, v) for v in range(len(self.visits))]
         self.steps = [step[1:] for step in sorted(steps, key=lambda s: (-s[0], not s[1], s[2]))]
-        """(whether the step leaves the visit, number of the visit)."""
+        """(whether the step leaves or enters a visit, index of the visit) in the order of the backward pass."""
         self.steps_taken = 0
         self.open_visits: list[int] = []
-        """Numbers of the visits that run again for recomputation, the innermost one last."""
+        """Indices of the visits that recomputation runs again at present, the innermost one last."""
         self.first_visit = {u: v for v, (u, _) in reversed(list(enumerate(self.visits)))}
-        """First visit of every unit. The gradients of a unit are complete when autograd has left this visit."""
+        """Index of each unit's first visit; the unit's gradients are complete when autograd has left this visit."""
         self._entry = {v: i for i, (leaves, v) in enumerate(self.steps) if not leaves}
         self._exit = {v: i for i, (leaves, v) in enumerate(self.steps) if leaves}
         self._of_use: dict[Visit, list[int]] = {}
         for v, visit in enumerate(self.visits):
             self._of_use.setdefault(visit, []).append(v)
         self.next_entry: list[int | None] = [None] * len(self.steps)
-        """Visit that is entered next after each step; None if there is no further entry."""
+        """For each step, the index of the visit that is entered next; None if there is no further entry."""
         for i in reversed(range(len(self.steps) - 1)):
             leaves, v = self.steps[i + 1]
             self.next_entry[i] = self.next_entry[i + 1] if leaves else v
         self.frees_unit = self._frees_unit()
-        """Whether each step leaves a unit that has no other open visit and is not entered next."""
+        """For each step, whether its unit can be freed: the unit has no open visit and is not entered next."""
 
     def steps_until_entry(self, visit: int) -> int:
         """Return the number of steps up to the entry of `visit`."""
@@ -122,7 +122,7 @@ class BackwardSchedule:
         return found
 
     def begin_recomputation(self, u: int, use: ModuleUse) -> bool:
-        """Record that the last visit of this use runs again; return False if autograd has left all its visits."""
+        """Record that recomputation runs a module again; return False if autograd has left all visits of the module."""
         visits = self._of_use.get((u, use), [])
         while visits and self._exit[visits[-1]] < self.steps_taken:
             visits.pop()
@@ -130,12 +130,12 @@ class BackwardSchedule:
         return bool(visits)
 
     def end_recomputation(self, u: int, use: ModuleUse) -> int:
-        """Record that the innermost recomputed visit of this use ends, and return the number of the visit."""
+        """Record that the innermost recomputation of this module ends, and return the index of the visit."""
         return _pop_innermost(self.open_visits, self.visits, (u, use))
 
 
 def _pop_innermost(open_visits: list[int], visits: Sequence[Visit], visit: Visit) -> int:
-    """Pop `visit` from the stack, together with the visits above it, which an error or an early stop interrupted."""
+    """Pop `visit` from the stack of open visits, with the visits above it, which an error or early stop interrupted."""
     while open_visits:
         if visits[number := open_visits.pop()] == visit:
             return number
@@ -162,9 +162,8 @@ class GradOnlyBackward:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self._parameters):
-                if (
-                    i not in self._accumulate_nodes and p.requires_grad
-                ):  # a parameter may be frozen temporarily
+                # A parameter may be frozen temporarily.
+                if i not in self._accumulate_nodes and p.requires_grad:
                     self._accumulate_nodes[i] = get_gradient_edge(p).node
         return not any(map(_will_execute, self._accumulate_nodes.values()))
 
@@ -172,7 +171,9 @@ class GradOnlyBackward:
 def _will_execute(node: Any) -> bool:
     try:
         found: bool = torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-    except RuntimeError:  # `grad` returns the gradient of this parameter instead of accumulating it
+    except (
+        RuntimeError
+    ):  # `torch.autograd.grad` returns the gradient of this parameter and does not accumulate it.
         return False
     return found
 

@@ -1,6 +1,6 @@
-"""A bucket: parameters in one flat buffer, which are communicated together.
+"""A bucket: trained parameters in one flat buffer, which are communicated together.
 
-The ZeRO stage determines the elements that a rank holds of a bucket of P (1910.02054 sec. 5; n = Nd):
+Elements that a rank retains of a bucket of P parameters (1910.02054 sec. 5; n data-parallel ranks):
 
 | stage | parameters | gradients | optimizer's shard |
 |---|---|---|---|
@@ -9,14 +9,9 @@ The ZeRO stage determines the elements that a rank holds of a bucket of P (1910.
 | 2 | P | P / n | P / n |
 | 3 | P / n | P / n | P / n |
 
-Full parameters (stage 3) and full gradients (stages 2 and 3) exist only while they are needed.  The retained buffers
-are allocated once and contiguous; with M_D (sec. 6.3) the full gradients of stages 2 and 3 are too.
-
-A bucket's gradients are reduced in place, so that the fused message has the bucket's constant size (C_B, sec. 6.2).
-Earlier libraries reduced a fused copy (`zero_r.constant_buffers.reduce_fused`).  Under stage 0 `Bucket.copy`
-allocates P more elements for the reduction, as torch's DistributedDataParallel did.  Megatron-LM had such a copy during
-the reduction only (`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params` before), even
-without other replicas.
+A bucket's gradients are reduced in place, in one message (C_B, sec. 6.2).  For stage 0, options add the copy of P
+elements that older libraries reduced: torch's DistributedDataParallel permanently, Megatron-LM during the reduction
+(`allreduce_gradients` of megatron/model/distributed.py in 2021, `allreduce_params` before).
 """
 
 from __future__ import annotations
@@ -37,23 +32,23 @@ from repro.parallel.zero_r.constant_buffers import reduce_fused
 from repro.parallel.zero_r.defragmentation import Arena, Piece
 
 WIDENED_ROWS = 8
-"""Rows of 16-bit operands that a CPU multiplies at once in fp32."""
+"""Rows of 16-bit operands that `add_product_` converts to fp32 at once on a CPU, to limit the memory of the copies."""
 
 
 def add_product_(sums: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> None:
-    """Set `sums` to beta sums + alpha a b; 16-bit a and b may have fp32 sums (Megatron's `wgrad_gemm_accum_fp32`)."""
+    """Set `sums` to beta * sums + alpha * a @ b; fp32 `sums` allow 16-bit a, b (Megatron's `wgrad_gemm_accum_fp32`)."""
     if sums.dtype == a.dtype or (sums.is_meta and not storage.is_on_processors(sums)):
         torch.addmm(sums, a, b, beta=beta, alpha=alpha, out=sums)
-    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # from torch 2.8 on
+    elif sums.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8 or later
         torch.ops.aten.addmm.dtype_out(sums, a, b, sums.dtype, beta=beta, alpha=alpha, out=sums)
-    else:  # in parts, whose fp32 copies need little memory
+    else:
         sums.mul_(beta) if beta else sums.zero_()
         for left, right in zip(a.split(WIDENED_ROWS, 1), b.split(WIDENED_ROWS), strict=True):
             torch.addmm(sums, left.to(sums.dtype), right.to(sums.dtype), alpha=alpha, out=sums)
 
 
 class Bucket(FlatParameters):
-    """Storage of one bucket of trained parameters, without values before `fill`."""
+    """Flat buffers of a bucket's parameters, gradients and master weights; `fill` sets the initial values."""
 
     def __init__(
         self,
@@ -74,7 +69,7 @@ class Bucket(FlatParameters):
             self.master = storage.zeros(self.shard.numel(), self.shard, Category.OPTIMIZER, torch.float32)
         self._place_gradients()
         self.copy: Tensor | None = None
-        """Copy of the gradients [padded] that is reduced, if the gradients are not views of it."""
+        """Permanent flat buffer [padded] to which gradients are copied for the reduction; None: reduced in place."""
         if not sharding.as_view:
             self.copy = storage.zeros(plan.padded, self.full, Category.COMMUNICATION, self.grad_dtype)
         # Megatron-LM reduced fp32 gradients in place (use_contiguous_buffers_in_ddp).
@@ -86,7 +81,7 @@ class Bucket(FlatParameters):
         self.gradients: Tensor | None = None
         """Full gradients of the bucket, flat [padded]; under stages 2 and 3 only until they are reduced."""
         self._views: list[Tensor] = []
-        """Views of each parameter's gradient, while `gradients` exist."""
+        """View of each parameter's gradient in `gradients`; empty without `gradients`."""
         if self.stage < 2:
             gradients = storage.zeros(plan.padded, self.full, Category.GRADIENTS, self.grad_dtype)
             self._take(gradients)
@@ -97,18 +92,16 @@ class Bucket(FlatParameters):
 
     @cached_property
     def ranges(self) -> list[tuple[Tag, int, int]]:
-        """The optimizer's shard as runs of one tag."""
+        """Return the ranges (tag, start, stop) of equal tags in the optimizer's shard."""
         if self.stage:
             return self.plan.ranges(self.part)
         return BucketPlan(self.plan.slots, 1).ranges(0)
 
     def adopt_writes(self) -> None:
-        """Copy to the master weights all values written to the parameters since the last step (stages 0 to 2)."""
+        """Copy values written to the parameters since the last step to the master weights (stages 0 to 2)."""
         if self.master is not self.shard and self.stage < 3:
             written = self.shard != self.master.to(self.shard.dtype)
             torch.where(written, self.shard.to(self.master.dtype), self.master, out=self.master)
-
-    # -- gradients -------------------------------------------------------------------------------
 
     @property
     def reduces_in_place(self) -> bool:
@@ -117,7 +110,7 @@ class Bucket(FlatParameters):
         return self.stage == 1 and in_place and not self.fused and not self.has_part_lists
 
     def gradient_view(self, slot: int) -> Tensor:
-        """Return the memory for the gradient of the slot's parameter, in its shape; allocates under stages 2 and 3."""
+        """Return the memory for the gradient of parameter `slot` of the bucket; allocates under stages 2 and 3."""
         if self.gradients is None:
             if self.pool is not None:
                 self._piece = self.pool.take(self.plan.padded)
@@ -176,7 +169,7 @@ class Bucket(FlatParameters):
         return Work(finish=finish)
 
     def unreduce(self) -> None:
-        """Undo the reduction so that another micro-batch can be added (stages 0 and 1)."""
+        """Scale or clear reduced gradients, so that reducing them again gives their values plus those added next."""
         gradients = self.gradients
         assert gradients is not None
         if self.stage == 0 or self.all_reduce_first:

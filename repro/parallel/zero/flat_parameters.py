@@ -1,12 +1,8 @@
-"""Parameters in one flat buffer, of which a rank retains its shard under stage 3.
+"""Flat buffer of frozen or trained parameters, of which a rank retains only its shard under ZeRO stage 3.
 
-Frozen parameters need no more. A trained bucket (`flat_buffer`) adds gradients and the optimizer's shard.
-
-With `by_parameter`, stage 3 gathers each parameter by itself, as DeepSpeed 0.3.13 did in March 2021
-(`deepspeed/runtime/zero/partition_parameters.py`, `stage3.py`). DeepSpeed passes a list of one tensor per rank to every
-gather and every reduce-scatter. Python creates a view for each tensor, NCCL needs one buffer, and each part is copied
-from or to this buffer. The host synchronizes with the device before it creates the list of a gather, and after the
-gather. With thousands of ranks the host limits the step time.
+With `by_parameter`, stage 3 gathers each parameter separately, as DeepSpeed 0.3.13 did in March 2021
+(`deepspeed/runtime/zero/partition_parameters.py`, `stage3.py`). Every collective then has a list of one tensor per
+rank, which are copied from or to NCCL's buffer, and the host synchronizes with the device before and after a gather.
 """
 
 from __future__ import annotations
@@ -30,16 +26,16 @@ InitialValues = Callable[[int, int, int], Tensor]
 INITIALISED_ELEMENTS = 1 << 22
 """Elements that are initialised at once. The limit bounds the memory of the initialisation."""
 PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
-"""Smallest size of a parameter that is gathered by itself and freed after its use (DeepSpeed's
+"""Elements from which on a separately gathered parameter is freed after its use (DeepSpeed's
 `param_persistence_threshold`)."""
 MAX_REUSE_DISTANCE_ELEMENTS = 1_000_000_000
-"""Elements of other parameters between two uses of a parameter from which the parameter is freed between the uses
-(DeepSpeed's `max_reuse_distance`)."""
+"""A parameter is freed between two uses if other parameters of this many elements are used between them (DeepSpeed's
+`max_reuse_distance`)."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Properties that separate the elements of a shard."""
+    """Properties of a parameter; the elements of a shard are processed in runs of equal properties."""
 
     group: int
     """Index of the optimizer's parameter group."""
@@ -60,7 +56,7 @@ class Sharding:
     device: torch.device
     bucket_bytes: int
     all_reduce_first: bool
-    """Whether stage 1 uses all-reduce, then all-gather, as in February 2020."""
+    """Whether stage 1 all-reduces gradients instead of a reduce-scatter, as DeepSpeed did in February 2020."""
     dtype: torch.dtype | None
     """Data type of the parameters; None retains each parameter's own."""
     constant_buffers: bool = True
@@ -70,15 +66,15 @@ class Sharding:
     overlap: bool = True
     """Whether communication overlaps with computation."""
     as_view: bool = True
-    """Whether gradients are views of their buckets; otherwise (stage 0) a bucket is a copy of them."""
+    """Whether gradients are views of their buckets; otherwise (stage 0) they are copied to a second buffer."""
     in_passes: bool = False
-    """Whether gradients are added, and under stage 0 copied to be reduced, in passes over memory, as until 2021."""
+    """Whether separate passes over memory add gradients and copy them for the reduction, as in software until 2021."""
     by_parameter: bool = False
-    """Whether stage 3 gathers each parameter by itself, without prefetch, in lists of parts, as in March 2021."""
+    """Whether stage 3 gathers each parameter separately, without prefetch, as DeepSpeed did in March 2021."""
     grad_dtype: torch.dtype | None = None
     """Data type of accumulated and reduced gradients; None retains that of the parameters."""
     fused_accumulation: bool = False
-    """Whether products of 16-bit operands add to gradients of `grad_dtype` directly."""
+    """Whether matrix products of 16-bit operands accumulate directly into gradients of `grad_dtype`."""
     gather_overlap: bool = True
     """Whether updated parameters (stages 1 and 2) are gathered during the next forward pass."""
 
@@ -112,7 +108,7 @@ class Sharding:
 
 
 def _chunks(first: int, last: int, like: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield first..last in ranges of `INITIALISED_ELEMENTS`; without data (`meta`), yield the first range only."""
+    """Yield (start, stop) of parts of `INITIALISED_ELEMENTS` from `first` to `last`; on `meta` only the first part."""
     for start in range(first, last, INITIALISED_ELEMENTS):
         yield start, min(start + INITIALISED_ELEMENTS, last)
         if like.is_meta:
@@ -148,7 +144,7 @@ class FlatParameters:
             self.shard = self.full[self.part * size : (self.part + 1) * size]
         for parameter, view in zip(self.parameters, self._views_of(self.full), strict=True):
             parameter.data = view
-            parameter.grad = None  # of an earlier backward pass; it would be added to the first step's
+            parameter.grad = None  # An earlier gradient would be added to that of the first step.
         if stage == 3:
             storage.release(self.full)
 
@@ -158,7 +154,7 @@ class FlatParameters:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the view of each parameter, in its shape."""
-        sizes = [slot.stop - slot.start for slot in self.plan.slots]  # they are contiguous
+        sizes = [slot.stop - slot.start for slot in self.plan.slots]
         with storage.unobserved(flat.device):
             parts = flat.split([*sizes, self.plan.padded - self.plan.numel])
             return [part.view(one.shape) for part, one in zip(parts[:-1], self.parameters, strict=True)]
@@ -187,7 +183,7 @@ class FlatParameters:
                 storage.call_once(self.full, ("piece", stop - start, *kinds), copy)
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
-        """Return the content of the shard as (parameter index, first, last + 1, offset in the shard)."""
+        """Return the shard's pieces: (parameter index, first element, last element + 1, offset in the shard)."""
         if self.stage:
             return self.plan.pieces(self.part)
         return [(s.index, 0, s.stop - s.start, s.start) for s in self.plan.slots]
@@ -218,7 +214,7 @@ class FlatParameters:
 
 
 def is_below_persistence_threshold(parameter: Parameter) -> bool:
-    """Return whether the parameter is retained after its gather, if each parameter is gathered by itself."""
+    """Return whether a separately gathered parameter is so small that it is retained after its use."""
     return parameter.numel() < PERSISTENCE_THRESHOLD_ELEMENTS
 
 
@@ -234,8 +230,7 @@ def exceed_reuse_distance(elements: Sequence[int]) -> list[bool]:
 class RankParts:
     """Equal parts of a flat tensor, with one view for each rank.
 
-    A tensor without data (`meta`) has no views, because there may be thousands of ranks. Its observer
-    (`storage.observer_of`) gets the number of views instead.
+    On `meta` no views are created; a simulation gets their number through the tensor's observer.
     """
 
     def __init__(self, flat: Tensor, count: int, *, flattened: bool = False):

@@ -1,9 +1,8 @@
 """Bucketed data parallelism: average gradients over replicas during the backward pass.
 
-A bucket is reduced when all its gradients have been computed.  All ranks reduce buckets in one fixed order, so ranks
-that use different parameters cannot wait for different messages.  Under stage 3 parameters are gathered meanwhile: the
-backward schedule determines when a bucket is complete (see `repro.parallel.zero.unshard`), and all ranks must use the
-same modules.  Stages differ only in the buffers of a bucket (see `repro.parallel.zero.flat_buffer`).
+A bucket is reduced when all its gradients have been computed, in a fixed order of buckets, so that ranks that use
+different parameters cannot deadlock.  Under stage 3 the backward schedule determines when a bucket is complete
+(`repro.parallel.zero.unshard`), and all ranks must use the same modules.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from repro.parallel.zero.flat_parameters import Sharding
 from repro.parallel.zero_r.defragmentation import Arena
 
 _UNFINISHED: list[Work] = []
-"""Collectives of freed reducers that were in flight, after a backward pass that failed.
+"""Collectives that were in flight when a failed backward pass ended and their reducer was freed.
 
-gloo stops a connection on which a message arrives for freed memory, and with it all later collectives of the group.
+gloo closes a connection on which a message arrives for freed memory, and all later collectives of the group fail.
 """
 
 
@@ -60,7 +59,7 @@ class GradientReducer:
         self._reduced = False
         """Whether the step's gradients so far have been reduced (stages 0 and 1)."""
         self.on_gradient: Callable[[], None] = lambda: None
-        """Callback for every gradient."""
+        """Function called for every gradient that autograd has computed."""
         if sharding.contiguous:
             self._set_aside()
         for b, bucket in enumerate(self.buckets):
@@ -69,7 +68,7 @@ class GradientReducer:
                     vars(parameter)["gradient_sink"] = self._sink(b, s)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                vars(parameter)["reducer"] = self  # lives as long as its parameters
+                vars(parameter)["reducer"] = self  # The reducer exists as long as its parameters.
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, s))
             for b, bucket in enumerate(self.buckets)
@@ -89,10 +88,10 @@ class GradientReducer:
                 vars(parameter).pop("reducer", None)
 
     def _set_aside(self) -> None:
-        """Give full gradients a pool (1910.02054 sec. 6.3): one allocation of the largest buckets' sizes.
+        """Allocate the memory of full gradients once, as a pool of the largest buckets' sizes (1910.02054 sec. 6.3).
 
-        The pool fits the buckets under reduction, the one that fills, and one that is open for long (a tied
-        embedding's, from the head's gradient to the embedding's).
+        The pool fits the buckets under reduction, the bucket that collects gradients, and the tied embedding's bucket,
+        which is open from the output layer's gradient to the embedding's.
         """
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -106,7 +105,7 @@ class GradientReducer:
                 bucket.pool = pool
 
     def begin(self, micro_batch: int, micro_batches: int) -> None:
-        """Prepare for the backward pass of one of the step's micro-batches; the preceding one must be reduced.
+        """Prepare for the backward pass of one of the step's micro-batches; wait for earlier reductions.
 
         Further micro-batches after `micro_batches` are allowed: their gradients are reduced one by one.
         """
@@ -124,15 +123,15 @@ class GradientReducer:
 
     @property
     def only_adds(self) -> bool:
-        """Return whether new gradients are only added to those of earlier micro-batches."""
+        """Return whether this backward pass only adds gradients to earlier micro-batches', without a reduction."""
         return not self._first and not self._last and all(bucket.stage < 2 for bucket in self.buckets)
 
     def hold(self, bucket: Bucket) -> None:
-        """Leave `bucket` open until `finish`: its parameters may get several gradients in this pass."""
+        """Do not reduce `bucket` before `finish`: its parameters may get several gradients in this pass."""
         self._held[self._index[id(bucket)]] = True
 
     def close(self, bucket: Bucket) -> None:
-        """Complete `bucket`, which gets no more gradients; a parameter without a gradient counts as zero."""
+        """Record that `bucket` gets no more gradients in this pass; missing gradients count as zero."""
         self._close(self._index[id(bucket)])
 
     def finish(self) -> None:
@@ -170,7 +169,7 @@ class GradientReducer:
             self._works.popleft().wait()
 
     def _hook(self, b: int, s: int) -> Callable[[Parameter], None]:
-        """Return the hook of slot `s`.
+        """Return the gradient hook of the parameter in slot `s` of bucket `b`.
 
         torch holds a hook in an object that the garbage collector does not traverse.  A hook that referred to
         this reducer, and so to its own parameter, would never be freed.
@@ -187,7 +186,7 @@ class GradientReducer:
     def _collect(self, b: int, s: int, parameter: Parameter) -> None:
         """Move the gradient that autograd computed to the bucket."""
         gradient = parameter.grad
-        if gradient is None:  # the sink took it, or autograd found that it is zero
+        if gradient is None:  # The gradient sink has added it, or autograd knows that it is zero.
             return
         parameter.grad = None
         if gradient.layout != torch.strided:
@@ -201,7 +200,7 @@ class GradientReducer:
         view, size = self._view(bucket, s), bucket.group.size
 
         def write() -> None:
-            converts = view.dtype != gradient.dtype  # as main_grad of Megatron-LM: 0 + gradient, in fp32
+            converts = view.dtype != gradient.dtype  # As for Megatron-LM's main_grad: 0 + gradient, in fp32.
             if converts and not add:
                 view.zero_()
             if add or converts:

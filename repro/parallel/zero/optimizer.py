@@ -3,10 +3,9 @@
 Each rank updates its shard of every bucket (1910.02054 sec. 5.1). Under stage 0 the shard is the full bucket. All
 ranks agree on norm and overflow in one all-reduce before any state changes, and no operation waits for the host.
 
-Software until 2021 updates in separate passes over memory.  Gradients are widened to fp32, unscaled and clipped,
-masters and moments are updated, and masters are copied to 16 bits (Megatron-LM: fp16/fp16.py of 2019,
-megatron/optimizer/optimizer.py and clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter
-and need 4 more bytes of memory per parameter.  One kernel moves 30 bytes.
+`OperatorSet.in_passes` reproduces software until 2021, which converts, unscales and clips gradients, updates states and
+copies masters in separate passes over memory (Megatron-LM: fp16/fp16.py of 2019, megatron/optimizer/optimizer.py and
+clip_grads.py of 2021). With the norm, the passes move 60 bytes per parameter, and the fused kernel 30 bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class GradientShards:
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, operators: OperatorSet = OperatorSet.FUSED):
         self.buckets, self.mesh, self.operators = list(buckets), mesh, operators
         self.shards = [bucket.gradient_shard for bucket in self.buckets]
-        """Gradients for the optimizer, by bucket. In passes, they are fp32 and unscaled from `agree` to `release`."""
+        """Gradient shard of each bucket; with `in_passes`, unscaled fp32 copies from `agree` to `release`."""
         self._counted = self._runs(
             lambda tag: not (tag.duplicate and mesh.tp.rank) and not (tag.tied and mesh.pp.rank)
         )
@@ -55,7 +54,7 @@ class GradientShards:
         self._weight = 0.0 if replicated and mesh.dp.rank else 1.0
 
     def _runs(self, wanted: Callable[[Tag], bool]) -> list[list[tuple[int, int]]]:
-        """Return start and stop of the runs whose tag is wanted, by bucket; adjacent runs are merged."""
+        """Return for each bucket the ranges (start, stop) whose tag is `wanted`; adjacent ranges are merged."""
         found = []
         for bucket in self.buckets:
             runs: list[tuple[int, int]] = []
@@ -103,7 +102,7 @@ class GradientShards:
         ]
         if counted:
             squares = kernels.norm_squared(counted, plain=self.operators.plain)
-        else:  # the shards are padding only, or another tp rank counts them
+        else:  # The shards are only padding, or other ranks count them.
             squares = torch.zeros((), dtype=torch.float32, device=loss.device)
         replicas = self.mesh.world.size // self.mesh.pp.size
         shared = torch.stack((squares * self._weight, loss.float() / replicas))
@@ -118,7 +117,7 @@ class GradientShards:
 
 
 class ShardedAdamW:
-    """AdamW whose states live on this rank's shards; `torch.optim.AdamW`'s arithmetic."""
+    """AdamW of this rank's shards, with the arithmetic of `torch.optim.AdamW`."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class ShardedAdamW:
     ) -> None:
         """Run one AdamW step on the gradients divided by `divisor`; change no state if `skip` is 1.
 
-        `gradients`: one flat tensor per bucket's shard, which the step overwrites. The others: 0-dim fp32 tensors.
+        `gradients`: one flat tensor per bucket's shard, which the step overwrites. Other arguments: 0-dim fp32.
         """
         in_passes = self.operators.in_passes
         if in_passes and divisor is not None:
@@ -246,9 +245,9 @@ class LossScaler:
 class UpdatedParameterGather:
     """Gather of the updated parameters (stages 1 and 2) while the next forward pass runs.
 
-    After the optimizer step all buckets are gathered, the first layers first. A use of a unit waits for the buckets of
-    the used module's parameters only, children included, since some modules read a child's parameters without calling
-    the child. Code that reads parameters outside the units' uses calls `wait` first.
+    After the optimizer step all buckets are gathered, the first layers first. A module call waits for the buckets of
+    the module's parameters only, children included, since some modules read a child's parameters without calling
+    the child. Code that reads parameters outside these calls must call `wait`.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[GatherUnit], buckets: Sequence[Bucket]):

@@ -1,10 +1,8 @@
 """Partition of a module: modules into gather units, parameters into buckets, buckets into equal shards.
 
-A gather unit is gathered at once under stage 3, as an FSDP unit is; usually it is one transformer block. Forward hooks
-see modules, so any `nn.Module` whose blocks have names can be partitioned.
-
-A bucket is a run of parameters laid end to end and padded so that each of the `n` ranks owns an equal shard. Shards do
-not respect the boundaries of parameters (1910.02054 sec. 5.1: "equal partitions"). Sizes are numbers of elements.
+Under stage 3 the parameters of a gather unit are gathered together, as those of an FSDP unit; usually a unit is one
+transformer block. A bucket is a sequence of parameters in one flat buffer, padded so that each of `n` ranks owns an
+equal shard (1910.02054 sec. 5.1: "equal partitions"). Sizes are numbers of elements.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class ParameterSlot(Generic[Tag]):
     start: int
     stop: int
     tag: Tag
-    """Property that separates elements when a shard is processed (optimizer group, tp duplicate)."""
+    """Property by which a shard is processed in separate ranges (optimizer group, tp duplicate)."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +147,12 @@ def default_units(module: nn.Module, blocks: Sequence[str] | None = None) -> lis
 
 
 def _only_children(module: nn.Module) -> list[str]:
-    """Return the names of only children, whose parents may call other methods than forward (`generate`)."""
+    """Return the names of only children, since parents may call other methods of them than forward (`generate`)."""
     found: list[str] = []
     while not module._parameters and len(children := list(module.named_children())) == 1:
         ((name, module),) = children
         if not has_forward(module):
-            break  # a bare container of blocks
+            break  # The child is a bare container of blocks.
         found.append(f"{found[-1]}.{name}" if found else name)
     return found
 

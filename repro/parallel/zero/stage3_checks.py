@@ -1,12 +1,8 @@
 """Checks of stage 3 for the module of a user: reads of freed parameters, and ranks that gather different units.
 
-The memory of a freed parameter is released while its shape remains, so an operator would read invalid memory. A freed
-parameter therefore changes its class for one that refuses operators, which costs 0.1 us. The tensor that autograd
-references stays the same.
-
-If data decide which modules a rank uses, an all-gather could join the shards of different blocks. The messages of
-each unit have a channel of their own (gloo; NCCL would wait). Every gather of a forward pass therefore sends the
-index of its unit, and the pass ends with a digest of its uses, on which the backward schedule depends.
+An operator on a freed parameter would read released memory, so the parameter gets a class that refuses operators. If
+data decide which modules a rank uses, an all-gather could mix the shards of different blocks; every gather of a forward
+pass therefore compares the index of its unit over the ranks, and the end of the pass a digest of its module uses.
 """
 
 from __future__ import annotations
@@ -68,8 +64,8 @@ class FreedParameter(Parameter):
             name = f".{getattr(func, '__self__', func).__name__}"
         shape = next((tuple(a.size()) for a in args if isinstance(a, FreedParameter)), ())
         raise RuntimeError(
-            f"{name} of a parameter {list(shape)} is not supported under zero = 3, because its values exist only "
-            "during the passes of its module. Call module.repro.full_parameters() on all ranks."
+            f"{name} of a parameter of shape {list(shape)} is not supported under zero = 3, because its values "
+            "exist only during the passes of its module. Call module.repro.full_parameters() on all ranks."
         )
 
 
@@ -79,7 +75,7 @@ def _freed_class(kind: type[Parameter]) -> type[Parameter]:
 
 
 class FreedParameterGuard:
-    """Switch the class of parameters that are gathered and freed together."""
+    """Switch the class of a gather unit's parameters, so that reads of freed parameters raise an error."""
 
     def __init__(self, parameters: Iterable[Parameter]):
         self._kinds = [(p, type(p), _freed_class(type(p))) for p in parameters]
@@ -132,7 +128,7 @@ class UnitAgreement:
         return [True] * (len(flags) - len(sent)) + found
 
     def end_forward(self, units: Sequence[int], has_gradients: bool) -> None:
-        """Send a digest of the units that a forward pass used; `wait` compares the digests."""
+        """Send a digest of the units that a forward pass used; `wait` compares the digests of all ranks."""
         # Digests are negative, unlike indices of units and flags. The hash of integers is equal in every process.
         self._last_pass = self.compare(-1 - abs(hash((has_gradients, *units))))
 

@@ -112,7 +112,7 @@ class ShardedModule:
             else:
                 for plan in self._plans(tags):
                     make(plan)
-            # The temporaries of the values would leave larger free blocks, which later buckets would take apart.
+            # Buckets are filled after all are allocated, because temporaries of initial values would fragment memory.
             for bucket in self.buckets:
                 bucket.fill(initial, bucket.master)
             for flat in self.frozen:
@@ -139,7 +139,7 @@ class ShardedModule:
         return sum(bucket.plan.padded - bucket.plan.numel for bucket in self.buckets)
 
     def begin_forward(self) -> None:
-        """Prepare for a forward pass: stage 3 starts a new record of the order of uses."""
+        """Prepare for a forward pass: stage 3 starts a new record of the order of module calls."""
         if self.gatherer is not None:
             self.gatherer.begin_forward()
 
@@ -166,7 +166,7 @@ class ShardedModule:
         self.reducer.wait()
 
     def finish(self) -> None:
-        """End a backward pass that the optimizer step follows directly."""
+        """End a backward pass, and wait for the reductions of its gradients."""
         self.end_backward()
         self.wait_gradients()
 
@@ -180,7 +180,7 @@ class ShardedModule:
                 self.param_gather.wait()
 
     def wait(self) -> None:
-        """Wait for parameters under gather, before they are read outside a forward pass."""
+        """Wait until the updated parameters are gathered, before code outside a forward pass reads them."""
         if self.param_gather is not None:
             self.param_gather.wait()
 
@@ -212,7 +212,7 @@ class ShardedModule:
             self.param_gather.remove()
 
     def _complete(self, flat: FlatParameters) -> None:
-        """Complete flat parameters that get no more gradients in this backward pass."""
+        """Close the bucket of trained parameters that get no more gradients in this backward pass."""
         if isinstance(flat, Bucket):
             self.reducer.close(flat)
 
@@ -221,9 +221,9 @@ class ShardedModule:
         return self.sharding.dtype or p.dtype if p.requires_grad else p.dtype
 
     def _apart(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Return the indices split by dtype, which one flat buffer cannot mix, by `tied`, and by frozen or trained.
+        """Return groups of parameter indices with equal dtype, `tied` and `requires_grad`, for separate flat buffers.
 
-        A bucket with tied parameters only has equal shards on the first and the last pipeline stage.
+        A bucket of tied parameters alone has the same shards on the first and the last pipeline stage.
         """
         kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for i in indices:
@@ -232,7 +232,7 @@ class ShardedModule:
         return list(kinds.values())
 
     def _gathered_at_once(self, indices: Sequence[int], tags: Sequence[Tag]) -> list[list[int]]:
-        """Return the indices of a unit's parameters that share a flat buffer."""
+        """Return groups of a gather unit's parameter indices, for one flat buffer each."""
         apart = self._apart(indices, tags)
         if not self.sharding.by_parameter:
             return apart

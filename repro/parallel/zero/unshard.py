@@ -1,11 +1,8 @@
 """ZeRO stage 3, P_os+g+p: parameters exist in full only around their use (1910.02054 sec. 5.3, 7.2.2).
 
-A gather unit (`repro.parallel.zero.partition`) is gathered at once; usually it is one transformer block. Hooks on the
-unit's modules gather the unit before its use, begin to gather the next unit, and free the unit after its use, in
-forward and in backward. The forward pass expects the order of uses of the previous forward pass; a unit whose use is
-unexpected is gathered when the use begins. The backward pass follows a schedule that the forward passes record
-(`repro.parallel.zero.backward_schedule`). Gathers and reductions therefore have the same order on all ranks that use
-the same modules, independent of the work in those modules.
+In forward and backward, hooks gather a gather unit (usually a transformer block) before its use, begin to gather the
+next unit, and free the unit after its use. The forward pass expects the order of the previous forward pass, and the
+backward pass follows a schedule that forward passes record (`repro.parallel.zero.backward_schedule`).
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from repro.parallel.zero.stage3_checks import FreedParameterGuard, UnitAgreement
 
 
 class ParameterUnsharder:
-    """Gather and free the units of one module.
+    """Gather and free the parameters of a module's gather units in forward and backward passes.
 
     `buckets[unit]` are the unit's flat buffers: one for each dtype, and separate buffers for frozen parameters. The
     unsharder calls `complete` with every flat buffer whose gradients are complete.
@@ -69,7 +66,7 @@ class ParameterUnsharder:
         order = {name: i for i, name in enumerate(names)}
         uses = [(u, use) for u, unit in enumerate(self.units) for use in unit.uses]
         self._expected = sorted(uses, key=lambda entry: order[entry[1].module])
-        """Visits of the previous forward pass; before the first pass, uses in the order of module declaration."""
+        """Module calls of the previous forward pass; at first, all uses in the order of module declaration."""
         for u, use in reversed(uses):
             target = names[use.module]
             # Run before pre-hooks of users, which may read the parameters (`weight_norm`).
@@ -105,8 +102,6 @@ class ParameterUnsharder:
         """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
-
-    # -- one unit -----------------------------------------------------------------------------------
 
     def is_gathered(self, u: int) -> bool:
         """Return whether the unit's parameters are gathered or under gather."""
@@ -171,15 +166,13 @@ class ParameterUnsharder:
             training = self._forward.has_gradients
             self._free(u, [flat for flat in self.buckets[u] if not (flat.is_persistent and training)])
 
-    # -- forward -----------------------------------------------------------------------------------
-
     def begin_forward(self) -> None:
         """Begin a forward pass. A pass without gradients does not change the schedule of the next backward pass."""
         if self._agreement is not None:
             self._agreement.wait()
         if self._forward.visits:
             self._expected = self._forward.visits
-        if self._schedule is not None:  # of a backward pass that failed
+        if self._schedule is not None:  # A failed backward pass has left its schedule.
             self._recorded, self._schedule = [], None
         self._forward = ForwardPass(torch.is_grad_enabled())
         if self._forward.has_gradients:
@@ -206,7 +199,7 @@ class ParameterUnsharder:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.retains_units and torch._C._current_graph_task_id() != -1:
                 return
-            if self._schedule is not None:  # a block's forward runs inside the backward pass
+            if self._schedule is not None:  # The backward pass recomputes a block.
                 if not self._schedule.begin_recomputation(u, use):
                     raise RuntimeError(ONE_BACKWARD_PER_FORWARD)
                 self.gather(u)
@@ -239,12 +232,12 @@ class ParameterUnsharder:
         return release
 
     def _recomputed(self, visit: int) -> tuple[ForwardPass, int]:
-        """Return the forward pass of one of the schedule's visits, and the number of the visit in this pass."""
+        """Return the forward pass that contains a visit of the schedule, and the visit's index in this pass."""
         run = next(run for run in reversed(self._recorded) if run.offset <= visit)
         return run, visit - run.offset
 
     def _inside_visit(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Handle the output of a module inside a visit, which the backward pass may reach before the visit's output.
+        """Observe gradients of an inner module's output, which backward may reach before the output of its gather unit.
 
         An example is a block that stores a part of the loss in addition to its output.
         """
@@ -260,9 +253,9 @@ class ParameterUnsharder:
             )
 
     def _hooks_outside_uses(self, units: Sequence[int]) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return hooks for a module with parameters of these units that is called outside all uses, for its output.
+        """Return hooks that gather and free `units` around a call of an inner module outside passes of the full module.
 
-        An example is an encoder that generation calls between passes of the full module.
+        An example is an encoder that generation calls.
         """
         gathered: list[int] = []
 
@@ -280,7 +273,7 @@ class ParameterUnsharder:
         return gather, free
 
     def _is_used_next(self, u: int, use: ModuleUse) -> bool:
-        """Return whether another visit of the unit is open, or the next module or the backward pass uses the unit."""
+        """Return whether the unit is used again at once: by an open visit, the next module or the backward pass."""
         if any(self._forward.visits[v][0] == u for v in self._forward.open_visits):
             return True
         position = len(self._forward.visits)
@@ -288,10 +281,8 @@ class ParameterUnsharder:
             return self._expected[position][0] == u
         return torch.is_grad_enabled()
 
-    # -- backward ----------------------------------------------------------------------------------
-
     def finish_backward(self) -> None:
-        """Take the remaining steps of the schedule, which other ranks may have taken, and end the backward pass."""
+        """Take the schedule's remaining steps, whose gathers other ranks may have started; end the backward pass."""
         if self._recorded:
             schedule = self._current_schedule()
             self._take(schedule, len(schedule.steps))
@@ -334,7 +325,7 @@ class ParameterUnsharder:
         return self._schedule
 
     def _take(self, schedule: BackwardSchedule, stop: int) -> None:
-        """Take the schedule's steps up to `stop`; the communication depends on these steps only."""
+        """Gather, free and complete units as the schedule's steps up to `stop` require."""
         while schedule.steps_taken < stop:
             step = schedule.steps_taken
             leaves, visit = schedule.steps[step]

@@ -1,6 +1,6 @@
 """Activation recomputation with one checkpoint per block (Chen et al. 2016), and P_a (1910.02054 sec. 3.2, 6.1).
 
-Forward retains the input of a block and frees the block's activations. Backward runs the block's forward again.
+Forward retains the input x of a block and frees the block's activations. Backward runs the block's forward again.
 
 | layout | checkpoint of x [b, s, h] on a rank | before the block runs again |
 |---|---|---|
@@ -8,12 +8,8 @@ Forward retains the input of a block and frees the block's activations. Backward
 | `pa` | 1/tp of x, P_a | an all-gather over the tp group |
 | `pa_cpu` | as `pa` (with tp = 1 or sp: x), in host memory, P_a+cpu | a copy to the device, then as `pa` |
 
-The copy to the device starts while the following block runs backward.
-
-`recompute_attention` has no checkpoints: attention retains its inputs and computes its scores again.
-
-With `md` all checkpoints are in one allocation (M_D, sec. 6.3). On CUDA, copies from and to the host use a separate
-stream, and the host never waits for the copies.
+A checkpoint is copied to the device while the block after it runs backward. With `md` all checkpoints are in one
+allocation (M_D, sec. 6.3). `recompute_attention` has no checkpoints: attention retains its inputs.
 """
 
 from __future__ import annotations
@@ -46,9 +42,9 @@ class ActivationCheckpoint:
         """Saved tensor: x, or a flat part of x, on the device or the host; None after `drop`."""
         self.arena: Arena | None = None
         self.piece: Piece | None = None
-        """Memory of `kept` under `md`."""
+        """Piece of the arena that holds `kept` under `md`."""
         self.fetched: Tensor | None = None
-        """Copy on the device, flat."""
+        """Flat copy on the device of a checkpoint in host memory, from the start of the copy to `load`."""
         self.ready: torch.cuda.Event | None = None
         """Event at the end of the copy to the device (CUDA)."""
 
@@ -59,7 +55,7 @@ class ActivationCheckpoint:
         self.kept = self.piece = None
 
     def __del__(self) -> None:
-        self.drop()  # a graph whose backward never ran
+        self.drop()  # The backward pass may never have run.
 
 
 class ActivationCheckpoints:
@@ -88,7 +84,7 @@ class ActivationCheckpoints:
         if self.is_plain:
             saved.kept = storage.mark(x.detach(), Category.CHECKPOINTS)
             return saved
-        size = -(-x.numel() // self.parts)  # parts are equal; the last one may end in padding
+        size = -(-x.numel() // self.parts)  # Parts are equal; the last one may end in padding.
         first = self.tp.rank * size if self.parts > 1 else 0
         part = x.detach().reshape(-1)[first : first + size]
         saved.kept = self._allocate(size, x, saved)
@@ -100,7 +96,7 @@ class ActivationCheckpoints:
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
                 target.copy_(part, non_blocking=True)
-            part.record_stream(stream)  # x is reused when the copy is done, without waiting for it here
+            part.record_stream(stream)  # The allocator reuses the memory of x only after the copy.
         return saved
 
     def load(self, saved: ActivationCheckpoint) -> Tensor:
@@ -150,7 +146,7 @@ class ActivationCheckpoints:
         return saved.piece.tensor
 
     def _fetch(self, saved: ActivationCheckpoint) -> None:
-        """Start to copy a checkpoint from the host to the device, unless the copy has begun or `kept` is freed."""
+        """Start to copy a checkpoint from the host to the device, unless the copy has begun."""
         if saved.kept is None:
             return
         like = torch.empty(0, dtype=saved.kept.dtype, device=saved.device)
@@ -178,7 +174,7 @@ Block = Callable[[Tensor], Tensor]
 
 
 class _Recompute(torch.autograd.Function):
-    """Block whose backward runs its forward again. The graph references the checkpoint, but not the input."""
+    """Block whose backward runs its forward again. The autograd graph references only a checkpoint of the input."""
 
     @staticmethod
     def forward(
@@ -213,7 +209,7 @@ def recompute(block: Block, x: Tensor, checkpoints: ActivationCheckpoints) -> Te
     # Autograd needs an input that requires a gradient even when x is data.
     with storage.unobserved(x.device):
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-    # Backward continues with the block that produced x; pipelines may run other passes in between.
+    # Backward continues with the block that produced x, which is not always the block that saved last.
     before = getattr(x.grad_fn, "checkpoint", None)
     return _Recompute.apply(block, checkpoints, checkpoints.save(x, before), anchor, x)
 
@@ -236,7 +232,7 @@ class _RecomputeAttention(torch.autograd.Function):
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             y = ctx.attend(*inputs)
-        ctx.attend = None  # the graph of the step must not retain the tensors of `attend`
+        ctx.attend = None  # The autograd graph must not retain tensors of `attend`.
         return None, *torch.autograd.grad(y, inputs, gradients)
 
 

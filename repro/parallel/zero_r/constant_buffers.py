@@ -1,9 +1,8 @@
 """C_B: constant size of fused communication buffers (1910.02054 sec. 6.2).
 
-Large messages use links better than small ones, so libraries fused all gradients in one buffer before the reduction:
-4 Psi bytes in fp32, which grow with the model (sec. 3.2).  With C_B gradients are reduced in place, without a copy,
-in buckets that are large enough for the links and have one size for every model.  (Stage 3 communicates a block at a
-time and has no fused buffer.)
+Without C_B, libraries copied all gradients to one fp32 buffer of 4 Psi bytes before the reduction, because large
+messages use links better (sec. 3.2).  With C_B gradients are reduced in place, in buckets of one size for every model.
+Stage 3 communicates a block at a time and has no fused buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from repro.parallel.comm import Group, Work
 
 
 def bucket_numel(total: int, bucket_bytes: int, dtype: torch.dtype, *, constant: bool) -> int:
-    """Return the maximum elements of a bucket for `total` gradients of `dtype`; without C_B (`constant`), `total`."""
+    """Return the maximum elements of a bucket of `dtype`: `bucket_bytes` with C_B (`constant`), else all `total`."""
     return bucket_bytes // dtype.itemsize if constant else total
 
 

@@ -1,8 +1,7 @@
 """M_D: memory allocated once for tensors of different lifetimes (1910.02054 sec. 6.3).
 
-Checkpoints live from forward to backward, but the activations between them only briefly; gradients of stages 2 and 3
-live until they are reduced.  On one heap, the long-lived tensors would fragment the memory.  This module copies them
-to, or creates them in, pieces of one allocation.
+Checkpoints exist from forward to backward, and gradients of stages 2 and 3 until their reduction, but the activations
+between them only briefly.  In one heap the long-lived tensors would fragment memory, so they use pieces of an `Arena`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Arena:
 
     @property
     def capacity(self) -> int:
-        """Return the number of pieces."""
+        """Return the number of pieces in the arena."""
         return len(self._pieces)
 
     @property
@@ -67,12 +66,12 @@ class Arena:
         return Piece(self._pieces[found][:numel], found)
 
     def give(self, piece: Piece) -> None:
-        """Return a piece to the arena; the next owner's writes must be ordered after the last reads."""
+        """Give a piece back to the arena; writes by its next user must be ordered after its last reads."""
         assert piece.number not in self._free, "a piece was returned twice"
         self._free.add(piece.number)
 
     def grow(self, numel: int) -> None:
-        """Add a permanent piece of `numel` elements with an allocation of its own."""
+        """Add a permanent piece of `numel` elements in a separate allocation."""
         category = storage.category_of(self.memory.untyped_storage()) or Category.OTHER
         self._free.add(len(self._pieces))
         self._pieces.append(storage.empty(numel, self.memory, category))

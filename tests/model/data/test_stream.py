@@ -122,7 +122,7 @@ def test_an_id_beyond_the_vocabulary_is_said_when_it_is_read(tmp_path: Path) -> 
     ids[21] = 300
     ids.tofile(path)
     tokens = stream(str(path), seq=16)
-    with pytest.raises(ConfigError, match=r"vocab = 256; token 21 is 300") as caught:
+    with pytest.raises(ConfigError, match=r"vocab = 256; the id at index 21 is 300") as caught:
         tokens.samples(0, 2)
     assert str(path) in str(caught.value)
 

@@ -1,7 +1,6 @@
-"""File of a rank: its fragments as fp32 matrices in the safetensors format.
+"""Checkpoint file of a rank: rectangles of parameters as fp32 matrices in the safetensors format.
 
-The file is the header's length (8 bytes, little-endian), the header (JSON: name to dtype, shape, offsets) and the data.
-Tensors are written and read in slices, without a second copy, and a reader reads only the requested bytes.
+Tensors are written and read in slices, to limit the memory of copies, and a reader reads only the requested bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from repro.engines.native.checkpoint.state import Rectangle
 SLICE = 1 << 22
 """Maximum elements of one transfer between a tensor and a file."""
 GAP = 1 << 14
-"""Maximum elements between two requested parts that are read instead of skipped (64 KiB)."""
+"""Maximum elements between two requested parts of a file that a read includes instead of skipping (64 KiB)."""
 ITEM = 4
 """Size of an fp32 element, in bytes."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: a rectangle of one state of one parameter."""
+    """One tensor of a file: a rectangle of one state (of `STATES`) of parameter `name`."""
 
     name: str
     state: str
@@ -129,9 +128,9 @@ class Reader:
         self._open.clear()
 
     def read(self, path: Path, at: int, holder: Rectangle, part: Rectangle, into: Tensor) -> None:
-        """Fill `into` [part.rows, part.columns] with `part` of the matrix `holder` that begins at byte `at`.
+        """Fill `into` [part.rows, part.columns] with `part` of the rectangle `holder` that begins at byte `at`.
 
-        Raises `ConfigError` if the file is not there or ends too soon.
+        Raises `ConfigError` if the file is missing or too short.
         """
         for block in _blocks(holder, part):
             first = (block.row - holder.row) * holder.columns + block.column - holder.column
@@ -156,7 +155,7 @@ class Reader:
             got = os.preadv(self._open[path], [raw[done:]], at + done)
             if not got:
                 raise ConfigError(
-                    f"ends before byte {at + len(raw)}", says="the file is not whole", file=str(path)
+                    f"ends before byte {at + len(raw)}", says="the file is incomplete", file=str(path)
                 )
             done += got
         self.bytes_read += done
@@ -164,7 +163,7 @@ class Reader:
 
 
 def _blocks(holder: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
-    """Yield pieces of `part` for one read each: several full rows, or one row or less."""
+    """Yield rectangles that cover `part`, for one read each: several full rows, or one row or less."""
     columns = min(part.columns, SLICE)
     together = 1
     if columns == part.columns and holder.columns - columns <= GAP:

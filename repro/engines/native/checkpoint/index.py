@@ -1,7 +1,7 @@
-"""Checkpoint folder: one file for each rank, and an index that is written after all of them.
+"""Checkpoint folder `step-<n>`: one file for each rank, and `index.json`, which is written after all of them.
 
-`step-<n>/index.json` describes the training, its progress and the location of every rectangle of every parameter. A
-folder without an index is the remainder of a killed run and not a checkpoint.
+The index describes the training, its progress and the location of every rectangle of every parameter. A folder without
+an index is the remainder of a killed run and not a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from repro.engines.native.checkpoint.state import STATES, Rectangle
 from repro.util.files import replace_file, sync_folder
 
 FORMAT = 1
-"""Version of the folder's layout."""
+"""Version of the format of checkpoint folders."""
 FILE = "index.json"
 RETAINED_CHECKPOINTS = 2
 """Number of complete checkpoints of a run that `prune` retains."""
+HINT = "remove the folder to resume from the preceding checkpoint"
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class FilePiece:
     file: str
     rectangle: Rectangle
     offsets: tuple[int, ...]
-    """Offset of each state, in bytes."""
+    """Offset in the file of the rectangle of each state, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Description of one checkpoint."""
+    """Content of the file `index.json` of one checkpoint."""
 
     step: int
-    """Completed steps."""
+    """Number of completed training steps."""
     training: Mapping[str, Any]
     """Settings that must be equal for a run to resume (`repro.config.experiment.Experiment.course`)."""
     scalars: Mapping[str, Any]
@@ -50,13 +51,13 @@ class Index:
     history: Mapping[str, Any]
     """Losses of the run, and the steps at which it was resumed."""
     written_by: Mapping[str, Any]
-    """Name, key and layout of the experiment."""
+    """Name, key and layout of the experiment that wrote the checkpoint."""
     sizes: Mapping[str, int]
     """Size of every rank's file, in bytes."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Full shape of every parameter."""
     pieces: Mapping[str, tuple[FilePiece, ...]] = field(default_factory=dict)
-    """Pieces of every parameter; they are disjoint and complete."""
+    """Pieces that cover every parameter, without overlap."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -65,7 +66,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Return the file of `rank`."""
+    """Return the path of the checkpoint file of `rank`."""
     return folder / f"rank-{rank}.safetensors"
 
 
@@ -92,7 +93,7 @@ def prune(root: Path, kept: int = RETAINED_CHECKPOINTS) -> None:
 def gather(
     folder: Path, ranks: int
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]], dict[str, tuple[FilePiece, ...]]]:
-    """Return the sizes of all files, the shapes of all parameters, and the pieces of every parameter."""
+    """Read the headers of all ranks' files; return sizes of files, shapes of parameters, and their pieces."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}
@@ -175,14 +176,12 @@ def read_index(folder: Path) -> Index:
         )
     except OSError as error:
         raise ConfigError(
-            error.strerror or "cannot be read", expected="the index of a checkpoint", file=str(path)
+            error.strerror or "cannot be read", expected="a readable index of a checkpoint", file=str(path)
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        what = (
-            "needs an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
-        )
+        what = f"needs an index as `repro run` writes it; {HINT}"
         raise ConfigError("not an index", says=what, file=str(path)) from None
 
 
@@ -190,19 +189,18 @@ def check_files(folder: Path, index: Index) -> None:
     """Raise `ConfigError` unless every rank's file exists with the size of the index."""
     for name, size in index.sizes.items():
         path = folder / name
-        hint = "remove the folder to go on from the checkpoint before"
         if not path.is_file():
-            raise ConfigError("is missing", says=f"a file of {size} bytes; {hint}", file=str(path))
+            raise ConfigError("is missing", says=f"a file of {size} bytes; {HINT}", file=str(path))
         if path.stat().st_size != size:
-            raise ConfigError("size", path.stat().st_size, f"{size} bytes; {hint}", file=str(path))
+            raise ConfigError("size", path.stat().st_size, f"{size} bytes; {HINT}", file=str(path))
 
 
 def reading(
     folder: Path, index: Index, reader: files.Reader
 ) -> Callable[[str, str, Rectangle, Tensor], None]:
-    """Return a function that fills a flat fp32 tensor with (parameter, state, rectangle) from the pieces.
+    """Return `read(parameter, state, rectangle, tensor)`, which fills a flat fp32 tensor from a checkpoint's files.
 
-    The function raises `ConfigError` if elements are missing from the checkpoint.
+    `read` raises `ConfigError` if the checkpoint lacks elements of the rectangle.
     """
 
     def read(name: str, state: str, wanted: Rectangle, into: Tensor) -> None:
@@ -214,7 +212,7 @@ def reading(
                 reader.read(folder / piece.file, at, piece.rectangle, part, wanted.view(into, part))
                 found += part.size
         if found != wanted.size:
-            right = f"needs {wanted.size} elements at {tuple(wanted)}; the index has {found} of them"
+            right = f"needs {wanted.size} elements of rectangle {tuple(wanted)}; the index has {found}"
             raise ConfigError(name, says=right, file=str(folder / FILE))
 
     return read

@@ -1,12 +1,7 @@
-"""States of a training in a checkpoint, and the rectangles of parameters that a rank holds.
+"""Training state in a checkpoint: fp32 weights, Adam's moments, the step count and the state of the loss scaler.
 
-The states are, for each element of a parameter, the fp32 weight and Adam's two moments, and the optimizer's step count
-and the loss scaler's numbers. The step determines everything else: learning rate, samples (`repro.model.data.stream`)
-and dropout keys (`repro.model.gpt.BatchPosition`).
-
-Tensor parallelism splits a parameter along one dimension. A tp rank holds a block of columns of the matrix whose rows
-are the preceding dimensions. ZeRO cuts that block row by row (1910.02054 sec. 5.1: "equal partitions"). Such a cut is
-at most three rectangles. Numbers are elements.
+A parameter is stored as a matrix whose rows are the dimensions before the one that tp splits, so that a tp rank has a
+block of columns. ZeRO divides that block row by row, and a ZeRO shard of it is at most three rectangles.
 """
 
 from __future__ import annotations
@@ -34,32 +29,32 @@ class Rectangle(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the rectangle."""
         return self.rows * self.columns
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """Return the common rectangle; None if it is empty."""
+        """Return the intersection of both rectangles; None if it is empty."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
         return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
     def view(self, flat: Tensor, part: Rectangle) -> Tensor:
-        """Return `part` [rows, columns] of this rectangle, whose elements are `flat`."""
+        """Return the view [rows, columns] of rectangle `part` in `flat`, the elements of this rectangle."""
         row, column = part.row - self.row, part.column - self.column
         matrix = flat.view(self.rows, self.columns)
         return matrix[row : row + part.rows, column : column + part.columns]
 
 
 def matrix_rows(shape: Sequence[int], split: int | None) -> int:
-    """Return the rows of a parameter as a matrix: the dimensions before the one that tp splits; 1 without a split."""
+    """Return the product of the dimensions before dimension `split`, which tp splits; 1 without a split."""
     return 1 if split is None else math.prod(shape[:split])
 
 
 def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Rectangle, int]]:
-    """Return the rectangles of the elements `first` to `last` - 1, row by row, in `width` columns from `left` on.
+    """Return rectangles that cover the elements `first` to `last` - 1 of a block of `width` columns from `left` on.
 
-    The second number of a pair is the number of these elements before the rectangle.
+    The elements are numbered row by row. Each rectangle has the number of elements between `first` and its start.
     """
     found: list[tuple[Rectangle, int]] = []
     start = first
@@ -74,30 +69,30 @@ def rectangles(first: int, last: int, left: int, width: int) -> list[tuple[Recta
 
 
 STATES = ("weight", "moment1", "moment2")
-"""States of an element, fp32 each."""
+"""Stored values of each element of a parameter, fp32 each."""
 _SCALER = ("scale", "good_steps", "tolerance")
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Rectangle of one parameter, and this rank's states of it."""
+    """Rectangle of a parameter with weights and moments of this rank."""
 
     name: str
     """Name of the parameter in the model."""
     shape: tuple[int, ...]
     """Shape of the full parameter."""
     rows: int
-    """Rows of the full parameter as a matrix."""
+    """Number of rows of the full parameter as a matrix (`matrix_rows`)."""
     rectangle: Rectangle
     states: tuple[Tensor, ...]
     """Flat fp32 views [rectangle.size], one for each of `STATES`."""
 
 
 def fragments(engine: NativeEngine, *, owned: bool) -> Iterator[Fragment]:
-    """Yield the fragments that this rank's optimizer updates; with `owned` only those that this rank writes.
+    """Yield the fragments that this rank's optimizer updates; with `owned` only those that it writes to a checkpoint.
 
-    One rank writes a state of several ranks: the first tp rank writes duplicates, and the first stage the tied
-    embedding. The replicas of ZeRO stage 0 write equal shares.
+    If several ranks have a state, one writes it: the first tp rank for duplicates, the first stage for the tied
+    embedding. Under ZeRO stage 0 each replica writes an equal part.
     """
     moments = iter(engine.optimizer.moments)
     for part in engine.parts:
@@ -144,7 +139,7 @@ def restore_states(
 ) -> None:
     """Restore the states of a new engine and gather its parameters.
 
-    `numbers` are `scalars`. `read` fills a flat fp32 tensor with (parameter, state, rectangle).
+    `numbers`: result of `scalars`. `read(parameter, state, rectangle, tensor)` fills a flat fp32 tensor.
     """
     with torch.no_grad():
         for fragment in fragments(engine, owned=False):

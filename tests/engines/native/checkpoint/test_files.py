@@ -209,7 +209,7 @@ def test_a_truncated_or_missing_file_is_named(folder: Path) -> None:
     path = index.rank_file(folder, 0)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
-    hint = "remove the folder to go on from the checkpoint before"
+    hint = "remove the folder to resume from the preceding checkpoint"
     assert said(folder) == f"rank-0.safetensors: size = {size - 4}: must be {size} bytes; {hint}"
     path.unlink()
     assert said(folder) == f"rank-0.safetensors: is missing: a file of {size} bytes; {hint}"
@@ -233,7 +233,9 @@ def test_an_index_of_another_version_is_refused(folder: Path) -> None:
 
 
 def test_an_index_that_is_no_json_or_lacks_something_is_refused(folder: Path) -> None:
-    right = "needs an index as `repro run` writes it; remove the folder to go on from the checkpoint before"
+    right = (
+        "needs an index as `repro run` writes it; remove the folder to resume from the preceding checkpoint"
+    )
     change(folder, history=None, scalars=None, files=3, parameters=[])
     assert said(folder) == f"index.json: not an index: {right}"
     (folder / index.FILE).write_text("{")
@@ -260,5 +262,5 @@ def test_a_piece_that_the_index_lacks_is_named(folder: Path) -> None:
     change(folder, parameters=parameters)
     assert (
         said(folder)
-        == "index.json: blocks.1.mlp.up: needs 4096 elements at (0, 1, 0, 4096); the index has 0 of them"
+        == "index.json: blocks.1.mlp.up: needs 4096 elements of rectangle (0, 1, 0, 4096); the index has 0"
     )
