@@ -8,18 +8,20 @@ effect on the order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import log
 from operator import lt
+from random import Random
 from typing import Any
 
 from repro.config import Layout
 from repro.config.layout import SELECTIVE
+from repro.config.systems.unknowns import DRAWS
 from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
+from repro.simulate.plan.candidates import COST, RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
 """Seconds at the best values, and the interval of the step time."""
@@ -134,6 +136,50 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
     return ordered
 
 
+def rank_systems(
+    found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]],
+) -> list[tuple[PlanRequest, PlanRow]]:
+    """Return the rows of plans for several systems in one order, each with its request, and set their ties.
+
+    `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the
+    order of the same quantile of their step times, or of their costs if `rank_by` is `cost`.
+    """
+    pairs = [(request, row) for request, rows in found for row in rows]
+    if len(found) == 1:
+        return pairs
+
+    def order(pair: tuple[PlanRequest, PlanRow]) -> tuple[Any, ...]:
+        row = pair[1]
+        ranked = (0, row.is_tight, (row.rank_s or 0) * _unit_cost(pair[0]))
+        return (1, *plan_order(row)) if row.rank_s is None else ranked
+
+    pairs.sort(key=order)
+    compared = [pair for pair in pairs if pair[1].undecided is not None]
+    for (_, row), ties in zip(compared, find_ties([_timed_cost(*pair) for pair in compared]), strict=True):
+        row.undecided = ties
+    return pairs
+
+
+def _unit_cost(request: PlanRequest) -> float:
+    return (request.price or 1.0) if request.rank_by == COST else 1.0
+
+
+def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
+    """Return the step of one of several systems, with its cost for seconds if `rank_by` is `cost`.
+
+    Unknown numbers of two systems are independent. Each system therefore has its own order of the draws and its own
+    keys.
+    """
+    unit, name = _unit_cost(request), request.system.name
+    interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
+    moves = [
+        replace(move, key=f"{move.key} of {name}", low_s=move.low_s * unit, high_s=move.high_s * unit)
+        for move in interval.moves
+    ]
+    draws = Random(name).sample(interval.draws, len(interval.draws))
+    return row.seconds * unit, StepInterval(draws=[seconds * unit for seconds in draws], moves=moves)
+
+
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
     """Return the sort key of a row: rows that fit, tight rows, open rows, others; the shortest step (or least
     `ideal_s`), the simplest layout."""
@@ -186,16 +232,29 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) 
     return seconds
 
 
-def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, float] | None:
-    """Return the duration and the cost of training on `request.tokens` at the predicted speed."""
+def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
+    """Return duration, energy and cost of training on `request.tokens` at the predicted speed.
+
+    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Both are missing if the
+    system lacks the power or the price. `interval` has all of them at both ends of the interval of the step time.
+    """
     if not row.time or not request.tokens:
         return None
     steps = request.tokens / (request.global_batch * request.seq)
-    hours = steps * row.time["step_s"] / 3600
-    found = {"tokens": request.tokens, "steps": steps, "days": hours / 24, "gpu_hours": hours * request.gpus}
-    if request.price_per_gpu_hour:
-        found["cost"] = found["gpu_hours"] * request.price_per_gpu_hour
-    return found
+    power_w, price = request.system.device.power_w.value, request.price
+
+    def amounts(step_s: float) -> dict[str, float]:
+        hours = steps * step_s / 3600
+        found = {"days": hours / 24, "gpu_hours": hours * request.gpus}
+        if power_w:
+            found["energy_mwh"] = found["gpu_hours"] * power_w / 1e6
+        if price:
+            found["cost"] = found["gpu_hours"] * price
+        return found
+
+    known = row.time.get("interval")
+    interval = {end: amounts(known[f"{end}_s"]) for end in ("low", "high")} if known else None
+    return {"tokens": request.tokens, "steps": steps, **amounts(row.time["step_s"]), "interval": interval}
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:

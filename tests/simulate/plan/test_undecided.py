@@ -115,7 +115,7 @@ def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.
     with Workers(1) as workers:
         found = search_layouts(asked(exact), workers, 4)
     found.rows[1].is_tight = True
-    print_layouts(asked(exact), found, 4)
+    print_layouts([(asked(exact), found)], 4)
     out = " ".join(capsys.readouterr().out.split())
     assert f"{gb(found.rows[1].memory['reserved_bytes'])}*" in out
     assert out.count("*") == 2
@@ -161,7 +161,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
     ]
-    print_layouts(asked(ranged), found, 4, details=True)
+    print_layouts([(asked(ranged), found)], 4, details=True)
     output = capsys.readouterr().out
     for row, one in pairs:
         assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", output)
@@ -174,7 +174,7 @@ def test_of_exact_numbers_nothing_is_said(
     have_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
-    print_layouts(asked(exact), found, 4)
+    print_layouts([(asked(exact), found)], 4)
     output = capsys.readouterr().out
     assert "uncertain" not in output
     assert "Row" not in output
@@ -189,7 +189,7 @@ def test_what_is_said_of_the_first_and_of_neighbours(
     rows = [first, *others]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
-    print_layouts(asked(exact), Plan(rows, 0, ""), 3)
+    print_layouts([(asked(exact), Plan(rows, 0, ""))], 3)
     output = " ".join(capsys.readouterr().out.split())
     assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in output) == fastest
     tied = "Rows 1 and 2 are tied within their uncertainty. Main uncertainty: a."
@@ -203,7 +203,7 @@ def test_ties_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]
     rows += [row(1.3, [0.95, 1.4], b)]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
-    print_layouts(asked(exact), Plan(rows, 0, ""), 6)
+    print_layouts([(asked(exact), Plan(rows, 0, ""))], 6)
     output = " ".join(capsys.readouterr().out.split())
     assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in output
 
@@ -214,11 +214,11 @@ def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     for top, hidden in ((1, True), (2, True), (3, False)):
-        print_layouts(asked(exact), Plan(rows, 0, ""), top)
+        print_layouts([(asked(exact), Plan(rows, 0, ""))], top)
         output = " ".join(capsys.readouterr().out.split())
         assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in output
         assert ("1 more tied row: --top 3." in output) == hidden
-    print_layouts(asked(exact), Plan(rows[:1], 0, ""), 1)
+    print_layouts([(asked(exact), Plan(rows[:1], 0, ""))], 1)
     assert "tied" not in capsys.readouterr().out
 
 
