@@ -40,15 +40,16 @@ class Device:
     """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
     # Records of simulations contain a digest of the system, which neither power nor price may change.
     power_w: Quantity = field(default=UNSAID, repr=False)
-    """Maximum electric power of a device with its share of the node, in W: power of the node by devices per node."""
+    """Maximum electric power of a device with its share of the node, in W; without a source the file omits it."""
     price_per_hour: Quantity = field(default=UNSAID, repr=False)
     """Price of a device for one hour, in US dollars."""
 
     def __post_init__(self) -> None:
         for key in ("memory_bytes", "memory_bandwidth", "power_w", "price_per_hour"):
             check_positive(key, getattr(self, key))
-        for key in ("power_w", "price_per_hour"):  # ranges are unknown inputs of the step time
-            require(not getattr(self, key).ranges, key, "low, high", "one value without a range")
+        for key in ("power_w", "price_per_hour"):  # a range would be an unknown input of the step time
+            low, value, high = getattr(self, key).ends or (0, 0, 0)
+            require(low == high, key, f"{value:g} ({low:g} to {high:g})", "one number without a range")
         for precision, peak in self.peak_flops.items():
             known = ", ".join(FLOP_PRECISIONS)
             require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"one of {known}")

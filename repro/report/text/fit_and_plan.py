@@ -150,6 +150,12 @@ def print_layouts(
     places = {*best.values(), *rest[: max(top - len(best), 0)]}
     shown = [each for each in placed if each[0] in places]
     (request, plan), row = next(each for each in plans if each[0] is fits[0][0]), fits[0][1]
+    several = len(plans) > 1
+    compared = [(place, row) for place, _, row in placed if row.undecided is not None]
+    is_first = f"is faster than each of the {len(compared) - 1} next rows"
+    if several:  # the best layouts of the systems only
+        compared = [each for each in compared if each[0] in best.values()]
+        is_first = f"is {'cheaper' if request.rank_by == COST else 'faster'} than those of other systems"
     without = [asked.system.name for asked, _ in plans if asked.system.name not in best]
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
@@ -157,8 +163,8 @@ def print_layouts(
     order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]}. "
     return print_page(
         *_describe_best_layout(request, plan, row),
-        f"{order}{_describe_ties([row for _, row in fits if row.undecided is not None], places)}".strip(),
-        *_layout_table(shown, timed=not plan.no_time, several=len(plans) > 1),
+        f"{order}{_describe_ties(compared, places, is_first)}".strip(),
+        *_layout_table(shown, timed=not plan.no_time, several=several),
         *(_plan_details(plans, shown) if details else ()),
         f"No layout fits {' or '.join(without)}." if without else "",
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
@@ -258,17 +264,19 @@ def _layout_table(placed: Sequence[PlacedRow], *, timed: bool, several: bool) ->
     return [made, "; ".join([*notes, *[f"*: {least}"] * any(row.is_tight for row in rows)]) + "."]
 
 
-def _describe_ties(rows: Sequence[PlanRow], shown: Collection[int]) -> str:
-    """Return which of the compared `rows` may be the first, and the main reason; `shown`: places of shown rows."""
+def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], is_first: str) -> str:
+    """Return which of the compared `rows` may be the first, and the main reason.
+
+    `rows`: with their places. `shown`: places of shown rows. `is_first`: text about the first row without ties.
+    """
     from repro.simulate.plan.rows import MIN_TIE_SHARE
 
-    ties = {place: tie for place, row in enumerate(rows, 1) for tie in row.undecided or () if tie.than == 1}
-    if not any(row.interval for row in rows):
+    ties = {place: tie for place, row in rows for tie in row.undecided or () if tie.than == 1}
+    if not any(row.interval for _, row in rows):
         return ""
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more of all draws."
-        return text if len(rows) > 1 else ""
+        return f"Row 1 {is_first} in {share} or more of all draws." if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
     hidden = sum(place not in shown for place in ties)
     more = f" {words.count_noun(hidden, 'more tied row')}: --top {max(ties)}." if hidden else ""

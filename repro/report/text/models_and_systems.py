@@ -238,6 +238,14 @@ def _print_system(name: str, system: System, details: bool) -> None:
             for name, link in system.links.items()
         ),
         _row("host memory of a node", system.host_memory_bytes, _size),
+        *(
+            _row(label, quantity, form)
+            for label, quantity, form in (
+                ("maximum power per device, with node", device.power_w, "{:,g} W".format),
+                ("price of a device for one hour", device.price_per_hour, "${:g}".format),
+            )
+            if quantity.value is not None
+        ),
         *(_time_rows(system) if details else ()),
     ]
     headings = ("property", "value (range)")

@@ -338,7 +338,12 @@ def _prices(text: str, count: int) -> list[float]:
     except ValueError:
         found = []
     known = len(found) == count and all(0 < price < 1e9 for price in found)
-    require(known or not text, "price_per_gpu_hour", text, f"{words.count_noun(count, 'price')} above 0")
+    require(
+        known or not text,
+        "price_per_gpu_hour",
+        text,
+        f"{words.count_noun(count, 'price')} above 0, with commas between them",
+    )
     return found
 
 

@@ -173,7 +173,7 @@ def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
     unit, name = _unit_cost(request), request.system.name
     interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
     moves = [
-        replace(move, key=f"{move.key} of {name}", low_s=move.low_s * unit, high_s=move.high_s * unit)
+        replace(move, key=f"{move.key} ({name})", low_s=move.low_s * unit, high_s=move.high_s * unit)
         for move in interval.moves
     ]
     draws = Random(name).sample(interval.draws, len(interval.draws))
