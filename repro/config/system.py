@@ -40,7 +40,7 @@ class Device:
     """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
     # Records of simulations contain a digest of the system, which neither power nor price may change.
     power_w: Quantity = field(default=UNSAID, repr=False)
-    """Maximum electric power of a device with its share of the node, in W; without a source the file omits it."""
+    """Maximum electric power of a device with its share of the node, in W."""
     price_per_hour: Quantity = field(default=UNSAID, repr=False)
     """Price of a device for one hour, in US dollars."""
 

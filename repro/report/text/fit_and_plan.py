@@ -122,10 +122,6 @@ ORDERS = {
 """Values of `PlanRequest.rank_by` in words."""
 
 
-PlacedRow = tuple[int, "PlanRequest", PlanRow]
-"""Place of a layout from 1, its request, and its row."""
-
-
 def print_layouts(
     plans: Sequence[tuple[PlanRequest, Plan]], top: int, question: str = "", *, details: bool = False
 ) -> None:
@@ -141,8 +137,7 @@ def print_layouts(
     more = "" if details else "--details lists rates and ties."
     if not fits:
         for request, plan in plans:
-            table = [_ruled_out_table(plan.rows)] if details else []
-            print_page(*_describe_failures(request, plan.rows), *table)
+            print_page(*_describe_failures(request, plan.rows), *[_ruled_out_table(plan.rows)] * details)
         return print_page(more)
     placed = [(place, *pair) for place, pair in enumerate(fits, 1)]
     best = {request.system.name: place for place, request, _ in reversed(placed)}
@@ -192,9 +187,11 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
         parts += [f"{describe_step_time(time)} {memory}"]
         parts += [f"Basis of the times: {time['rests_on']}; {BASES[time['rests_on']]}."]
     if cost:
-        parts += [
-            f"Training on {request.tokens:g} tokens (90 % intervals): {', '.join(_describe_amounts(cost))}."
-        ]
+        texts = []
+        for key in filter(cost.__contains__, AMOUNTS):
+            ends = " to ".join(units.number(amounts[key]) for amounts in (cost["interval"] or {}).values())
+            texts.append(AMOUNTS[key][1].format(units.number(cost[key])) + f" ({ends})" * bool(ends))
+        parts += [f"Training on {request.tokens:g} tokens (90 % intervals): {', '.join(texts)}."]
     parts.append(request.model.longer_sequence_note(request.seq))
     return [*parts, unfused_attention_note(request.model, layout, system.device.compute_capability)]
 
@@ -207,18 +204,13 @@ AMOUNTS = {
 """Header and text of each amount of a training."""
 
 
-def _describe_amounts(cost: dict[str, Any]) -> list[str]:
-    """Return each known amount of a training with its interval as text."""
-    found = []
-    for key, (_, text) in AMOUNTS.items():
-        if key in cost:
-            ends = [units.number(cost["interval"][end][key]) for end in cost["interval"] or ()]
-            found.append(text.format(units.number(cost[key])) + f" ({' to '.join(ends)})" * bool(ends))
-    return found
+def _layout_table(
+    placed: Sequence[tuple[int, PlanRequest, PlanRow]], *, timed: bool, several: bool
+) -> list[Table | str]:
+    """Return the table of layouts with their places, and the long forms of its abbreviations.
 
-
-def _layout_table(placed: Sequence[PlacedRow], *, timed: bool, several: bool) -> list[Table | str]:
-    """Return the table of layouts, and the long forms of its abbreviations; `several`: with a column of systems."""
+    `several`: with a column of systems.
+    """
     from repro.simulate.plan.rows import training_cost
 
     rows = [row for *_, row in placed]
@@ -230,8 +222,7 @@ def _layout_table(placed: Sequence[PlacedRow], *, timed: bool, several: bool) ->
     times += ["90 % interval\n(%)" if amounts else "90 % interval\n(s)"] * has_interval
     times += ["MFU\n(%)"] * (not amounts)
     columns = [*(times if timed else ["ideal time\n(s)", "pipeline\nbubble (%)"]), "peak memory\n(GB)"]
-    names = ["system"] * several
-    heads = ("row", *names, *axes, "ZeRO", "micro-\nbatch", "options", *columns)
+    heads = ("row", *["system"] * several, *axes, "ZeRO", "micro-\nbatch", "options", *columns)
     made = new_table(*heads, left=("system", "options"))
     for (place, request, row), cost in zip(placed, costs, strict=True):
         layout, time = row.layout, row.time
@@ -297,10 +288,10 @@ def _join_places(places: Sequence[int]) -> str:
 
 
 def _plan_details(
-    plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[PlacedRow]
+    plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
     """Return rates and losses of the shown layouts, tied pairs, the order, and the layouts that do not fit."""
-    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, TIME_ORDER_RULE
+    from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}
     rates = new_table("row", "step time\n(s)", "rate per GPU\n(TFLOP/s)", "throughput\n(samples/s)", *losses)
@@ -324,8 +315,7 @@ def _plan_details(
         rates,
         sent,
         pairs,
-        f"Order: {IDEAL_ORDER_RULE if no_time else TIME_ORDER_RULE}.",
-        *([] if no_time else [f"Basis of the times: {basis}." for basis in bases]),
+        f"Order: {IDEAL_ORDER_RULE}." if no_time else f"Basis of the times: {'; '.join(bases)}.",
         *(_ruled_out_table(plan.rows) for _, plan in plans),
         f"{sum(plan.simulated for _, plan in plans):,} layouts were simulated.",
     ]
@@ -333,7 +323,6 @@ def _plan_details(
 
 def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[str]:
     """Return the layout that needs the least memory, and the causes for all `rows`, none of which fits."""
-    rows = [row for row in rows if row.outcome == OOM]
     best = min(rows, key=lambda row: row.memory["peak_bytes"])
     causes = Counter(row.ruled_out_by for row in rows).most_common()
     return [

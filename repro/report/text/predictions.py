@@ -290,7 +290,6 @@ def print_plan(
     require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
-    limits = sorted({device_memory_limit(systems[0], parse_memory_size(text)) for text in given})
     requests = []
     for on, price in zip(systems, prices, strict=True):
         limit = device_memory_limit(on, parse_memory_size(given[0]))
@@ -298,9 +297,10 @@ def print_plan(
         requests.append(PlanRequest(sizes, on, gpus, *asked))
         says = f"needs the key device.price_per_hour, which {on.name} lacks, or --price-per-gpu-hour"
         require(rank_by != COST or requests[-1].price is not None, "rank_by", rank_by, says=says)
-    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # the text about a training takes two lines
     if as_map:
-        return _print_map(replace(requests[0], limit=limits[0]), limits, json)
+        limits = sorted({device_memory_limit(systems[0], parse_memory_size(text)) for text in given})
+        return _print_map(requests[0], limits, json)
+    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # the text about a training takes two lines
     count = sum(len(candidates(request)) for request in requests)
     from repro.util.processes import Workers
 
@@ -338,12 +338,8 @@ def _prices(text: str, count: int) -> list[float]:
     except ValueError:
         found = []
     known = len(found) == count and all(0 < price < 1e9 for price in found)
-    require(
-        known or not text,
-        "price_per_gpu_hour",
-        text,
-        f"{words.count_noun(count, 'price')} above 0, with commas between them",
-    )
+    what = f"{words.count_noun(count, 'price')} above 0, with commas between them"
+    require(known or not text, "price_per_gpu_hour", text, what)
     return found
 
 

@@ -153,6 +153,11 @@ class PlanRequest:
         return self.price_per_gpu_hour or self.system.device.price_per_hour.value
 
     @property
+    def ranked_price(self) -> float:
+        """Price that multiplies step times for the order of the rows; 1 unless `rank_by` is `cost`."""
+        return (self.price or 1.0) if self.rank_by == COST else 1.0
+
+    @property
     def allocatable(self) -> int:
         """Bytes that the allocator of one device can have, without the buffers of further communicators."""
         return self.limit - self.system.context()

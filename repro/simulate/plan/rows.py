@@ -21,7 +21,7 @@ from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
 from repro.results.interval import Sensitivity, StepInterval
-from repro.simulate.plan.candidates import COST, RANK_QUANTILES, PlanRequest, communicator_bytes
+from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
 """Seconds at the best values, and the interval of the step time."""
@@ -149,9 +149,10 @@ def rank_systems(
         return pairs
 
     def order(pair: tuple[PlanRequest, PlanRow]) -> tuple[Any, ...]:
-        row = pair[1]
-        ranked = (0, row.is_tight, (row.rank_s or 0) * _unit_cost(pair[0]))
-        return (1, *plan_order(row)) if row.rank_s is None else ranked
+        request, row = pair
+        if row.rank_s is None:
+            return (1, *plan_order(row))
+        return (0, row.is_tight, row.rank_s * request.ranked_price)
 
     pairs.sort(key=order)
     compared = [pair for pair in pairs if pair[1].undecided is not None]
@@ -160,17 +161,12 @@ def rank_systems(
     return pairs
 
 
-def _unit_cost(request: PlanRequest) -> float:
-    return (request.price or 1.0) if request.rank_by == COST else 1.0
-
-
 def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
     """Return the step of one of several systems, with its cost for seconds if `rank_by` is `cost`.
 
-    Unknown numbers of two systems are independent. Each system therefore has its own order of the draws and its own
-    keys.
+    Each system has its own keys and its own order of the draws, because its unknown numbers are independent.
     """
-    unit, name = _unit_cost(request), request.system.name
+    unit, name = request.ranked_price, request.system.name
     interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
     moves = [
         replace(move, key=f"{move.key} ({name})", low_s=move.low_s * unit, high_s=move.high_s * unit)
@@ -199,8 +195,6 @@ def _complexity(layout: Layout) -> tuple[Any, ...]:
     return (again, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
-TIME_ORDER_RULE = "the predicted step time"
-"""Rule of the order by predicted times, as printed text."""
 IDEAL_ORDER_RULE = (
     "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
     "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
@@ -240,19 +234,14 @@ def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
     """
     if not row.time or not request.tokens:
         return None
-    steps = request.tokens / (request.global_batch * request.seq)
-    power_w, price = request.system.device.power_w.value, request.price
+    steps, gpus = request.tokens / (request.global_batch * request.seq), request.gpus
+    megawatts, price = gpus * (request.system.device.power_w.value or 0) / 1e6, gpus * (request.price or 0)
+    per_hour = {"days": 1 / 24, "gpu_hours": gpus, "energy_mwh": megawatts, "cost": price}
 
     def amounts(step_s: float) -> dict[str, float]:
-        hours = steps * step_s / 3600
-        found = {"days": hours / 24, "gpu_hours": hours * request.gpus}
-        if power_w:
-            found["energy_mwh"] = found["gpu_hours"] * power_w / 1e6
-        if price:
-            found["cost"] = found["gpu_hours"] * price
-        return found
+        return {key: steps * step_s / 3600 * rate for key, rate in per_hour.items() if rate}
 
-    known = row.time.get("interval")
+    known = row.time["interval"]
     interval = {end: amounts(known[f"{end}_s"]) for end in ("low", "high")} if known else None
     return {"tokens": request.tokens, "steps": steps, **amounts(row.time["step_s"]), "interval": interval}
 
