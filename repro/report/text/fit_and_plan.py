@@ -297,7 +297,7 @@ def _plan_details(
     rates = new_table("row", "step time\n(s)", "rate per GPU\n(TFLOP/s)", "throughput\n(samples/s)", *losses)
     sent = new_table("row", "sent inside\nnodes (GB)", "sent between\nnodes (GB)")
     headings = ("row", "tied with row", "faster in draws (%)", "deciding inputs")
-    pairs = new_table(*headings, left=headings[3:])
+    pairs = new_table(*headings, left=headings[3:], wrap=headings[3:])
     for place, _, row in placed:
         time, links = row.time, row.comm.get("bytes_by_link", {})
         between = links.get("inter-node", 0)
@@ -315,7 +315,8 @@ def _plan_details(
         rates,
         sent,
         pairs,
-        f"Order: {IDEAL_ORDER_RULE}." if no_time else f"Basis of the times: {'; '.join(bases)}.",
+        f"Order: {IDEAL_ORDER_RULE}." if no_time else "",
+        *(f"Basis of the times: {basis}." for basis in bases if not no_time),
         *(_ruled_out_table(plan.rows) for _, plan in plans),
         f"{sum(plan.simulated for _, plan in plans):,} layouts were simulated.",
     ]
