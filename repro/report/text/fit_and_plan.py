@@ -11,7 +11,7 @@ from rich.table import Table
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.report.text.simulated_step import describe_step_time
-from repro.simulate.plan.candidates import COST, MIN_HEADROOM, communicator_bytes
+from repro.simulate.plan.candidates import COST, MIN_HEADROOM, RANK_QUANTILES, communicator_bytes
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import BASES, describe_basis
@@ -113,15 +113,6 @@ def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | 
     ]
 
 
-ORDERS = {
-    "median": "median of the step time",
-    "p75": "75th percentile of the step time",
-    "p95": "95th percentile of the step time",
-    COST: "75th percentile of the cost",
-}
-"""Values of `PlanRequest.rank_by` in words."""
-
-
 def print_layouts(
     plans: Sequence[tuple[PlanRequest, Plan]], top: int, question: str = "", *, details: bool = False
 ) -> None:
@@ -155,10 +146,11 @@ def print_layouts(
     counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
     options = words.layout_options(row.layout, request.system.best_precision, request.given.get("software"))
-    order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]}. "
+    quantile = f"{100 * RANK_QUANTILES[request.rank_by]:g} % quantile"
+    order = f"Order of the rows: {quantile} of the {'cost' if request.rank_by == COST else 'step time'}. "
     return print_page(
         *_describe_best_layout(request, plan, row),
-        f"{order}{_describe_ties(compared, places, is_first)}".strip(),
+        "" if plan.no_time else f"{order}{_describe_ties(compared, places, is_first)}".strip(),
         *_layout_table(shown, timed=not plan.no_time, several=several),
         *(_plan_details(plans, shown) if details else ()),
         f"No layout fits {' or '.join(without)}." if without else "",
@@ -374,19 +366,17 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
-    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
+    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory.
+
+    The bytes are those of the smallest memory that fits, else of the largest memory.
+    """
     if cell is None:
         return "-\n"
-    row = most_informative_row(cell)
+    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
+    row = next((row for row in rows if row.outcome == OK), rows[-1])
     need = row.memory["reserved_bytes" if row.outcome == OK else "peak_bytes"]
     enough = next((f"fits {units.size(limit)}" for limit in limits if cell.rows[limit].outcome == OK), "")
     return f"{'' if row.evidence == FULL else '>'}{gb(need)}\n{enough or 'does not fit'}"
-
-
-def most_informative_row(cell: MapCell) -> PlanRow:
-    """Return the row of the smallest memory that fits, else that of the largest memory."""
-    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
-    return next((row for row in rows if row.outcome == OK), rows[-1])
 
 
 def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:

@@ -308,6 +308,7 @@ def print_plan(
         workers.start()
         from repro.report.text.fit_and_plan import print_layouts
         from repro.simulate.plan.plan import search_layouts as run
+        from repro.simulate.plan.planner import plan_experiment
         from repro.simulate.plan.rows import OK, plan_entry, rank_systems
 
         plans = []
@@ -326,8 +327,7 @@ def print_plan(
             question += _defaults_again(stated.layout, best.layout)
         print_layouts(plans, shown, question, details=details)
     if best.outcome == OK:
-        experiment = Experiment(name="plan", model=sizes, layout=best.layout, training=_training(request.seq))
-        _write(files, experiment, request.system)
+        _write(files, plan_experiment(request, best.layout), request.system)
     return int(best.outcome != OK)
 
 
