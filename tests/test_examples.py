@@ -26,7 +26,7 @@ PAGES = (
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
 )
-SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "own-files.md")
+SLOW = ("README.md", "first-hour.md", "simulate.md", "time.md", "kernels.md", "own-files.md", "systems.md")
 """Their commands take many seconds."""
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("REPRO_")}
 CODE = "import sys; from repro.cli import main; sys.exit(main())"

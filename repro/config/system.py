@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from repro.config.errors import ConfigError, require
 from repro.config.links import LINKS, Link
-from repro.config.quantity import Quantity, check_positive, check_whole
+from repro.config.quantity import UNSAID, Quantity, check_positive, check_whole
 from repro.config.timing import DeviceTime, OperatorRate, Provenance, Timing
 
 __all__ = ["Device", "Link", "Quantity", "System"]
@@ -38,10 +38,18 @@ class Device:
     """Fractions of these peaks that the device reaches."""
     operators: dict[str, OperatorRate] = field(default_factory=dict)
     """Measured seconds by operator, in calibrated files; they take precedence over the peaks."""
+    # Records of simulations contain a digest of the system, which neither power nor price may change.
+    power_w: Quantity = field(default=UNSAID, repr=False)
+    """Maximum electric power of a device with its share of the node, in W."""
+    price_per_hour: Quantity = field(default=UNSAID, repr=False)
+    """Price of a device for one hour, in US dollars."""
 
     def __post_init__(self) -> None:
-        check_positive("memory_bytes", self.memory_bytes)
-        check_positive("memory_bandwidth", self.memory_bandwidth)
+        for key in ("memory_bytes", "memory_bandwidth", "power_w", "price_per_hour"):
+            check_positive(key, getattr(self, key))
+        for key in ("power_w", "price_per_hour"):  # a range would be an unknown input of the step time
+            low, value, high = getattr(self, key).ends or (0, 0, 0)
+            require(low == high, key, f"{value:g} ({low:g} to {high:g})", "one number without a range")
         for precision, peak in self.peak_flops.items():
             known = ", ".join(FLOP_PRECISIONS)
             require(precision in FLOP_PRECISIONS, "peak_flops", precision, f"one of {known}")

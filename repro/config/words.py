@@ -93,7 +93,7 @@ def layout_options(spread: Layout, precision: str, software: str | None = None) 
 
 def describe_input(key: str) -> str:
     """Return the key of an uncertain input as words: `inter-node overlap cost` for `links.inter-node.overlap_cost`."""
-    return re.sub("[._]", " ", re.sub(r"^(links|device)\.(time\.)?|_s$", "", key))
+    return re.sub("[._]", " ", re.sub(r"^(links|device)\.(time\.)?|_s(?= \(|$)", "", key))
 
 
 def axes(layouts: Iterable[Layout]) -> tuple[str, ...]:

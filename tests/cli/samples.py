@@ -45,6 +45,7 @@ SAMPLES = {
     "plan": [
         f"plan {ONE_STEP} --gpus 4 --tp 2 --pp 2 --micro-batch 1 --recompute --top 3",
         f"plan {ONE_STEP} --gpus 4 --map --zero 1 --micro-batch 1",
+        f"plan {ONE_STEP},selene,dgx-h100 --gpus 4 --tokens 1e12 --rank-by cost --price-per-gpu-hour 1,2,3 --recompute",
     ],
     "twin": ["twin deepspeed_lowbw/lowbw-megatron --machine here.toml"],
     "validate": ["validate --results store", "validate --unknowns --results store"],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from repro import cli
 from repro.util import units
 from tests.cli.predictions import GPT2, run
 
@@ -49,8 +50,11 @@ def test_plan_json_and_page(
     code, out = run(capsys, *priced)
     assert code == 0
     trained = json.loads(run(capsys, *priced, "--json")[1])[0]["training"]
-    days, cost = (units.number(trained[key]) for key in ("days", "cost"))
-    assert f"Training on 1e+09 tokens takes {days} days and costs {cost}." in " ".join(out.split())
+    parts = []
+    for key, before, after in (("days", "", " days"), ("energy_mwh", "", " MWh"), ("cost", "$", "")):
+        ends = (units.number(trained["interval"][end][key]) for end in ("low", "high"))
+        parts.append(f"{before}{units.number(trained[key])}{after} ({' to '.join(ends)})")
+    assert f"Training on 1e+09 tokens (90 % intervals): {', '.join(parts)}." in " ".join(out.split())
     for words in ("Best layout: tp 2 x dp 2", "Predicted step time: ", "90 % interval", "MFU", "peak memory"):
         assert words in out
     assert "samples/s" not in out
@@ -61,6 +65,74 @@ def test_plan_json_and_page(
         for words in ("(samples/s)", "bubble (%)", "2 layouts were simulated"):
             assert words in out
         assert max(map(len, out.splitlines())) <= width
+
+
+def test_systems_are_ranked_together(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
+    """A dear system is the last, whichever it is, and the table has the best layout of each."""
+    asked = ["plan", "--model", tiny_model, "--system", "dgx2,dgx-h100", "--gpus", "4", "--global-batch", "8"]
+    asked += ["--micro-batch", "1", "--no-sp", "--no-recompute", "--pp", "1", "--tokens", "1e9"]
+    asked += ["--rank-by", "cost", "--price-per-gpu-hour"]
+    for prices, names in (("1,1000", ["dgx2", "dgx-h100"]), ("1000,1", ["dgx-h100", "dgx2"])):
+        code, out = run(capsys, *asked, prices, "--json")
+        assert code == 0
+        rows = json.loads(out)
+        trained = [(row["system"], row["training"]["cost"]) for row in rows]
+        assert list(dict(trained)) == names
+        price = dict(zip(("dgx2", "dgx-h100"), map(float, prices.split(",")), strict=True))
+        for row in rows:
+            seconds = 1e9 / (8 * 64 / row["time"]["step_s"])
+            assert row["training"]["cost"] == pytest.approx(seconds / 3600 * 4 * price[row["system"]])
+        costs = [row["rank_s"] * price[row["system"]] for row in rows if row["rank_s"] and not row["tight"]]
+        assert costs == sorted(costs)
+        text = run(capsys, *asked, prices, "--top", "2")[1]
+        places = re.findall(r"(?m)^ +(\d+) +(dgx2|dgx-h100) ", text)
+        assert [name for _, name in places] == names
+        assert places[0][0] == "1"
+        assert int(places[1][0]) == 1 + [name for name, _ in trained].index(names[1])
+        assert f"on 4 x NVIDIA {'H100' if names[0] == 'dgx-h100' else 'V100'}" in text
+        assert f"--system {names[0]} " in text.partition("Next: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--system dgx2,dgx3", "--system = 'dgx3': did you mean dgx2?"),
+        ("--system dgx2,dgx2", "--system = 'dgx2,dgx2': must be one system, or different systems"),
+        (
+            "--system selene,dgx-a100",
+            "--system = 'selene,dgx-a100': must be one system, or different systems",
+        ),
+        ("--system dgx2,selene --map", "--system = 'dgx2,selene': must be one system with --map"),
+        (
+            "--system selene --rank-by cost",
+            "--tokens = 0.0: must be more than 0 with --price-per-gpu-hour and",
+        ),
+        (
+            "--system selene,dgx2 --rank-by cost --tokens 1e9",
+            "--rank-by = 'cost': needs the key device.price_per_hour, which dgx2 lacks, or --price-per-gpu-hour",
+        ),
+        (
+            "--system selene,dgx2 --tokens 1e9 --price-per-gpu-hour 2",
+            "--price-per-gpu-hour = '2': must be 2 prices above 0, with commas between them",
+        ),
+        (
+            "--system dgx2 --tokens 1e9 --price-per-gpu-hour x",
+            "--price-per-gpu-hour = 'x': must be 1 price above",
+        ),
+        (
+            "--system dgx2 --tokens 1e9 --price-per-gpu-hour 0",
+            "--price-per-gpu-hour = '0': must be 1 price above",
+        ),
+    ],
+)
+def test_mistakes_about_systems_and_prices_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: str, message: str
+) -> None:
+    """No layout is tried before."""
+    monkeypatch.delattr("repro.simulate.plan.plan.search_layouts")
+    assert cli.main(["plan", "--model", "gpt2-1.5b", "--gpus", "8", *options.split()]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {message}")
 
 
 def test_the_next_command_simulates_the_best_layout(

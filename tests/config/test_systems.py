@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from repro.config import ConfigError
+from repro.config.enums import OperatorSet
 from repro.config.links import KEYS
 from repro.config.system import Quantity, System
 from repro.config.systems import load_system_file, system_names
 from repro.measure.local_system import load_system
+from repro.simulate.record import simulation_facts
 from tests.config.system_texts import NODES
 
 DEVICE = """
@@ -35,7 +37,7 @@ def quantities(system: System) -> list[Quantity]:
     links += [link.used(name, key) for name, link in system.links.items() for key in KEYS]
     links += [device.time.used(field.name) for field in dataclasses.fields(device.time)]
     own = [device.memory_bytes, device.memory_bandwidth, system.devices_per_node, system.nodes]
-    own += [system.context_bytes, system.host_memory_bytes]
+    own += [system.context_bytes, system.host_memory_bytes, device.power_w, device.price_per_hour]
     return [*own, *device.peak_flops.values(), *links]
 
 
@@ -73,6 +75,38 @@ def test_published_numbers() -> None:
     with pytest.raises(ConfigError, match=r"precision = 'bf16': must be one that NVIDIA V100"):
         dgx2.peak("bf16")
     assert "(assumed)" in load_system_file("yuan").links["nvlink"].bandwidth.source
+
+
+def test_power_and_price_of_published_nodes() -> None:
+    """Maximum power of a node in kW by its maker, and hourly price of a node of 8 on demand, by the cited lists."""
+    kilowatts = {"selene": 6.5, "dgx-a100-40gb": 6.5, "dgx-h100": 10.2, "dgx-h200": 10.2, "dgx-b200": 14.3}
+    kilowatts |= {"dgx1-v100-16gb": 3.5, "dgx1-v100-32gb": 3.5, "dgx2": 10, "dgx2h": 12, "gb200-nvl72": 120}
+    dollars = {
+        "selene": 27.447,
+        "dgx-a100-40gb": 21.958,
+        "dgx-h100": 55.04,
+        "dgx-h200": 63.296,
+        "dgx-b200": 113.933,
+    }
+    dollars |= {"llama3-h100": 55.04, "vtrain-a100": 27.447}  # the same devices, in nodes of unknown power
+    for name in system_names():
+        system = load_system(name)
+        per_node, device = system.devices_per_node.value, system.device
+        for numbers, quantity in ((kilowatts, device.power_w), (dollars, device.price_per_hour)):
+            assert (quantity.value is not None) == (name in numbers), name
+            if quantity.value is not None:
+                scale = 1000 if numbers is kilowatts else 1
+                assert quantity.value * per_node == pytest.approx(numbers[name] * scale, rel=1e-3)
+
+
+def test_price_and_power_do_not_change_records_of_simulations() -> None:
+    system = load_system_file("dgx-h100")
+    other = Quantity(value=1.0, source="mine")
+    device = dataclasses.replace(system.device, price_per_hour=other, power_w=other)
+    priced = dataclasses.replace(system, device=device)
+    assert priced != system
+    numbers = [simulation_facts(each, OperatorSet.FUSED).numbers for each in (system, priced)]
+    assert numbers[0] == numbers[1]
 
 
 def test_a_system_is_like_another_but_for_what_it_says(write: Any) -> None:
@@ -143,6 +177,16 @@ def test_own_file_by_path(write: Any) -> None:
     [
         ("", "", None),
         ('name = "X"', 'nam = "X"', "device.nam = 'X': unknown key; did you mean name?"),
+        (
+            'name = "X"',
+            'name = "X"\npower_w = { value = 0, source = "here" }',
+            "device.power_w = 0.0: must be more than 0",
+        ),
+        (
+            'name = "X"',
+            'name = "X"\nprice_per_hour = { value = 2, low = 1, source = "here; low: spot" }',
+            "device.price_per_hour = '2 (1 to 2)': must be one number without a range",
+        ),
         ("[device.peak_flops]", "[device.peak_flop]", "device.peak_flop = "),
         ('nodes = { value = 2, source = "here" }', "", "nodes: is missing"),
         (

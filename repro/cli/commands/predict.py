@@ -129,17 +129,18 @@ def plan(
         OptionalInt, option(f"Print the best N; without: {DEFAULT_PLAN_ROWS}, and all with --json.", "N")
     ] = None,
     rank_by: Annotated[
-        str, option(f"Order layouts by this step time: {', '.join(RANK_QUANTILES)}.", "NAME")
+        str, option(f"Order layouts by this step time, or by cost: {', '.join(RANK_QUANTILES)}.", "NAME")
     ] = DEFAULT_RANK,
     as_map: Annotated[
         bool, flag("--map", "Draw tp against pp of one strategy; --memory-limit may be several: 40GB,80GB.")
     ] = False,
     tokens: Annotated[
-        float, option("Tokens of a training, for its duration.", "N", show_default=False)
+        float, option("Tokens of a training, for its time, energy and cost.", "N", show_default=False)
     ] = 0.0,
     price_per_gpu_hour: Annotated[
-        float, option("Price of a GPU hour, for the cost of --tokens.", "PRICE", show_default=False)
-    ] = 0.0,
+        str,
+        option("US dollars for a GPU hour, one for each system; without: the systems' prices.", "PRICE,..."),
+    ] = "",
     source: LaunchSource = None,
     launch: LaunchFramework = "",
     output: LaunchFolder = None,
@@ -148,7 +149,8 @@ def plan(
 ) -> int:
     """Find the fastest layouts of a model on a system: best first, with step time and memory.
 
-    Each option of a layout fixes a key of the search.  Exit code 1: no layout fits.
+    --system may be several, with commas, whose layouts are ranked together.  Each option of a layout fixes a key of
+    the search.  Exit code 1: no layout fits.
     """
     from repro.engines.frameworks.files import LaunchFiles
     from repro.report.text.predictions import print_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.table import Table
 from repro.config import words
 from repro.config.engines import unfused_attention_note
 from repro.report.text.simulated_step import describe_step_time
-from repro.simulate.plan.candidates import MIN_HEADROOM, communicator_bytes
+from repro.simulate.plan.candidates import COST, MIN_HEADROOM, RANK_QUANTILES, communicator_bytes
 from repro.simulate.plan.closed_form import FRAGMENTATION, TERMS
 from repro.simulate.plan.rows import FULL, OK, OOM, OPEN, RETAINED, STATES, PlanRow
 from repro.simulate.time.calibration import BASES, describe_basis
@@ -113,33 +113,47 @@ def _fit_details(question: FitQuestion, document: dict[str, Any]) -> list[str | 
     ]
 
 
-ORDERS = {"median": "median", "p75": "75th percentile", "p95": "95th percentile"}
-"""Values of `PlanRequest.rank_by` in words."""
-
-
 def print_layouts(
-    request: PlanRequest, plan: Plan, top: int, question: str = "", *, details: bool = False
+    plans: Sequence[tuple[PlanRequest, Plan]], top: int, question: str = "", *, details: bool = False
 ) -> None:
     """Print the best layout and a table of the first `top` layouts; `details` adds rates, ties and failures.
 
+    `plans`: a plan for each system, in one order in the table, which has the best layout of each system.
     `question`: model, system and devices as options of the next command.
     """
-    fits, others, left = ([row for row in plan.rows if row.outcome == kind] for kind in (OK, OOM, OPEN))
-    shown, more = fits[:top], "" if details else "--details lists rates and ties."
-    if not shown:
-        parts = [*_describe_failures(request, others), *([_ruled_out_table(others)] if details else [more])]
-        return print_page(*parts)
-    counts = [f"{len(others):,} of {len(plan.rows):,} layouts do not fit"] * bool(others)
+    from repro.simulate.plan.rows import rank_systems
+
+    ranked = rank_systems([(request, plan.rows) for request, plan in plans])
+    fits, others, left = ([pair for pair in ranked if pair[1].outcome == kind] for kind in (OK, OOM, OPEN))
+    more = "" if details else "--details lists rates and ties."
+    if not fits:
+        for request, plan in plans:
+            print_page(*_describe_failures(request, plan.rows), *[_ruled_out_table(plan.rows)] * details)
+        return print_page(more)
+    placed = [(place, *pair) for place, pair in enumerate(fits, 1)]
+    best = {request.system.name: place for place, request, _ in reversed(placed)}
+    rest = [place for place, *_ in placed if place not in best.values()]
+    places = {*best.values(), *rest[: max(top - len(best), 0)]}
+    shown = [each for each in placed if each[0] in places]
+    (request, plan), row = next(each for each in plans if each[0] is fits[0][0]), fits[0][1]
+    several = len(plans) > 1
+    compared = [(place, row) for place, _, row in placed if row.undecided is not None]
+    is_first = f"is faster than each of the {len(compared) - 1} next rows"
+    if several:  # the best layouts of the systems only
+        compared = [each for each in compared if each[0] in best.values()]
+        is_first = f"is {'cheaper' if request.rank_by == COST else 'faster'} than those of other systems"
+    without = [asked.system.name for asked, _ in plans if asked.system.name not in best]
+    counts = [f"{len(others):,} of {len(ranked):,} layouts do not fit"] * bool(others)
     counts += [f"{len(left):,} are slower even at their minimum time"] * bool(left)
-    options = words.layout_options(
-        shown[0].layout, request.system.best_precision, request.given.get("software")
-    )
-    order = "" if plan.no_time else f"Order of the rows: {ORDERS[request.rank_by]} of the step time. "
+    options = words.layout_options(row.layout, request.system.best_precision, request.given.get("software"))
+    quantile = f"{100 * RANK_QUANTILES[request.rank_by]:g} % quantile"
+    order = f"Order of the rows: {quantile} of the {'cost' if request.rank_by == COST else 'step time'}. "
     return print_page(
-        *_describe_best_layout(request, plan, shown[0]),
-        f"{order}{_describe_ties([row for row in fits if row.interval is not None], top)}".strip(),
-        *_layout_table(shown, timed=not plan.no_time),
-        *(_plan_details(request, plan, shown, others) if details else ()),
+        *_describe_best_layout(request, plan, row),
+        "" if plan.no_time else f"{order}{_describe_ties(compared, places, is_first)}".strip(),
+        *_layout_table(shown, timed=not plan.no_time, several=several),
+        *(_plan_details(plans, shown) if details else ()),
+        f"No layout fits {' or '.join(without)}." if without else "",
         f"{' and '.join(counts)}. {more}".strip() if counts else more,
         command=f"repro simulate {question} {options}",
     )
@@ -165,55 +179,89 @@ def _describe_best_layout(request: PlanRequest, plan: Plan, row: PlanRow) -> lis
         parts += [f"{describe_step_time(time)} {memory}"]
         parts += [f"Basis of the times: {time['rests_on']}; {BASES[time['rests_on']]}."]
     if cost:
-        price = f" and costs {units.number(cost['cost'])}" if "cost" in cost else ""
-        parts += [f"Training on {request.tokens:g} tokens takes {units.number(cost['days'])} days{price}."]
+        texts = []
+        for key in filter(cost.__contains__, AMOUNTS):
+            ends = " to ".join(units.number(amounts[key]) for amounts in (cost["interval"] or {}).values())
+            texts.append(AMOUNTS[key][1].format(units.number(cost[key])) + f" ({ends})" * bool(ends))
+        parts += [f"Training on {request.tokens:g} tokens (90 % intervals): {', '.join(texts)}."]
     parts.append(request.model.longer_sequence_note(request.seq))
     return [*parts, unfused_attention_note(request.model, layout, system.device.compute_capability)]
 
 
-def _layout_table(rows: Sequence[PlanRow], *, timed: bool) -> list[Table | str]:
-    """Return the table of layouts, and the long forms of its abbreviations."""
+AMOUNTS = {
+    "days": ("training\n(days)", "{} days"),
+    "energy_mwh": ("energy\n(MWh)", "{} MWh"),
+    "cost": ("cost\n($)", "${}"),
+}
+"""Header and text of each amount of a training."""
+
+
+def _layout_table(
+    placed: Sequence[tuple[int, PlanRequest, PlanRow]], *, timed: bool, several: bool
+) -> list[Table | str]:
+    """Return the table of layouts with their places, and the long forms of its abbreviations.
+
+    `several`: with a column of systems.
+    """
+    from repro.simulate.plan.rows import training_cost
+
+    rows = [row for *_, row in placed]
     axes = words.axes(row.layout for row in rows)
     has_interval = timed and any(row.time["interval"] for row in rows)
-    times = ["step time\n(s)", *["90 % interval\n(s)"] * has_interval, "MFU\n(%)"]
+    costs = [training_cost(request, row) or {} for _, request, row in placed]
+    amounts = [key for key in AMOUNTS if any(key in cost for cost in costs)]
+    times = [AMOUNTS[key][0] for key in amounts] or ["step time\n(s)"]
+    times += ["90 % interval\n(%)" if amounts else "90 % interval\n(s)"] * has_interval
+    times += ["MFU\n(%)"] * (not amounts)
     columns = [*(times if timed else ["ideal time\n(s)", "pipeline\nbubble (%)"]), "peak memory\n(GB)"]
-    made = new_table("row", *axes, "ZeRO", "micro-\nbatch", "options", *columns, left=("options",))
-    for place, row in enumerate(rows, 1):
+    heads = ("row", *["system"] * several, *axes, "ZeRO", "micro-\nbatch", "options", *columns)
+    made = new_table(*heads, left=("system", "options"))
+    for (place, request, row), cost in zip(placed, costs, strict=True):
         layout, time = row.layout, row.time
         cells = [] if timed else [units.number(row.ideal_s), f"{100 * row.bubble:.0f}"]
         if timed:
-            ends = [units.number((time["interval"] or {}).get(key)) for key in ("low_s", "high_s")]
-            interval = " to ".join(ends) if time["interval"] else units.NO_VALUE
-            cells += [units.number(time["step_s"]), *[interval] * has_interval]
-            cells += [units.NO_VALUE if time["mfu"] is None else f"{100 * time['mfu']:.0f}"]
+            ends = [(time["interval"] or {}).get(key) for key in ("low_s", "high_s")]
+            texts = [
+                f"{100 * (end / time['step_s'] - 1):+.0f}" if amounts else units.number(end)
+                for end in ends
+                if end
+            ]
+            cells += [units.number(cost.get(key)) for key in amounts] or [units.number(time["step_s"])]
+            cells += [" to ".join(texts) or units.NO_VALUE] * has_interval
+            mfu = units.NO_VALUE if time["mfu"] is None else f"{100 * time['mfu']:.0f}"
+            cells += [mfu] * (not amounts)
         marks = " ".join(
             f"{mark} {value}" if isinstance(value, str) else mark
             for key, (mark, _) in SWITCHES.items()
             if (value := getattr(layout, key))
         )
         degrees = (str(getattr(layout, key)) for key in (*axes, "zero", "micro_batch"))
-        made.add_row(
-            str(place), *degrees, marks, *cells, gb(row.memory["reserved_bytes"]) + "*" * row.is_tight
-        )
+        memory = gb(row.memory["reserved_bytes"]) + "*" * row.is_tight
+        made.add_row(str(place), *[request.system.name] * several, *degrees, marks, *cells, memory)
     notes = ["tp, pp, dp: tensor, pipeline, data parallelism"]
     notes += ["cp: context parallelism"] * ("cp" in axes)
+    notes += ["energy: at the maximum power of the nodes"] * ("energy_mwh" in amounts)
     used = (key for key in SWITCHES if any(getattr(row.layout, key) for row in rows))
     notes += [": ".join(SWITCHES[key]) for key in used]
     least = f"less than {100 * MIN_HEADROOM:g} % of the device's memory is left, and such layouts come last"
     return [made, "; ".join([*notes, *[f"*: {least}"] * any(row.is_tight for row in rows)]) + "."]
 
 
-def _describe_ties(rows: Sequence[PlanRow], top: int) -> str:
-    """Return which of the compared `rows` may be the fastest, and the main reason; `top` of the rows are shown."""
+def _describe_ties(rows: Sequence[tuple[int, PlanRow]], shown: Collection[int], is_first: str) -> str:
+    """Return which of the compared `rows` may be the first, and the main reason.
+
+    `rows`: with their places. `shown`: places of shown rows. `is_first`: text about the first row without ties.
+    """
     from repro.simulate.plan.rows import MIN_TIE_SHARE
 
-    ties = {place: tie for place, row in enumerate(rows, 1) for tie in row.undecided or () if tie.than == 1}
+    ties = {place: tie for place, row in rows for tie in row.undecided or () if tie.than == 1}
+    if not any(row.interval for _, row in rows):
+        return ""
     if not ties:
         share = f"{100 * (1 - MIN_TIE_SHARE):.0f} %"
-        text = f"Row 1 is faster than each of the {len(rows) - 1} next rows in {share} or more of all draws."
-        return text if len(rows) > 1 else ""
+        return f"Row 1 {is_first} in {share} or more of all draws." if len(rows) > 1 else ""
     cause = Counter(tie.by[0] for tie in ties.values()).most_common(1)[0][0]
-    hidden = sum(place > top for place in ties)
+    hidden = sum(place not in shown for place in ties)
     more = f" {words.count_noun(hidden, 'more tied row')}: --top {max(ties)}." if hidden else ""
     text = f"Rows {_join_places([1, *ties])} are tied within their uncertainty."
     return f"{text} Main uncertainty: {words.describe_input(cause)}.{more}"
@@ -232,37 +280,37 @@ def _join_places(places: Sequence[int]) -> str:
 
 
 def _plan_details(
-    request: PlanRequest, plan: Plan, rows: Sequence[PlanRow], others: Sequence[PlanRow]
+    plans: Sequence[tuple[PlanRequest, Plan]], placed: Sequence[tuple[int, PlanRequest, PlanRow]]
 ) -> list[str | Table]:
     """Return rates and losses of the shown layouts, tied pairs, the order, and the layouts that do not fit."""
-    from repro.simulate.plan.rows import IDEAL_ORDER_RULE, TIME_ORDER_RULE, training_cost
+    from repro.simulate.plan.rows import IDEAL_ORDER_RULE
 
     losses = {"communication\nwait (%)": "exposed_s", "pipeline\nbubble (%)": "bubble_s"}
-    trained = ["training\n(days)"] if request.tokens else []
-    rates = new_table("row", "rate per GPU\n(TFLOP/s)", "throughput\n(samples/s)", *losses, *trained)
+    rates = new_table("row", "step time\n(s)", "rate per GPU\n(TFLOP/s)", "throughput\n(samples/s)", *losses)
     sent = new_table("row", "sent inside\nnodes (GB)", "sent between\nnodes (GB)")
     headings = ("row", "tied with row", "faster in draws (%)", "deciding inputs")
-    pairs = new_table(*headings, left=headings[3:])
-    for place, row in enumerate(rows, 1):
+    pairs = new_table(*headings, left=headings[3:], wrap=headings[3:])
+    for place, _, row in placed:
         time, links = row.time, row.comm.get("bytes_by_link", {})
         between = links.get("inter-node", 0)
         sent.add_row(str(place), gb(sum(links.values()) - between), gb(between))
         if time:
-            cells = [f"{time['flops_per_device'] / units.TERA:.1f}", units.number(time["samples_per_s"])]
+            cells = [units.number(time["step_s"]), f"{time['flops_per_device'] / units.TERA:.1f}"]
+            cells.append(units.number(time["samples_per_s"]))
             cells += [f"{100 * time[key] / time['step_s']:.1f}" for key in losses.values()]
-            cells += [units.number((training_cost(request, row) or {}).get("days"))] * bool(trained)
             rates.add_row(str(place), *cells)
         for tie in row.undecided or ():
             pairs.add_row(str(place), str(tie.than), f"{100 * tie.part:.1f}", " or ".join(tie.by[:2]))
-    basis = describe_basis(rows[0].layout.kernels, request.system)
+    no_time, kernels = plans[0][1].no_time, placed[0][2].layout.kernels
+    bases = dict.fromkeys(describe_basis(kernels, request.system) for request, _ in plans)
     return [
         rates,
         sent,
         pairs,
-        f"Order: {IDEAL_ORDER_RULE if plan.no_time else TIME_ORDER_RULE}.",
-        "" if plan.no_time else f"Basis of the times: {basis}.",
-        _ruled_out_table(others),
-        f"{plan.simulated:,} layouts were simulated.",
+        f"Order: {IDEAL_ORDER_RULE}." if no_time else "",
+        *(f"Basis of the times: {basis}." for basis in bases if not no_time),
+        *(_ruled_out_table(plan.rows) for _, plan in plans),
+        f"{sum(plan.simulated for _, plan in plans):,} layouts were simulated.",
     ]
 
 
@@ -281,6 +329,7 @@ def _describe_failures(request: PlanRequest, rows: Sequence[PlanRow]) -> list[st
 def _ruled_out_table(rows: Sequence[PlanRow]) -> Table:
     """Return the minimum memory and the limiting term of the layouts that do not fit, by tp, cp, pp and ZeRO stage."""
     groups: dict[tuple[int, ...], list[PlanRow]] = {}
+    rows = [row for row in rows if row.outcome == OOM]
     for row in rows:
         key = tuple(getattr(row.layout, name) for name in ("tp", "cp", "pp", "zero"))
         groups.setdefault(key, []).append(row)
@@ -317,19 +366,17 @@ def print_plan_map(request: PlanRequest, cells: Sequence[MapCell], limits: Seque
 
 
 def _cell_text(cell: MapCell | None, limits: Sequence[int]) -> str:
-    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory."""
+    """Return `21.20` over `fits 40 GB`: the required bytes of a cell, and the smallest sufficient memory.
+
+    The bytes are those of the smallest memory that fits, else of the largest memory.
+    """
     if cell is None:
         return "-\n"
-    row = most_informative_row(cell)
+    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
+    row = next((row for row in rows if row.outcome == OK), rows[-1])
     need = row.memory["reserved_bytes" if row.outcome == OK else "peak_bytes"]
     enough = next((f"fits {units.size(limit)}" for limit in limits if cell.rows[limit].outcome == OK), "")
     return f"{'' if row.evidence == FULL else '>'}{gb(need)}\n{enough or 'does not fit'}"
-
-
-def most_informative_row(cell: MapCell) -> PlanRow:
-    """Return the row of the smallest memory that fits, else that of the largest memory."""
-    rows = [cell.rows[limit] for limit in sorted(cell.rows)]
-    return next((row for row in rows if row.outcome == OK), rows[-1])
 
 
 def _describe_limits(cells: Sequence[MapCell], limit: int) -> list[str]:

@@ -226,6 +226,7 @@ def _print_system(name: str, system: System, details: bool) -> None:
     device = system.device
     capability = f", compute capability {device.compute_capability}" if device.compute_capability else ""
     known = device.memory_bytes.value is not None
+    power, price = device.power_w.value, device.price_per_hour.value
     rows = [
         _row("devices per node", system.devices_per_node, _number),
         _row("nodes", system.nodes, _number),
@@ -238,6 +239,9 @@ def _print_system(name: str, system: System, details: bool) -> None:
             for name, link in system.links.items()
         ),
         _row("host memory of a node", system.host_memory_bytes, _size),
+        *[_row("maximum power of a node per device", device.power_w, "{:,g} W".format)] * (power is not None),
+        *[_row("price of a device for one hour", device.price_per_hour, "${:g}".format)]
+        * (price is not None),
         *(_time_rows(system) if details else ()),
     ]
     headings = ("property", "value (range)")

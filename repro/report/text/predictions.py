@@ -14,13 +14,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.config import Experiment, Layout, Training, engines, models
+from repro.config import Experiment, Layout, Training, engines, models, words
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
 from repro.engines.frameworks.files import LaunchFiles
 from repro.measure.local_system import load_system
 from repro.simulate.plan.candidates import (
+    COST,
     DEFAULT_PLAN_ROWS,
     RANK_QUANTILES,
     LayoutQuery,
@@ -254,61 +255,92 @@ def print_plan(
     json: bool,
     as_map: bool,
     tokens: float,
-    price_per_gpu_hour: float,
+    price_per_gpu_hour: str,
     top: int | None,
     rank_by: str,
     details: bool,
     files: LaunchFiles,
 ) -> int:
-    """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits."""
+    """List the `top` best of all sensible layouts, or draw tp against pp; return 1 if none fits.
+
+    `query.system` may name several systems, separated by commas. Their layouts are ranked together.
+    """
     files.check(model)
     require(not (as_map and files.framework), "launch", files.framework, "left out with --map")
     stated = _stated(files, model, query)
     if stated is not None:
         same = {key: getattr(stated.layout, key) for key in ("precision", "global_batch")}
         query = replace(query, layout={**same, **query.layout}, seq=stated.seq)
-    on, gpus, seq = _system(query), query.gpus, query.seq
+    gpus, seq, queries = query.gpus, query.seq, [replace(query, system=n) for n in query.system.split(",")]
+    systems = [_system(each) for each in queries]
+    is_unique = len({on.name for on in systems}) == len(systems)
+    require(is_unique, "system", query.system, "one system, or different systems separated by commas")
+    require(not as_map or len(systems) == 1, "system", query.system, "one system with --map")
     sizes = stated.model if stated else models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
     sizes.check_sequence(_training(seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
-    price = price_per_gpu_hour
-    require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
-    trained = "more than 0 with --price-per-gpu-hour: how much is trained"
-    require(not price or tokens > 0, "tokens", tokens, trained)
+    prices = _prices(price_per_gpu_hour, len(systems))
+    trained = "more than 0 with --price-per-gpu-hour and with --rank-by cost: how much is trained"
+    require(tokens > 0 or not (price_per_gpu_hour or rank_by == COST), "tokens", tokens, trained)
     require(not (as_map and tokens), "tokens", tokens, "left out with --map, which predicts no time")
     require(top is None or top >= 1, "top", top, "a number of layouts of at least 1")
     require(top is None or not as_map, "top", top, "left out with --map, which draws every tp and pp")
     require(rank_by in RANK_QUANTILES, "rank_by", rank_by, f"one of {', '.join(RANK_QUANTILES)}")
     given = query.memory_limit.split(",")
     require(as_map or len(given) == 1, "memory_limit", query.memory_limit, "one size; --map takes several")
-    limits = sorted({device_memory_limit(on, parse_memory_size(text)) for text in given})
-    asked = limits[0], seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
-    request = PlanRequest(sizes, on, gpus, *asked)
+    requests = []
+    for on, price in zip(systems, prices, strict=True):
+        limit = device_memory_limit(on, parse_memory_size(given[0]))
+        asked = limit, seq or sizes.seq, query.layout, query.expandable, tokens, price, rank_by
+        requests.append(PlanRequest(sizes, on, gpus, *asked))
+        says = f"needs the key device.price_per_hour, which {on.name} lacks, or --price-per-gpu-hour"
+        require(rank_by != COST or requests[-1].price is not None, "rank_by", rank_by, says=says)
     if as_map:
-        return _print_map(request, limits, json)
-    count = len(candidates(request))
+        limits = sorted({device_memory_limit(systems[0], parse_memory_size(text)) for text in given})
+        return _print_map(requests[0], limits, json)
+    shown = top or DEFAULT_PLAN_ROWS - 2 * bool(tokens)  # the text about a training takes two lines
+    count = sum(len(candidates(request)) for request in requests)
     from repro.util.processes import Workers
 
     with show_progress(f"{count:,} layouts of {sizes.name} on {gpus:,} GPUs"), Workers() as workers:
         workers.start()
         from repro.report.text.fit_and_plan import print_layouts
         from repro.simulate.plan.plan import search_layouts as run
-        from repro.simulate.plan.rows import OK, plan_entry
+        from repro.simulate.plan.planner import plan_experiment
+        from repro.simulate.plan.rows import OK, plan_entry, rank_systems
 
-        found = run(request, workers, top or DEFAULT_PLAN_ROWS, exhaustive=json and top is None)
+        plans = []
+        for request in requests:
+            found = run(request, workers, shown, exhaustive=json and top is None)
+            says = f"cannot be ranked with other systems, because it has no step time: {found.no_time}"
+            require(len(requests) == 1 or not found.no_time, "system", request.system.name, says=says)
+            plans.append((request, found))
+    ranked = rank_systems([(request, found.rows) for request, found in plans])
+    request, best = ranked[0]
     if json:
-        print_json([plan_entry(request, row) for row in found.rows[:top]])
+        print_json([plan_entry(*pair) for pair in ranked[:top]])
     else:
-        question = _question(model, query, files.source)
+        question = _question(model, queries[systems.index(request.system)], files.source)
         if stated is not None:
-            question += _defaults_again(stated.layout, found.rows[0].layout)
-        print_layouts(request, found, top or DEFAULT_PLAN_ROWS, question, details=details)
-    if found.rows[0].outcome == OK:
-        training, best = _training(request.seq), found.rows[0].layout
-        _write(files, Experiment(name="plan", model=sizes, layout=best, training=training), on)
-    return 0 if any(row.outcome == OK for row in found.rows) else 1
+            question += _defaults_again(stated.layout, best.layout)
+        print_layouts(plans, shown, question, details=details)
+    if best.outcome == OK:
+        _write(files, plan_experiment(request, best.layout), request.system)
+    return int(best.outcome != OK)
+
+
+def _prices(text: str, count: int) -> list[float]:
+    """Return the price of a GPU hour for each of `count` systems; 0 for an empty text, which gives none."""
+    try:
+        found = [float(part) for part in text.split(",")] if text else [0.0] * count
+    except ValueError:
+        found = []
+    known = len(found) == count and all(0 < price < 1e9 for price in found)
+    what = f"{words.count_noun(count, 'price')} above 0, with commas between them"
+    require(known or not text, "price_per_gpu_hour", text, what)
+    return found
 
 
 def _defaults_again(stated: Layout, found: Layout) -> str:

@@ -18,8 +18,9 @@ from repro.config.system import System
 
 DEFAULT_PLAN_ROWS = 7
 """Default number of printed layouts of a plan; `--json` has all."""
-RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95}
-"""Quantiles of the step time by which a plan can order its first layouts."""
+COST = "cost"
+RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95, COST: 0.75}
+"""Quantiles of the step time, or of the cost, by which a plan can order its first layouts."""
 DEFAULT_RANK = "p75"
 MIN_HEADROOM = 0.03
 """Share of a device's memory. Layouts that leave less come after layouts that leave more."""
@@ -142,9 +143,19 @@ class PlanRequest:
     tokens: float = 0.0
     """Tokens of the training whose duration and cost a plan reports; 0 disables the report."""
     price_per_gpu_hour: float = 0.0
-    """Price in any currency; 0 disables the cost."""
+    """Price in US dollars; 0 selects the price of the system, if known."""
     rank_by: str = DEFAULT_RANK
     """Key of `RANK_QUANTILES`."""
+
+    @property
+    def price(self) -> float | None:
+        """Price of a GPU hour in US dollars; None if unknown."""
+        return self.price_per_gpu_hour or self.system.device.price_per_hour.value
+
+    @property
+    def ranked_price(self) -> float:
+        """Price that multiplies step times for the order of the rows; 1 unless `rank_by` is `cost`."""
+        return (self.price or 1.0) if self.rank_by == COST else 1.0
 
     @property
     def allocatable(self) -> int:

@@ -8,13 +8,15 @@ effect on the order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import log
 from operator import lt
+from random import Random
 from typing import Any
 
 from repro.config import Layout
 from repro.config.layout import SELECTIVE
+from repro.config.systems.unknowns import DRAWS
 from repro.measure.statistics import quantile
 from repro.model import counts
 from repro.model.counts import total_parameters
@@ -134,6 +136,46 @@ def rank_rows(rows: Sequence[PlanRow], rank_by: str) -> list[PlanRow]:
     return ordered
 
 
+def rank_systems(
+    found: Sequence[tuple[PlanRequest, Sequence[PlanRow]]],
+) -> list[tuple[PlanRequest, PlanRow]]:
+    """Return the rows of plans for several systems in one order, each with its request, and set their ties.
+
+    `found`: the requests, which have equal work for a step, with their rows. The rows of `rank_rows` come first, in the
+    order of the same quantile of their step times, or of their costs if `rank_by` is `cost`.
+    """
+    pairs = [(request, row) for request, rows in found for row in rows]
+    if len(found) == 1:
+        return pairs
+
+    def order(pair: tuple[PlanRequest, PlanRow]) -> tuple[Any, ...]:
+        request, row = pair
+        if row.rank_s is None:
+            return (1, *plan_order(row))
+        return (0, row.is_tight, row.rank_s * request.ranked_price)
+
+    pairs.sort(key=order)
+    compared = [pair for pair in pairs if pair[1].undecided is not None]
+    for (_, row), ties in zip(compared, find_ties([_timed_cost(*pair) for pair in compared]), strict=True):
+        row.undecided = ties
+    return pairs
+
+
+def _timed_cost(request: PlanRequest, row: PlanRow) -> TimedStep:
+    """Return the step of one of several systems, with its cost for seconds if `rank_by` is `cost`.
+
+    Each system has its own keys and its own order of the draws, because its unknown numbers are independent.
+    """
+    unit, name = request.ranked_price, request.system.name
+    interval = row.interval or StepInterval(draws=[row.seconds] * DRAWS, moves=[])
+    moves = [
+        replace(move, key=f"{move.key} ({name})", low_s=move.low_s * unit, high_s=move.high_s * unit)
+        for move in interval.moves
+    ]
+    draws = Random(name).sample(interval.draws, len(interval.draws))
+    return row.seconds * unit, StepInterval(draws=[seconds * unit for seconds in draws], moves=moves)
+
+
 def plan_order(row: PlanRow) -> tuple[Any, ...]:
     """Return the sort key of a row: rows that fit, tight rows, open rows, others; the shortest step (or least
     `ideal_s`), the simplest layout."""
@@ -153,8 +195,6 @@ def _complexity(layout: Layout) -> tuple[Any, ...]:
     return (again, layout.zero, *degrees, layout.pa, -layout.micro_batch, layout.sp)
 
 
-TIME_ORDER_RULE = "the predicted step time"
-"""Rule of the order by predicted times, as printed text."""
 IDEAL_ORDER_RULE = (
     "the ideal time, a sum of two times without overlap.  Arithmetic runs at the peak rate of the devices, including "
     "recomputation and the bubble of the pipeline.  Messages run at the full bandwidth of the links"
@@ -186,16 +226,24 @@ def ideal_s(request: PlanRequest, layout: Layout, by_link: Mapping[str, float]) 
     return seconds
 
 
-def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, float] | None:
-    """Return the duration and the cost of training on `request.tokens` at the predicted speed."""
+def training_cost(request: PlanRequest, row: PlanRow) -> dict[str, Any] | None:
+    """Return duration, energy and cost of training on `request.tokens` at the predicted speed.
+
+    `energy_mwh` is an upper limit, at the maximum power of the nodes; `cost` is in US dollars. Both are missing if the
+    system lacks the power or the price. `interval` has all of them at both ends of the interval of the step time.
+    """
     if not row.time or not request.tokens:
         return None
-    steps = request.tokens / (request.global_batch * request.seq)
-    hours = steps * row.time["step_s"] / 3600
-    found = {"tokens": request.tokens, "steps": steps, "days": hours / 24, "gpu_hours": hours * request.gpus}
-    if request.price_per_gpu_hour:
-        found["cost"] = found["gpu_hours"] * request.price_per_gpu_hour
-    return found
+    steps, gpus = request.tokens / (request.global_batch * request.seq), request.gpus
+    megawatts, price = gpus * (request.system.device.power_w.value or 0) / 1e6, gpus * (request.price or 0)
+    per_hour = {"days": 1 / 24, "gpu_hours": gpus, "energy_mwh": megawatts, "cost": price}
+
+    def amounts(step_s: float) -> dict[str, float]:
+        return {key: steps * step_s / 3600 * rate for key, rate in per_hour.items() if rate}
+
+    known = row.time["interval"]
+    interval = {end: amounts(known[f"{end}_s"]) for end in ("low", "high")} if known else None
+    return {"tokens": request.tokens, "steps": steps, **amounts(row.time["step_s"]), "interval": interval}
 
 
 def plan_entry(request: PlanRequest, row: PlanRow) -> dict[str, Any]:

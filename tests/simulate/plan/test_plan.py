@@ -273,21 +273,34 @@ def test_the_bubble_of_a_row_is_the_papers() -> None:
 
 
 def test_what_a_training_takes_and_costs() -> None:
-    """2^30 tokens in batches of 32 x 64 are 524,288 steps of 1.8 s: 262.144 hours on 16 GPUs at 2 a piece."""
+    """2^30 tokens in batches of 32 x 64 are 524,288 steps of 1.8 s: 262.144 hours on 16 GPUs at 2 a piece.
+
+    A DGX-2 of 16 has 10 kW. At the ends of the interval, 0.9 and 3.6 s, all amounts are half and twice as much.
+    """
     asked = replace(request(16, global_batch=32), tokens=2**30, price_per_gpu_hour=2.0)
-    row = PlanRow(Layout(dp=16, global_batch=32), OK, FULL, {}, time={"step_s": 1.8})
-    assert training_cost(asked, row) == pytest.approx(
-        {
-            "tokens": 2**30,
-            "steps": 524_288,
-            "days": 262.144 / 24,
-            "gpu_hours": 262.144 * 16,
-            "cost": 262.144 * 32,
-        }
-    )
+    time = {"step_s": 1.8, "interval": {"low_s": 0.9, "high_s": 3.6}}
+    row = PlanRow(Layout(dp=16, global_batch=32), OK, FULL, {}, time=time)
+    amounts = {"days": 262.144 / 24, "gpu_hours": 262.144 * 16, "energy_mwh": 2.62144, "cost": 262.144 * 32}
+    found = training_cost(asked, row) or {}
+    interval = found.pop("interval")
+    assert found == pytest.approx({"tokens": 2**30, "steps": 524_288, **amounts})
+    assert interval["low"] == pytest.approx({key: value / 2 for key, value in amounts.items()})
+    assert interval["high"] == pytest.approx({key: value * 2 for key, value in amounts.items()})
+    known = training_cost(asked, replace(row, time={"step_s": 1.8, "interval": None})) or {}
+    assert known == {**found, "interval": None}
     assert training_cost(asked, replace(row, time={})) is None
     assert training_cost(replace(asked, tokens=0.0), row) is None
     assert "cost" not in (training_cost(replace(asked, price_per_gpu_hour=0.0), row) or {})
+    other = replace(asked, system=systems.load_system_file("lowbw-v100"))
+    assert "energy_mwh" not in (training_cost(other, row) or {})
+
+
+def test_the_price_of_a_request_is_the_given_one_or_that_of_the_system() -> None:
+    """55.04 dollars an hour for 8 H100."""
+    asked = replace(request(8), system=systems.load_system_file("dgx-h100"))
+    assert asked.price == pytest.approx(55.04 / 8)
+    assert replace(asked, price_per_gpu_hour=2.0).price == 2
+    assert request(8).price is None
 
 
 @pytest.mark.parametrize(

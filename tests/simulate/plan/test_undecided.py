@@ -16,7 +16,7 @@ from repro.report.text.fit_and_plan import print_layouts
 from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import PlanRequest
 from repro.simulate.plan.plan import COMPARED_ROWS, Plan, search_layouts
-from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows
+from repro.simulate.plan.rows import FULL, OK, PlanRow, Tie, find_ties, plan_entry, rank_rows, rank_systems
 from repro.simulate.time.calibration import UNCALIBRATED
 from repro.util.processes import Workers
 from repro.util.units import gb
@@ -85,6 +85,59 @@ def test_rows_are_ranked_by_a_quantile_of_their_step_times() -> None:
     assert [one.than for one in safe.undecided or []] == [1]
 
 
+def test_rows_of_two_systems_are_ranked_by_cost_or_by_step_time(exact: System) -> None:
+    """Steps of 1 and 1.2 s at 3 dollars an hour cost more than one of 2 s at 1 dollar, and tight rows are last."""
+    draws = [0.9, 1.0, 1.1, 1.2]
+    quick, later = row(1.0, draws), row(1.2, [1.2 * s for s in draws])
+    slow, tight = row(2.0, [2 * s for s in draws]), row(0.5, [s / 2 for s in draws])
+    tight.is_tight = True
+    slow_request = replace(asked(exact), rank_by="cost", price_per_gpu_hour=1.0)
+    other = replace(exact, name="other")
+    quick_request = replace(slow_request, system=other, price_per_gpu_hour=3.0)
+    for rows in ([quick, later], [slow, tight]):
+        rank_rows(rows, "cost")
+    found = [(quick_request, [quick, later]), (slow_request, [slow, tight])]
+    assert rank_systems(found) == [
+        (slow_request, slow),
+        (quick_request, quick),
+        (quick_request, later),
+        (slow_request, tight),
+    ]
+    assert slow.rank_s == pytest.approx(2.25), "75 % quantile of the seconds"
+    assert (slow.undecided, quick.undecided, tight.undecided) == ([], [], None), (
+        "1.8 to 2.4 and 2.7 to 3.6 dollars"
+    )
+    by_time = [(replace(request, rank_by="p75"), rows) for request, rows in found]
+    assert [each for _, each in rank_systems(by_time)] == [quick, later, slow, tight]
+
+
+def test_unknown_numbers_of_two_systems_are_independent(exact: System) -> None:
+    """An unknown slows both systems alike, up to 8 times. In one system this has no effect on the order, in two it has.
+
+    The draws of both rows are 1 to 64. Of independent pairs, the share with the lower second draw is about a half, less
+    the share of the ties.
+    """
+    draws = [float(second) for second in range(1, 65)]
+    first, second = (row(s, [s * each for each in draws], move("pace", 0.5 * s, 4 * s)) for s in (1.0, 1.01))
+    rank_rows([first, second], "p75")
+    assert second.undecided == []
+    found = [(asked(exact), [first]), (replace(asked(exact), system=replace(exact, name="other")), [second])]
+    assert [each for _, each in rank_systems(found)] == [first, second]
+    (tie,) = second.undecided or []
+    assert 0.35 < tie.part < 0.65
+    assert set(tie.by) == {"pace (dgx2)", "pace (other)"}
+
+
+def test_a_system_without_unknown_numbers_is_compared_with_one_that_has_some(exact: System) -> None:
+    known, ranged = row(1.0, [1.0]), row(1.1, [0.5, 1.1, 1.2, 1.3] * 16, move("links.a", 0.5, 1.3))
+    known.interval = None
+    for each in (known, ranged):
+        rank_rows([each], "p75")
+    found = [(asked(exact), [known]), (replace(asked(exact), system=replace(exact, name="other")), [ranged])]
+    assert [each for _, each in rank_systems(found)] == [known, ranged]
+    assert ranged.undecided == [Tie(1, 0.25, ("links.a (other)",))]
+
+
 def test_a_tight_row_is_last_and_not_compared(exact: System) -> None:
     fast, slow = row(1.0, [1.0, 1.0]), row(2.0, [2.0, 0.5])
     fast.is_tight = True
@@ -115,7 +168,7 @@ def test_a_tight_row_has_a_star_with_one_footnote(exact: System, capsys: pytest.
     with Workers(1) as workers:
         found = search_layouts(asked(exact), workers, 4)
     found.rows[1].is_tight = True
-    print_layouts(asked(exact), found, 4)
+    print_layouts([(asked(exact), found)], 4)
     out = " ".join(capsys.readouterr().out.split())
     assert f"{gb(found.rows[1].memory['reserved_bytes'])}*" in out
     assert out.count("*") == 2
@@ -161,7 +214,7 @@ def test_a_plan_names_the_unknown_that_turns_two_layouts(
         [{"than": one.than, "part": one.part, "by": [RINGS]} for one in row.undecided]
         for row in found.rows[:4]
     ]
-    print_layouts(asked(ranged), found, 4, details=True)
+    print_layouts([(asked(ranged), found)], 4, details=True)
     output = capsys.readouterr().out
     for row, one in pairs:
         assert re.search(rf"\n +{found.rows.index(row) + 1} +{one.than} +[\d.]+  {RINGS}", output)
@@ -174,7 +227,7 @@ def test_of_exact_numbers_nothing_is_said(
     have_exact_kernels(monkeypatch)
     found = planned(exact)
     assert [plan_entry(asked(exact), row)["undecided"] for row in found.rows[:4]] == [[]] * 4
-    print_layouts(asked(exact), found, 4)
+    print_layouts([(asked(exact), found)], 4)
     output = capsys.readouterr().out
     assert "uncertain" not in output
     assert "Row" not in output
@@ -189,7 +242,7 @@ def test_what_is_said_of_the_first_and_of_neighbours(
     rows = [first, *others]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
-    print_layouts(asked(exact), Plan(rows, 0, ""), 3)
+    print_layouts([(asked(exact), Plan(rows, 0, ""))], 3)
     output = " ".join(capsys.readouterr().out.split())
     assert ("Row 1 is faster than each of the 2 next rows in 95 % or more" in output) == fastest
     tied = "Rows 1 and 2 are tied within their uncertainty. Main uncertainty: a."
@@ -203,7 +256,7 @@ def test_ties_are_one_sentence(exact: System, capsys: pytest.CaptureFixture[str]
     rows += [row(1.3, [0.95, 1.4], b)]
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
-    print_layouts(asked(exact), Plan(rows, 0, ""), 6)
+    print_layouts([(asked(exact), Plan(rows, 0, ""))], 6)
     output = " ".join(capsys.readouterr().out.split())
     assert "Rows 1 to 4 and 6 are tied within their uncertainty. Main uncertainty: a." in output
 
@@ -214,11 +267,11 @@ def test_rows_that_are_not_shown_are_compared_too(exact: System, capsys: pytest.
     for one, open_ in zip(rows, compared(*rows), strict=True):
         one.undecided = open_
     for top, hidden in ((1, True), (2, True), (3, False)):
-        print_layouts(asked(exact), Plan(rows, 0, ""), top)
+        print_layouts([(asked(exact), Plan(rows, 0, ""))], top)
         output = " ".join(capsys.readouterr().out.split())
         assert "Rows 1 and 3 are tied within their uncertainty. Main uncertainty: b." in output
         assert ("1 more tied row: --top 3." in output) == hidden
-    print_layouts(asked(exact), Plan(rows[:1], 0, ""), 1)
+    print_layouts([(asked(exact), Plan(rows[:1], 0, ""))], 1)
     assert "tied" not in capsys.readouterr().out
 
 
