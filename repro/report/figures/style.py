@@ -33,7 +33,7 @@ DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14
 """Colours of the page's dark theme by those of the light theme."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
-VERMILION, SKY = "#d55e00", "#56b4e9"
+VERMILION, SKY, RED = "#d55e00", "#56b4e9", "#c1121f"
 CATEGORY_COLOURS = {
     "parameters": BLUE,
     "gradients": ORANGE,

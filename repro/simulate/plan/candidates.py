@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from repro.config import Layout, Model, Training, engines
+from repro.config import Experiment, Layout, Model, Training, engines, models
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE
@@ -108,6 +108,19 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
     if not keys.get("global_batch"):
         keys["global_batch"] = keys.get("micro_batch", 1) * keys["dp"] * keys.get("pp", 1)
     return Layout(**keys)
+
+
+def complete_experiment(model: str, query: LayoutQuery, system: System) -> Experiment:
+    """Return the step of a query about the model `model` on `system`. Raises `ConfigError` about a key of the query."""
+    sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
+    training = training_on(query.seq)
+    return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
+
+
+def training_on(seq: int) -> Training:
+    """Return a training on samples of `seq` tokens. Raises `ConfigError`."""
+    require(seq >= 0, "seq", seq, "a number of tokens")
+    return Training(seq=seq)
 
 
 def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
