@@ -78,7 +78,7 @@ def describe(found: Simulation) -> Markdown:
         "step time": units.seconds(time["step_s"]),
         "90 % interval": " to ".join(units.seconds(interval[end]) for end in ("low_s", "high_s")) if interval else "-",
         "samples/s": units.number(time["samples_per_s"]),
-        "per GPU, without recomputation": units.flop_rate(rate),
+        "model TFLOP/s per GPU": units.number(rate / units.TERA),
         "share of peak (MFU)": units.percent(time["mfu"]) if time["mfu"] else "unknown",
     }  # fmt: skip
     rows = (cells, ["---"] * len(cells), cells.values())
@@ -103,7 +103,8 @@ def draw(found: Simulation) -> Image:
         style.draw_fills_above(figure, fills, *bar.get_lines(), ncols=5)
         for axes, step in zip(others, times, strict=True):
             schedules.draw_step(axes, step, (620, 20))
-    return Image(style.to_png(style.Drawing("step", "Step", "", figure=figure)))
+    title = "Memory and timeline of the step"
+    return Image(style.to_png(style.Drawing("step", title, "", figure=figure)), alt=title)
 
 
 # %% [markdown]

@@ -99,7 +99,8 @@ class Simulation:
         error = role.replay.out_of_memory
         if error is None:
             return role.replay.peak_reserved
-        return max(role.memory.peak_bytes, error.reserved + segment_size(error.requested))
+        by_fragmentation = error.reserved + segment_size(error.requested)
+        return by_fragmentation if role.by_fragmentation else role.memory.peak_bytes
 
     @property
     def reason(self) -> str:

@@ -22,7 +22,17 @@ from repro.parallel.pipeline.schedule import (
     in_flight,
     timeline,
 )
-from repro.report.figures.style import GREEN, GRID, PURPLE, SKY, VERMILION, YELLOW, Drawing, make_axes
+from repro.report.figures.style import (
+    GREEN,
+    GRID,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    Drawing,
+    draw_fills_above,
+    make_axes,
+)
 from repro.report.figures.values import View
 from repro.util import units
 
@@ -162,7 +172,14 @@ def draw_actions(
 
 GROUP_COLOURS = {"tp": VERMILION, "cp": SKY, "dp": GREEN, "pp": YELLOW}
 """Colours of communication by group; groups of other names belong to data parallelism."""
-COMPUTE_BOTTOM = 0.12
+STEP_COLOURS = {
+    "forward": ACTION_COLOURS[FORWARD],
+    "backward": ACTION_COLOURS[BACKWARD],
+    "update": PURPLE,
+    "waiting": GRID,
+    **{f"{group} messages": colour for group, colour in GROUP_COLOURS.items()},
+}
+COMPUTE_BOTTOM = 0.08
 """End of computation below the centre of a row of height 1; communication is below."""
 
 
@@ -172,58 +189,48 @@ def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
     `points`: as for `draw_actions`. Communication after the end of the step is also drawn at its beginning, because the
     preceding step ended with the same communication.
     """
-    from matplotlib.patches import Patch
-
     from repro.simulate.time.program import COMPUTE
 
-    blocks: dict[tuple[int, str], list[Span]] = defaultdict(list)
-    messages: dict[str, list[tuple[int, float, float]]] = {group: [] for group in GROUP_COLOURS}
-    waits, updates = [], []
+    actions: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    cells: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
+    period, height = step.step_s, (0.42 - COMPUTE_BOTTOM) / len(GROUP_COLOURS)
+    begin = max(span.stop for span in step.spans if span.stream == COMPUTE) - period
+
+    def add(what: str, stage: int, start: float, stop: float, low: float, high: float) -> None:
+        cell = 1e3 * (start - begin), stage + low, 1e3 * (stop - begin), stage + high
+        cells[STEP_COLOURS[what]].append(cell)
+
     for span in step.spans:
         if span.stream == COMPUTE:
-            blocks[span.stage, span.name].append(span)
+            actions[span.stage, span.name].append(span)
         for stream, _, start, seconds in span.kernels():
             if stream != COMPUTE:
-                group, message = stream.partition(",")[0], (span.stage, start, start + seconds)
-                messages[group if group in messages else "dp"].append(message)
-                waits += [message] if span.block else []
+                group = stream.partition(",")[0]
+                group = group if group in GROUP_COLOURS else "dp"
+                low, stop = COMPUTE_BOTTOM + height * list(GROUP_COLOURS).index(group), start + seconds
+                for shift in (0.0, period):
+                    add(f"{group} messages", span.stage, start - shift, stop - shift, low, low + height)
+                if span.block:
+                    add("waiting", span.stage, start, stop, -0.42, COMPUTE_BOTTOM)
     rows: list[list[TimedAction]] = [[] for _ in step.stages]
-    period = step.step_s
-    begin = max(spans[-1].stop for spans in blocks.values()) - period
-
-    def in_ms(time: float) -> float:
-        return 1e3 * (time - begin)
-
-    for (stage, name), spans in blocks.items():
-        waits += [(stage, one.stop, after.start) for one, after in pairwise(spans)]
+    for (stage, name), spans in actions.items():
         kind, _, number = name.partition(" ")
         if number:
             action = Action(FORWARD if kind == "forward" else BACKWARD, int(number))
-            rows[stage].append(TimedAction(action, in_ms(spans[0].start), in_ms(spans[-1].stop)))
+            start, stop = (1e3 * (time - begin) for time in (spans[0].start, spans[-1].stop))
+            rows[stage].append(TimedAction(action, start, stop))
+            for one, after in pairwise(spans):
+                add("waiting", stage, one.stop, after.start, -0.42, COMPUTE_BOTTOM)
         else:
-            updates += [(stage, span.start, span.stop) for span in spans]
+            for span in spans:
+                add("update", stage, span.start, span.stop, -0.42, COMPUTE_BOTTOM)
     draw_actions(axes, rows, (0.0, 1e3 * period), points, COMPUTE_BOTTOM)
-    messages = {group: found for group, found in messages.items() if found}
-    height = (0.42 - COMPUTE_BOTTOM) / max(1, len(messages))
-    lanes = [(waits, GRID, -0.42, COMPUTE_BOTTOM), (updates, PURPLE, -0.42, COMPUTE_BOTTOM)]
-    for number, (group, found) in enumerate(messages.items()):
-        low = COMPUTE_BOTTOM + number * height
-        found = found + [(stage, start - period, stop - period) for stage, start, stop in found]
-        lanes.append((found, GROUP_COLOURS[group], low, low + height))
-    for found, fill, low, high in lanes:
-        draw_cells(
-            axes,
-            fill,
-            [(in_ms(start), stage + low, in_ms(stop), stage + high) for stage, start, stop in found],
-        )
-    fills = {"forward": ACTION_COLOURS[FORWARD], "backward": ACTION_COLOURS[BACKWARD], "update": PURPLE}
-    fills |= {"waiting": GRID, **{f"{group} messages": GROUP_COLOURS[group] for group in messages}}
-    handles = [Patch(label=name, facecolor=fill) for name, fill in fills.items()]
-    axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(handles))
-    middle = (COMPUTE_BOTTOM - 0.42) / 2
-    axes.set_yticks(
-        [stage + middle for stage in range(len(rows))], [f"stage {stage}" for stage in range(len(rows))]
-    )
+    for fill, found in cells.items():
+        draw_cells(axes, fill, found)
+    narrow = {"ncols": len(STEP_COLOURS), "columnspacing": 1.2, "handlelength": 1.2, "handletextpad": 0.5}
+    draw_fills_above(axes, STEP_COLOURS, loc="lower center", bbox_to_anchor=(0.5, 1), **narrow)
+    ticks = {stage + (COMPUTE_BOTTOM - 0.42) / 2: f"stage {stage}" for stage in range(len(rows))}
+    axes.set_yticks(list(ticks), list(ticks.values()))
     axes.set_xlabel("time (ms)")
 
 
@@ -238,9 +245,8 @@ def draw_cells(
     left, low, right, high = np.array(cells).reshape(-1, 4).T
     corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
     # Snapped to pixels, short intervals would be too wide or vanish.
-    patch = PathPatch(
-        Path.make_compound_path_from_polys(corners), facecolor=fill, edgecolor="white", lw=lw, snap=lw > 0
-    )
+    path, snap = Path.make_compound_path_from_polys(corners), None if lw else False
+    patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=lw, snap=snap)
     patch.set_in_layout(False)
     axes.add_artist(patch)  # computing limits takes longer than drawing
 

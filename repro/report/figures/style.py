@@ -202,15 +202,18 @@ def scatter_by(
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **props)
 
 
-def draw_fills_above(figure: Figure, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes."""
+def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
+    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes.
+
+    `where`: properties of the legend, such as `loc` in a single axes.
+    """
     from matplotlib.patches import Patch
 
     properties = {
         name: fill if isinstance(fill, dict) else {"facecolor": fill} for name, fill in fills.items()
     }
     handles = [Patch(label=name, **fill) for name, fill in properties.items()]
-    figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
+    figure.legend(handles=[*handles, *more], **{"loc": "outside upper center", **where})
 
 
 def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **where: Any) -> None:
