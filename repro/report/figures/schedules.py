@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -217,8 +218,8 @@ def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
         kind, _, number = name.partition(" ")
         if number:
             action = Action(FORWARD if kind == "forward" else BACKWARD, int(number))
-            start, stop = (1e3 * (time - begin) for time in (spans[0].start, spans[-1].stop))
-            rows[stage].append(TimedAction(action, start, stop))
+            times = (Fraction(1e3 * (time - begin)) for time in (spans[0].start, spans[-1].stop))
+            rows[stage].append(TimedAction(action, *times))
             for one, after in pairwise(spans):
                 add("waiting", stage, one.stop, after.start, -0.42, COMPUTE_BOTTOM)
         else:
