@@ -17,6 +17,8 @@
 # store. Run all cells to use the controls; a page without a kernel shows the first state.
 
 # %%
+from functools import partial
+
 import ipywidgets as widgets
 from IPython.display import DisplayHandle, Image, Markdown, display
 
@@ -98,7 +100,8 @@ def draw(found: Simulation) -> Image:
     with style.figure_style():
         figure, grid = style.make_axes(1.2 + sum(heights), len(heights), squeeze=False, height_ratios=heights)
         bar, *others = grid[:, 0]
-        end = peak_memory.draw_memory_bar(bar, 0, sizes, units.GB, found.limit_bytes)
+        peak_memory.draw_memory_bar(bar, 0, sizes, units.GB, found.limit_bytes)
+        end = max(required, found.limit_bytes or 0) / units.GB
         bar.set(xlim=(0, 1.1 * end), ylim=(-0.6, 0.6), yticks=[], xlabel="GB on the fullest GPU at its peak")
         style.draw_fills_above(figure, fills, *bar.get_lines(), ncols=5)
         for axes, step in zip(others, times, strict=True):
@@ -113,16 +116,6 @@ def draw(found: Simulation) -> Image:
 
 
 # %%
-def choice(
-    key: str, name: str, values: list, widget: type = widgets.Dropdown, **more: bool
-) -> widgets.Widget:
-    return widget(options=values, value=FIRST[key], description=name, style=WIDE, **more)
-
-
-def slider(key: str, name: str, values: list[int]) -> widgets.Widget:
-    return choice(key, name, values, widgets.SelectionSlider, continuous_update=False)
-
-
 def update(_: object) -> None:
     """Simulate the chosen layout, and show the text before the figure."""
     try:
@@ -136,21 +129,22 @@ def update(_: object) -> None:
         figure.update(draw(found))
 
 
-WIDE = {"description_width": "9em"}
 DEGREES = [1, 2, 3, 4, 6, 8, 12, 16]
+slider = partial(widgets.SelectionSlider, continuous_update=False)
 controls = {
-    "model": choice("model", "model", MODELS),
-    "system": choice("system", "system", SYSTEMS),
-    "gpus": widgets.BoundedIntText(FIRST["gpus"], min=1, max=100_000, description="GPUs", style=WIDE),
-    "tp": slider("tp", "tensor (tp)", DEGREES),
-    "pp": slider("pp", "pipeline (pp)", DEGREES),
-    "cp": slider("cp", "context (cp)", DEGREES),
-    "zero": choice("zero", "ZeRO stage", [0, 1, 2, 3]),
-    "micro_batch": slider("micro_batch", "micro-batch", [1, 2, 4, 8, 16, 32]),
-    "micro_batches": slider("micro_batches", "micro-batches", [1, 2, 4, 8, 16, 32]),
-    "recompute": widgets.Checkbox(FIRST["recompute"], description="recompute activations", style=WIDE),
+    "model": widgets.Dropdown(options=MODELS, description="model"),
+    "system": widgets.Dropdown(options=SYSTEMS, description="system"),
+    "gpus": widgets.BoundedIntText(min=1, max=100_000, description="GPUs"),
+    "tp": slider(options=DEGREES, description="tensor (tp)"),
+    "pp": slider(options=DEGREES, description="pipeline (pp)"),
+    "cp": slider(options=DEGREES, description="context (cp)"),
+    "zero": widgets.Dropdown(options=[0, 1, 2, 3], description="ZeRO stage"),
+    "micro_batch": slider(options=[1, 2, 4, 8, 16, 32], description="micro-batch"),
+    "micro_batches": slider(options=[1, 2, 4, 8, 16, 32], description="micro-batches"),
+    "recompute": widgets.Checkbox(description="recompute activations"),
 }
-for control in controls.values():
+for key, control in controls.items():
+    control.value, control.style.description_width = FIRST[key], "9em"
     control.observe(update, "value")
 display(widgets.GridBox([*controls.values()], layout={"grid_template_columns": "repeat(3, 22em)"}))
 text, figure = DisplayHandle(), DisplayHandle()

@@ -21,18 +21,8 @@ PEAK = Drawing(
     "No experiment in the store that ended ok.",
     missing="repro run suites/smoke.toml",
 )
-HOST_STYLE: dict[str, Any] = {
-    "facecolor": "none",
-    "edgecolor": style.CATEGORY_COLOURS["host"],
-    "hatch": "////",
-    "linewidth": 0.6,
-}
-FRAGMENTATION_STYLE: dict[str, Any] = {
-    "facecolor": style.GRID,
-    "edgecolor": style.MUTED,
-    "hatch": "....",
-    "linewidth": 0.4,
-}
+HOST_STYLE = {"facecolor": "none", "edgecolor": style.SKY, "hatch": "////", "lw": 0.6}
+FRAGMENTATION_STYLE = {"facecolor": style.GRID, "edgecolor": style.MUTED, "hatch": "....", "lw": 0.4}
 CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {
     FRAGMENTATION: FRAGMENTATION_STYLE,
     "host": HOST_STYLE,
@@ -92,20 +82,14 @@ def draw_peaks(records: list[Record]) -> Drawing:
 
 def draw_memory_bar(
     axes: Axes, y: float, peak: Mapping[str, int], scale: float, limit: int | None = None
-) -> float:
-    """Draw bytes by category, and their total, as a bar in units of `scale` bytes; return its end or the limit's place.
-
-    The bytes beyond `limit`, which is a line, are red.
-    """
+) -> None:
+    """Draw a bar of bytes by category in units of `scale` bytes, with a line at `limit` and red bytes beyond it."""
     sizes = {category: count / scale for category, count in peak.items()}
     end = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
     style.write_near(axes, units.size(peak["total"]), (end, y), (4, 0), va="center", fontsize=8)
-    if limit is None:
-        return end
-    axes.axvline(limit / scale, **LIMIT_LINE)
-    if end > limit / scale:
-        axes.barh(y, end - limit / scale, 0.74, left=limit / scale, color=style.RED, zorder=3)
-    return max(end, limit / scale)
+    if limit is not None:
+        axes.axvline(limit / scale, **LIMIT_LINE)
+        axes.barh(y, max(0.0, end - limit / scale), 0.74, left=limit / scale, color=style.RED, zorder=3)
 
 
 def _bar_order(record: Record) -> tuple[str, int, int, int, str]:

@@ -173,13 +173,9 @@ def draw_actions(
 
 GROUP_COLOURS = {"tp": VERMILION, "cp": SKY, "dp": GREEN, "pp": YELLOW}
 """Colours of communication by group; groups of other names belong to data parallelism."""
-STEP_COLOURS = {
-    "forward": ACTION_COLOURS[FORWARD],
-    "backward": ACTION_COLOURS[BACKWARD],
-    "update": PURPLE,
-    "waiting": GRID,
-    **{f"{group} messages": colour for group, colour in GROUP_COLOURS.items()},
-}
+STEP_COLOURS = dict(zip(("forward", "backward"), ACTION_COLOURS.values(), strict=True))
+STEP_COLOURS |= {"update": PURPLE, "waiting": GRID}
+STEP_COLOURS |= {f"{group} messages": colour for group, colour in GROUP_COLOURS.items()}
 COMPUTE_BOTTOM = 0.08
 """End of computation below the centre of a row of height 1; communication is below."""
 
@@ -193,41 +189,40 @@ def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
     from repro.simulate.time.program import COMPUTE
 
     actions: dict[tuple[int, str], list[Span]] = defaultdict(list)
-    cells: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
-    period, height = step.step_s, (0.42 - COMPUTE_BOTTOM) / len(GROUP_COLOURS)
-    begin = max(span.stop for span in step.spans if span.stream == COMPUTE) - period
+    intervals: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    period, begin = step.step_s, max(span.stop for span in step.spans if span.stream == COMPUTE) - step.step_s
 
-    def add(what: str, stage: int, start: float, stop: float, low: float, high: float) -> None:
-        cell = 1e3 * (start - begin), stage + low, 1e3 * (stop - begin), stage + high
-        cells[STEP_COLOURS[what]].append(cell)
+    def in_ms(time: float) -> float:
+        return 1e3 * (time - begin)
 
     for span in step.spans:
         if span.stream == COMPUTE:
             actions[span.stage, span.name].append(span)
         for stream, _, start, seconds in span.kernels():
             if stream != COMPUTE:
-                group = stream.partition(",")[0]
-                group = group if group in GROUP_COLOURS else "dp"
-                low, stop = COMPUTE_BOTTOM + height * list(GROUP_COLOURS).index(group), start + seconds
-                for shift in (0.0, period):
-                    add(f"{group} messages", span.stage, start - shift, stop - shift, low, low + height)
-                if span.block:
-                    add("waiting", span.stage, start, stop, -0.42, COMPUTE_BOTTOM)
+                group, stop = stream.partition(",")[0], start + seconds
+                shown = intervals[f"{group if group in GROUP_COLOURS else 'dp'} messages"]
+                shown += (span.stage, start, stop), (span.stage, start - period, stop - period)
+                intervals["waiting"] += [(span.stage, start, stop)] if span.block else []
     rows: list[list[TimedAction]] = [[] for _ in step.stages]
     for (stage, name), spans in actions.items():
         kind, _, number = name.partition(" ")
         if number:
             action = Action(FORWARD if kind == "forward" else BACKWARD, int(number))
-            times = (Fraction(1e3 * (time - begin)) for time in (spans[0].start, spans[-1].stop))
+            times = (Fraction(in_ms(time)) for time in (spans[0].start, spans[-1].stop))
             rows[stage].append(TimedAction(action, *times))
-            for one, after in pairwise(spans):
-                add("waiting", stage, one.stop, after.start, -0.42, COMPUTE_BOTTOM)
+            intervals["waiting"] += [(stage, one.stop, after.start) for one, after in pairwise(spans)]
         else:
-            for span in spans:
-                add("update", stage, span.start, span.stop, -0.42, COMPUTE_BOTTOM)
+            intervals["update"] += [(stage, span.start, span.stop) for span in spans]
     draw_actions(axes, rows, (0.0, 1e3 * period), points, COMPUTE_BOTTOM)
-    for fill, found in cells.items():
-        draw_cells(axes, fill, found)
+    bounds = dict.fromkeys(STEP_COLOURS, (-0.42, COMPUTE_BOTTOM))
+    height = (0.42 - COMPUTE_BOTTOM) / len(GROUP_COLOURS)
+    for lane, group in enumerate(GROUP_COLOURS):
+        bounds[f"{group} messages"] = COMPUTE_BOTTOM + lane * height, COMPUTE_BOTTOM + (lane + 1) * height
+    for what, found in intervals.items():
+        low, high = bounds[what]
+        cells = [(in_ms(start), stage + low, in_ms(stop), stage + high) for stage, start, stop in found]
+        draw_cells(axes, STEP_COLOURS[what], cells)
     narrow = {"ncols": len(STEP_COLOURS), "columnspacing": 1.2, "handlelength": 1.2, "handletextpad": 0.5}
     draw_fills_above(axes, STEP_COLOURS, loc="lower center", bbox_to_anchor=(0.5, 1), **narrow)
     ticks = {stage + (COMPUTE_BOTTOM - 0.42) / 2: f"stage {stage}" for stage in range(len(rows))}

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from repro.config import Experiment, Layout, engines, models
+from repro.config import Experiment, Layout, Training, engines, models
 from repro.config.errors import ConfigError, require
 from repro.config.sizes import RANKS, at_most
 from repro.config.system import System
@@ -29,7 +29,6 @@ from repro.simulate.plan.candidates import (
     complete_experiment,
     device_memory_limit,
     parse_memory_size,
-    training_on,
 )
 from repro.util import units
 from repro.util.console import new_table, print_json, print_page, show_progress
@@ -262,7 +261,7 @@ def print_plan(
     sizes = stated.model if stated else models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
-    sizes.check_sequence(training_on(seq).seq)
+    sizes.check_sequence(Training(seq=seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     price = price_per_gpu_hour
     require(0 <= price < 1e9, "price_per_gpu_hour", price, "a price")
@@ -297,7 +296,7 @@ def print_plan(
             question += _defaults_again(stated.layout, found.rows[0].layout)
         print_layouts(request, found, top or DEFAULT_PLAN_ROWS, question, details=details)
     if found.rows[0].outcome == OK:
-        training, best = training_on(request.seq), found.rows[0].layout
+        training, best = Training(seq=request.seq), found.rows[0].layout
         _write(files, Experiment(name="plan", model=sizes, layout=best, training=training), on)
     return 0 if any(row.outcome == OK for row in found.rows) else 1
 
