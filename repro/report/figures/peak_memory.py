@@ -88,8 +88,8 @@ def draw_memory_bar(
     end = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
     style.write_near(axes, units.size(peak["total"]), (end, y), (4, 0), va="center", fontsize=8)
     if limit is not None:
-        axes.axvline(limit / scale, **LIMIT_LINE)
-        axes.barh(y, max(0.0, end - limit / scale), 0.74, left=limit / scale, color=style.RED, zorder=3)
+        axes.axvline(limit / scale, zorder=4, **LIMIT_LINE)
+        axes.barh(y, max(0.0, end - limit / scale), 0.74, left=limit / scale, color=style.RED, lw=0, zorder=3)
 
 
 def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
