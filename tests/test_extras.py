@@ -124,5 +124,5 @@ def test_extras_are_those_of_the_installation() -> None:
         for extra in ("report", "slurm", "lab", "text", "parquet", "engines")
         for requirement in listed[extra]
     }
-    brought |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel"), "notebooks")
+    brought |= dict.fromkeys(("jupytext", "nbclient", "nbconvert", "ipykernel", "ipywidgets"), "notebooks")
     assert brought | {"yaml": "yaml"} == EXTRAS  # the package is pyyaml

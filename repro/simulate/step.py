@@ -16,6 +16,7 @@ from repro.model import counts
 from repro.results.record_parts import TrafficRow
 from repro.simulate.memory.allocator import Replay, replay
 from repro.simulate.memory.live_bytes import RoleMemory, measure_live_bytes
+from repro.simulate.memory.pools import segment_size
 from repro.simulate.placement import Placement
 from repro.simulate.time.predict import Prediction, predict
 from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
@@ -90,6 +91,16 @@ class Simulation:
     def fits(self) -> bool:
         """Whether the step fits the device. A step that does not fit has no time."""
         return self.outcome == "ok"
+
+    @property
+    def required_bytes(self) -> int:
+        """Bytes that the allocator of the fullest role requires; a lower bound if the step does not fit."""
+        role = self.fullest
+        error = role.replay.out_of_memory
+        if error is None:
+            return role.replay.peak_reserved
+        by_fragmentation = error.reserved + segment_size(error.requested)
+        return by_fragmentation if role.by_fragmentation else role.memory.peak_bytes
 
     @property
     def reason(self) -> str:

@@ -32,6 +32,7 @@ EXTRAS = {
     "nbclient": "notebooks",
     "nbconvert": "notebooks",
     "ipykernel": "notebooks",
+    "ipywidgets": "notebooks",
 }
 """Package as it is imported -> extra."""
 

@@ -94,7 +94,8 @@ def test_simulate_says_what_a_person_wants_to_know(
     assert code == 1
     assert out.startswith("Does not fit: tiny")
     assert re.search(
-        r"\nCause: \S+ .B are allocated at the peak in \w+, more than 2 MB of device memory\.", out
+        r"Cause: \S+ MB are allocated at the peak in \w+, more than 2 MB of device memory; \S+ MB are missing\.",
+        " ".join(out.split()),
     )
 
 

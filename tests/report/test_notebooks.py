@@ -20,7 +20,7 @@ pytest.importorskip("jupytext", reason="jupytext reads the notebooks; it is in t
 SOURCES = build.find_notebooks()
 NAMES = (
     "01_memory", "02_model_size", "03_throughput", "04_turing_nlg",
-    "05_megatron", "06_yuan", "07_kernels", "08_your_cluster",
+    "05_megatron", "06_yuan", "07_kernels", "08_your_cluster", "09_explore",
 )  # fmt: skip
 
 

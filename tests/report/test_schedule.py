@@ -9,16 +9,28 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from overlaps import troubles
 from rich.console import Console
 
 from repro import cli
-from repro.report.figures.schedules import action_colours, busy_shares, draw_actions, draw_picture
+from repro.config import Experiment, Layout, Model
+from repro.config.systems import load_system_file
+from repro.report.figures.schedules import (
+    STEP_COLOURS,
+    action_colours,
+    busy_shares,
+    draw_actions,
+    draw_picture,
+    draw_step,
+)
 from repro.report.figures.style import figure_style
 from repro.report.text.schedule import draw_schedule as draw_text
 from repro.report.text.schedule_plan import make_schedule
+from repro.simulate.step import simulate
+from repro.simulate.time.breakdown import STAGE_SEND
 
 SVG = "{http://www.w3.org/2000/svg}"
 YUAN = ["--pp", "38", "--micro-batches", "480"]
@@ -152,16 +164,58 @@ def test_the_picture_has_a_cell_and_a_number_for_every_action(capsys: pytest.Cap
         assert expected in words
 
 
+def drawn_cells(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+    """Return the beginning and the end of each cell of a colour."""
+    return {
+        to_hex(patch.get_facecolor()): [
+            (left, right)
+            for left, right in patch.get_path().vertices.reshape(-1, 5, 2)[:, :2, 0].tolist()
+            if right >= left
+        ]
+        for patch in axes.patches
+    }
+
+
+@pytest.mark.parametrize("layout", [{"dp": 4, "zero": 1}, {"pp": 2, "dp": 2}, {"tp": 2}, {}])
+def test_a_predicted_step_has_the_times_of_its_parts(layout: dict[str, int]) -> None:
+    """Cells less waits are computation; messages are all communication of the step, hidden or not."""
+    sizes = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 512, "seq": 128}
+    experiment = Experiment(
+        name="e", model=Model(name="m", **sizes), layout=Layout(precision="fp16", **layout)
+    )
+    prediction = simulate(experiment, load_system_file("dgx2"), time=True, record=True).time
+    assert prediction is not None
+    step, axes = prediction.timeline, Figure().subplots()
+    draw_step(axes, step, (600, 20))
+    cells = drawn_cells(axes)
+    within = {
+        fill: [(max(0, left), min(1e3 * step.step_s, right)) for left, right in found]
+        for fill, found in cells.items()
+    }
+    ms = {name: sum(max(0, b - a) for a, b in within.get(fill, ())) for name, fill in STEP_COLOURS.items()}
+    busy = sum(seconds for stage in step.stages for seconds in stage.busy.values())
+    computed = ms["forward"] + ms["backward"] + ms["update"] - ms["waiting"]
+    assert computed == pytest.approx(1e3 * busy, rel=1e-6)
+    sent = sum(
+        seconds / (1 + (label == STAGE_SEND))  # both stages count a message, which is drawn where it arrives
+        for stage in step.stages
+        for label, seconds in stage.communication.items()
+    )
+    messages = sum(time for name, time in ms.items() if name.endswith("messages"))
+    assert messages == pytest.approx(1e3 * sent, rel=1e-6)
+    groups = {name.split()[0] for name, time in ms.items() if name.endswith("messages") and time}
+    assert groups == {*layout} - {"zero"} | ({"dp"} if layout else set()), "all ranks agree on the norm"
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+        f"stage {n}" for n in range(layout.get("pp", 1))
+    ]
+
+
 @pytest.mark.parametrize(("name", "chunks", "window"), [("1f1b", 1, (0, 33)), ("interleaved", 2, (5, 11))])
 def test_cells_are_where_the_actions_are(name: str, chunks: int, window: tuple[float, float]) -> None:
     rows = make_schedule(name, 4, 8, chunks).slots
     axes = Figure().subplots()
     draw_actions(axes, rows, window, (600, 20))
-    area: dict[str, float] = {}
-    for patch in axes.patches:
-        corners = patch.get_path().vertices.reshape(-1, 5, 2)
-        widths, heights = corners[:, 1, 0] - corners[:, 0, 0], corners[:, 2, 1] - corners[:, 1, 1]
-        area[to_hex(patch.get_facecolor())] = float((widths * heights).sum() / heights[0])
+    area = {fill: sum(right - left for left, right in cells) for fill, cells in drawn_cells(axes).items()}
     seen: dict[str, float] = {}
     for row in rows:
         for action, start, stop in row:

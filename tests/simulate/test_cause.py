@@ -43,6 +43,7 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
     assert not first.by_fragmentation, "but what is live in the backward pass would not"
     assert last.by_fragmentation
     assert found.fullest is first, "which no other allocator would help"
+    assert found.required_bytes == live["first"]
     record = simulated_record(EXPERIMENT, found, systems.load_system_file("dgx2"), suite="s", wall_s=0.0)
     assert record.outcome == "oom"
     assert "first stage, init: out of memory by the live tensors: " in record.reason
@@ -52,6 +53,8 @@ def test_what_is_live_later_is_the_cause_where_it_is_too_much(roomy: Simulation)
 def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simulation) -> None:
     found = under(roomy, max(role.memory.peak_bytes for role in roomy.roles) + 1_000_000)
     assert found.fullest.by_fragmentation
+    assert found.limit_bytes is not None
+    assert found.required_bytes > found.limit_bytes, "the segment that the device cannot give"
     assert "out of memory by fragmentation: " in found.reason
     assert "live at the peak" not in found.reason
 
@@ -59,4 +62,5 @@ def test_fragmentation_is_the_cause_where_everything_live_would_fit(roomy: Simul
 def test_what_fits_has_no_cause(roomy: Simulation) -> None:
     found = under(roomy, max(role.replay.peak_reserved for role in roomy.roles))
     assert (found.outcome, found.reason) == ("ok", "")
+    assert found.required_bytes == found.limit_bytes
     assert not any(role.by_fragmentation for role in found.roles)

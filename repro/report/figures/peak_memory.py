@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from repro.report.figures import style
 from repro.report.figures.style import Drawing, Record
 from repro.results.schema import SIMULATED
+from repro.simulate.plan.closed_form import FRAGMENTATION
 from repro.util import units
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ PEAK = Drawing(
     "No experiment in the store that ended ok.",
     missing="repro run suites/smoke.toml",
 )
-HOST_STYLE: dict[str, Any] = {
-    "facecolor": "none",
-    "edgecolor": style.CATEGORY_COLOURS["host"],
-    "hatch": "////",
-    "linewidth": 0.6,
+HOST_STYLE = {"facecolor": "none", "edgecolor": style.SKY, "hatch": "////", "lw": 0.6}
+FRAGMENTATION_STYLE = {"facecolor": style.GRID, "edgecolor": style.MUTED, "hatch": "....", "lw": 0.4}
+CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {
+    FRAGMENTATION: FRAGMENTATION_STYLE,
+    "host": HOST_STYLE,
 }
-CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {"host": HOST_STYLE}
-RARE_CATEGORIES = ("checkpoints", "host")
+LIMIT_LINE: dict[str, Any] = {"color": style.INK, "ls": "--", "lw": 1.2, "label": "limit of the allocator"}
+RARE_CATEGORIES = ("checkpoints", FRAGMENTATION, "host")
 """Categories that few layouts have; the legend lists them only if a bar shows them."""
 MAX_BARS = 40
 """Maximum number of drawn bars."""
@@ -54,10 +55,7 @@ def draw_peaks(records: list[Record]) -> Drawing:
         totals = [peak_of_fullest_rank(r)["total"] + peak_of_fullest_rank(r).get("host", 0) for r in rows]
         unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
         for y, record in enumerate(rows):
-            peak = peak_of_fullest_rank(record)
-            sizes = {category: count / scale for category, count in peak.items()}
-            base = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
-            style.write_near(axes, units.size(peak["total"]), (base, y), (4, 0), va="center", fontsize=8)
+            draw_memory_bar(axes, y, peak_of_fullest_rank(record), scale)
         axes.set_yticks(range(len(rows)), [r.name for r in rows], fontsize=8)
         axes.set(xlim=(0, 1.12 * max(totals) / scale), ylim=(len(rows) - 0.4, -0.6))
         axes.set(xlabel=f"{unit} on the fullest rank", title=model)
@@ -80,6 +78,18 @@ def draw_peaks(records: list[Record]) -> Drawing:
         known = "of whose memory the total and the model states alone are known"
         caption += f" Left out: {len(others)} experiments of engine {engines}, {known}."
     return PEAK.drawn(figure, caption, (r.label for r in shown), missing=False)
+
+
+def draw_memory_bar(
+    axes: Axes, y: float, peak: Mapping[str, int], scale: float, limit: int | None = None
+) -> None:
+    """Draw a bar of bytes by category in units of `scale` bytes, with a line at `limit` and red bytes beyond it."""
+    sizes = {category: count / scale for category, count in peak.items()}
+    end = style.draw_stacked_bar(axes, y, sizes, CATEGORY_STYLES, 0.74, across=True)
+    style.write_near(axes, units.size(peak["total"]), (end, y), (4, 0), va="center", fontsize=8)
+    if limit is not None:
+        axes.axvline(limit / scale, zorder=4, **LIMIT_LINE)
+        axes.barh(y, max(0.0, end - limit / scale), 0.74, left=limit / scale, color=style.RED, lw=0, zorder=3)
 
 
 def _bar_order(record: Record) -> tuple[str, int, int, int, str]:
@@ -138,7 +148,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
     from matplotlib.lines import Line2D
 
     colours = {name: colour for name, colour in style.CATEGORY_COLOURS.items() if name in seen}
-    limit = Line2D([], [], color=style.INK, ls="--", lw=1.2, label="limit of the allocator")
+    limit = Line2D([], [], **LIMIT_LINE)
     style.draw_fills_above(figure, colours, limit, ncols=8, columnspacing=1.1)
     first = shown[0].experiment.model.name
     caption = (
@@ -170,7 +180,7 @@ def _draw_timeline(axes: Axes, record: Record) -> set[str]:
     places = [(number + 0.5) / size for number in range(size)]
     axes.stackplot(places, [bytes_of[name] for name in names], colors=colours, lw=0)
     if limit := record.metrics.get("memory.limit_bytes"):
-        axes.axhline(limit / units.GB, color=style.INK, ls="--", lw=1.2)
+        axes.axhline(limit / units.GB, **LIMIT_LINE)
     before = ""
     for part, name, _ in (record.series.memory or {})["phases"]:
         if name in MARKED_PHASES and name != before:

@@ -8,25 +8,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from repro.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
+    Action,
     TimedAction,
     bubble_ratio,
     build_schedule,
     in_flight,
     timeline,
 )
-from repro.report.figures.style import GRID, Drawing, make_axes
+from repro.report.figures.style import (
+    GREEN,
+    GRID,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    Drawing,
+    draw_fills_above,
+    make_axes,
+)
 from repro.report.figures.values import View
 from repro.util import units
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from repro.simulate.time.breakdown import Span
+    from repro.simulate.time.schedule import Timeline
 
 
 PICTURE_WIDTH_INCHES = 13.0
@@ -118,43 +134,117 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
 
 
 def draw_actions(
-    axes: Axes, rows: TimedRows, window: tuple[float, float], points: tuple[float, float]
+    axes: Axes,
+    rows: TimedRows,
+    window: tuple[float, float],
+    points: tuple[float, float],
+    bottom: float = 0.42,
 ) -> None:
     """Draw every action between two times, with the number of its micro-batch where the number fits.
 
-    `points`: approximate width of the axes and height of a row, in points. One path per colour limits the size of
-    files.
+    `points`: approximate width of the axes and height of a row, in points. `bottom`: end of the actions below the
+    centre of a row of height 1. One path per colour limits the size of files.
     """
-    import numpy as np
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
     first, last = window
     chunks, scale = _count_chunks(rows), points[0] / (last - first)
     digits = len(str(max(slot.action.micro_batch for slot in rows[0])))
-    idle, corners = [(first, last - first)], defaultdict(list)
+    idle, cells, shortest = [(first, last - first)], defaultdict(list), last - first
     for stage, row in enumerate(rows):
-        axes.broken_barh(idle, (stage - 0.42, 0.84), facecolors=GRID, lw=0)
+        low, high = stage - 0.42, stage + bottom
+        axes.broken_barh(idle, (low, high - low), facecolors=GRID, lw=0)
         for action, start, stop in row:
             left, right = max(first, float(start)), min(last, float(stop))
             if left >= right:
                 continue
             ink, fill = action_colours(action.kind, action.chunk, chunks)
-            low, high = stage - 0.42, stage + 0.42
-            corners[fill].append([(left, low), (right, low), (right, high), (left, high), (left, low)])
+            shortest = min(shortest, float(stop - start))
+            cells[fill].append((left, low, right, high))
             size = min(MAX_NUMBER_POINTS, 0.6 * points[1], ((right - left) * scale - 2) / (0.62 * digits))
             if size >= MIN_NUMBER_POINTS:
                 kw: dict[str, Any] = {"ha": "center", "va": "center", "in_layout": False}
                 number = str(action.micro_batch)
-                axes.text((left + right) / 2, stage, number, color=ink, fontsize=size, **kw)
-    for fill, found in corners.items():
-        path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
-        patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
-        patch.set_in_layout(False)
-        axes.add_artist(patch)  # computing limits takes longer than drawing
+                axes.text((left + right) / 2, (low + high) / 2, number, color=ink, fontsize=size, **kw)
+    for fill, found in cells.items():
+        draw_cells(axes, fill, found, min(0.7, 0.2 * scale * shortest))
     axes.set(xlim=(first, last), ylim=(len(rows) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+
+
+GROUP_COLOURS = {"tp": VERMILION, "cp": SKY, "dp": GREEN, "pp": YELLOW}
+"""Colours of communication by group; groups of other names belong to data parallelism."""
+STEP_COLOURS = dict(zip(("forward", "backward"), ACTION_COLOURS.values(), strict=True))
+STEP_COLOURS |= {"update": PURPLE, "waiting": GRID}
+STEP_COLOURS |= {f"{group} messages": colour for group, colour in GROUP_COLOURS.items()}
+COMPUTE_BOTTOM = 0.08
+"""End of computation below the centre of a row of height 1; communication is below."""
+
+
+def draw_step(axes: Axes, step: Timeline, points: tuple[float, float]) -> None:
+    """Draw a predicted step in ms, one row per stage: actions, waits within them, and communication by group below.
+
+    `points`: as for `draw_actions`. Communication after the end of the step is also drawn at its beginning, because the
+    preceding step ended with the same communication.
+    """
+    from repro.simulate.time.program import COMPUTE
+
+    actions: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    intervals: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    period, begin = step.step_s, max(span.stop for span in step.spans if span.stream == COMPUTE) - step.step_s
+
+    def in_ms(time: float) -> float:
+        return 1e3 * (time - begin)
+
+    for span in step.spans:
+        if span.stream == COMPUTE:
+            actions[span.stage, span.name].append(span)
+        for stream, _, start, seconds in span.kernels():
+            if stream != COMPUTE:
+                group, stop = stream.partition(",")[0], start + seconds
+                shown = intervals[f"{group if group in GROUP_COLOURS else 'dp'} messages"]
+                shown += (span.stage, start, stop), (span.stage, start - period, stop - period)
+                intervals["waiting"] += [(span.stage, start, stop)] if span.block else []
+    rows: list[list[TimedAction]] = [[] for _ in step.stages]
+    for (stage, name), spans in actions.items():
+        kind, _, number = name.partition(" ")
+        if number:
+            action = Action(FORWARD if kind == "forward" else BACKWARD, int(number))
+            times = (Fraction(in_ms(time)) for time in (spans[0].start, spans[-1].stop))
+            rows[stage].append(TimedAction(action, *times))
+            intervals["waiting"] += [(stage, one.stop, after.start) for one, after in pairwise(spans)]
+        else:
+            intervals["update"] += [(stage, span.start, span.stop) for span in spans]
+    draw_actions(axes, rows, (0.0, 1e3 * period), points, COMPUTE_BOTTOM)
+    bounds = dict.fromkeys(STEP_COLOURS, (-0.42, COMPUTE_BOTTOM))
+    height = (0.42 - COMPUTE_BOTTOM) / len(GROUP_COLOURS)
+    for lane, group in enumerate(GROUP_COLOURS):
+        bounds[f"{group} messages"] = COMPUTE_BOTTOM + lane * height, COMPUTE_BOTTOM + (lane + 1) * height
+    for what, found in intervals.items():
+        low, high = bounds[what]
+        cells = [(in_ms(start), stage + low, in_ms(stop), stage + high) for stage, start, stop in found]
+        draw_cells(axes, STEP_COLOURS[what], cells)
+    narrow = {"ncols": len(STEP_COLOURS), "columnspacing": 1.2, "handlelength": 1.2, "handletextpad": 0.5}
+    draw_fills_above(axes, STEP_COLOURS, loc="lower center", bbox_to_anchor=(0.5, 1), **narrow)
+    ticks = {stage + (COMPUTE_BOTTOM - 0.42) / 2: f"stage {stage}" for stage in range(len(rows))}
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_xlabel("time (ms)")
+
+
+def draw_cells(
+    axes: Axes, fill: str, cells: Sequence[tuple[float, float, float, float]], lw: float = 0
+) -> None:
+    """Draw rectangles (left, low, right, high) as one path, which limits the size of files; `lw`: of their edges."""
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    left, low, right, high = np.array(cells).reshape(-1, 4).T
+    corners = np.array([[left, low], [right, low], [right, high], [left, high]]).transpose(2, 0, 1)
+    # Snapped to pixels, short intervals would be too wide or vanish.
+    path, snap = Path.make_compound_path_from_polys(corners), None if lw else False
+    patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=lw, snap=snap)
+    patch.set_in_layout(False)
+    axes.add_artist(patch)  # computing limits takes longer than drawing
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:

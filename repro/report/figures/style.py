@@ -33,7 +33,7 @@ DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14
 """Colours of the page's dark theme by those of the light theme."""
 # Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
-VERMILION, SKY = "#d55e00", "#56b4e9"
+VERMILION, SKY, RED = "#d55e00", "#56b4e9", "#c1121f"
 CATEGORY_COLOURS = {
     "parameters": BLUE,
     "gradients": ORANGE,
@@ -202,15 +202,18 @@ def scatter_by(
         seaborn.scatterplot(frame, x=x, y=y, hue=by, style=by, ax=axes, legend=False, **orders, **props)
 
 
-def draw_fills_above(figure: Figure, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes."""
+def draw_fills_above(figure: Figure | Axes, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
+    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes.
+
+    `where`: properties of the legend, such as `loc` in a single axes.
+    """
     from matplotlib.patches import Patch
 
     properties = {
         name: fill if isinstance(fill, dict) else {"facecolor": fill} for name, fill in fills.items()
     }
     handles = [Patch(label=name, **fill) for name, fill in properties.items()]
-    figure.legend(handles=[*handles, *more], loc="outside upper center", **where)
+    figure.legend(handles=[*handles, *more], **{"loc": "outside upper center", **where})
 
 
 def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **where: Any) -> None:

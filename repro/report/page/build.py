@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 NOTEBOOKS_FOLDER = ROOT / "reports"
 CELL_TIMEOUT_S = 300
 """Timeout of a cell, and of the start of a kernel, in seconds."""
+WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 MAX_PARALLEL_NOTEBOOKS = 2
 """Maximum number of kernels that run at once."""
 
@@ -112,7 +113,11 @@ def _save_notebook(path: Path, notebook: Any, out: Path) -> tuple[Path, str]:
     from nbconvert import HTMLExporter
     from pygments.formatters import HtmlFormatter
 
-    # A template without Jupyter's styles and scripts, which a browser would fetch from the network.
+    # The page has no kernel for controls, and no network for the styles and scripts of Jupyter's other templates.
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        shown = (one for one in cell.get("outputs", ()) if WIDGET_TYPE not in one.get("data", ()))
+        cell.update({"outputs": list(shown)} if "outputs" in cell else {})
     bare = {"template_name": "basic", "exclude_input_prompt": True, "exclude_output_prompt": True}
     body, _ = HTMLExporter(**bare).from_notebook_node(notebook)
     title = title_of(notebook, path)

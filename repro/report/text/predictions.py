@@ -27,7 +27,7 @@ from repro.simulate.plan.candidates import (
     LayoutQuery,
     PlanRequest,
     candidates,
-    complete_layout,
+    complete_experiment,
     device_memory_limit,
     parse_memory_size,
 )
@@ -50,7 +50,7 @@ def print_simulation(
     """Trace one step of a model and print its requirements; return 1 if it does not fit."""
     files.check(model)
     on = _system(query)
-    experiment = _stated(files, model, query) or _experiment(model, on, query)
+    experiment = _stated(files, model, query) or complete_experiment(model, query, on)
     found = _simulate(experiment, on, query, _memory_limit(on, query), record=timeline is not None)
     from repro.report.text.simulated_step import print_simulated_step
     from repro.simulate.step import NO_STEP_TIME, write_snapshot
@@ -84,7 +84,8 @@ def print_versus(first: tuple[str, LayoutQuery], second: tuple[str, LayoutQuery]
     for model, query in (first, second):
         on = _system(query)
         batch = {"global_batch": checked[0][0].layout.global_batch} if checked else {}
-        experiment = _experiment(model, on, replace(query, layout={**batch, **query.layout}))
+        query = replace(query, layout={**batch, **query.layout})
+        experiment = complete_experiment(model, query, on)
         checked.append((experiment, on, query, _memory_limit(on, query)))
     found = [_simulate(*each) for each in checked]
     from repro.report.text.simulated_step import print_step_differences
@@ -157,17 +158,6 @@ def _system(query: LayoutQuery) -> System:
     if name := query.layout.get("software"):
         print(f"note: {engines.describe_software(name)}", file=sys.stderr)
     return on
-
-
-def _experiment(model: str, system: System, query: LayoutQuery) -> Experiment:
-    sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
-    training = _training(query.seq)
-    return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
-
-
-def _training(seq: int) -> Training:
-    require(seq >= 0, "seq", seq, "a number of tokens")
-    return Training(seq=seq)
 
 
 def print_fit(
@@ -279,7 +269,7 @@ def print_plan(
     sizes = stated.model if stated else models.load_model(model)
     require(sizes.architecture == "gpt", "model", model, "a gpt; other models are only counted")
     require(gpus >= 1, "gpus", gpus, "a whole number of at least 1")
-    sizes.check_sequence(_training(seq).seq)
+    sizes.check_sequence(Training(seq=seq).seq)
     require(0 <= tokens < 1e18, "tokens", tokens, "a number of tokens")
     prices = _prices(price_per_gpu_hour, len(systems))
     trained = "more than 0 with --price-per-gpu-hour and with --rank-by cost: how much is trained"

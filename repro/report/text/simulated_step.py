@@ -56,7 +56,7 @@ def print_simulated_step(
     capability, is_dropped = system.device.compute_capability, e.training.attention_dropout
     batch = f" --global-batch {e.layout.global_batch}"
     print_page(
-        *_describe_fit(simulation, system, document["memory"]),
+        *describe_fit(simulation, system),
         f"Layout: {words.describe_layout(e.layout, batches=True)}. Model: "
         f"{units.parameter_count(document['params'])} parameters, {e.seq} tokens per sample.",
         *_describe_time(simulation, document),
@@ -131,15 +131,17 @@ def _describe_differences(a: Simulation, b: Simulation, documents: list[dict[str
     return [f"{text}{intervals}.", f"{cause}."]
 
 
-def _describe_fit(simulation: Simulation, system: System, memory: dict[str, Any]) -> list[str]:
-    """Return whether the step fits, and the cause of the failure."""
+def describe_fit(simulation: Simulation, system: System) -> list[str]:
+    """Return whether the step fits, and the cause of the failure with the missing bytes."""
     e, limit, error = simulation.experiment, simulation.limit_bytes, simulation.fullest.replay.out_of_memory
     name = f"{e.model.name} on {words.describe_devices(e.layout.world, system)}"
-    available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
-    if error is None:
-        return [f"Fits: {name}. Peak memory: {units.size(memory['reserved_bytes'])} of {available}."]
-    peak = units.size(memory["peak_bytes"])
-    cause = f"{peak} are allocated at the peak in {memory['peak_phase']}, more than"
+    required = simulation.required_bytes
+    if error is None or limit is None:
+        available = "an unknown memory" if limit is None else f"{units.size(limit)} of device memory"
+        return [f"Fits: {name}. Peak memory: {units.size(required)} of {available}."]
+    memory, missing = simulation.fullest.memory, units.size(required - limit)
+    available = f"{units.size(limit)} of device memory; {missing} are missing"
+    cause = f"{units.size(memory.peak_bytes)} are allocated at the peak in {memory.phase}, more than"
     if simulation.fullest.by_fragmentation:
         asked, free, held = map(units.size, (error.requested, error.largest_free, error.allocated))
         cause = f"fragmentation. {asked} are requested and the largest free block is {free}. "

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from repro.config import Layout, Model, Training, engines
+from repro.config import Experiment, Layout, Model, Training, engines, models
 from repro.config.enums import OperatorSet
 from repro.config.errors import ConfigError, require
 from repro.config.layout import SELECTIVE
@@ -109,6 +109,13 @@ def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
     if not keys.get("global_batch"):
         keys["global_batch"] = keys.get("micro_batch", 1) * keys["dp"] * keys.get("pp", 1)
     return Layout(**keys)
+
+
+def complete_experiment(model: str, query: LayoutQuery, system: System) -> Experiment:
+    """Return the step of a query about the model `model` on `system`. Raises `ConfigError` about a key of the query."""
+    sizes, layout = models.load_model(model), complete_layout(query.layout, query.gpus, system)
+    training = Training(seq=query.seq)
+    return Experiment(name="simulate", model=sizes, layout=layout, training=training, system=system.name)
 
 
 def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
@@ -272,18 +279,16 @@ def _layout_keys(
         zero = [stage for stage in zero if str(stage) in software.stages] or [int(min(software.stages))]
         if "sp" in software.layout:  # selective recomputation came with sequence parallelism (2205.05198)
             recompute = [False, True]
+    replica = request.global_batch // dp
+    sizes = [
+        2**power for power in range(replica.bit_length())
+    ]  # of those, enough micro-batches fill the pipeline
     choices: dict[str, list[Any]] = {
         "zero": zero,
         "sp": [False, True] if tp > 1 and request.seq % (tp * cp) == 0 else [False],
         "recompute": recompute,
-        "micro_batch": _micro_batches(request.global_batch // dp, pp),
+        "micro_batch": [size for size in sizes if replica % size == 0 and replica // size >= pp],
     }
     values = [[given[key]] if key in given else choices[key] for key in choices]
     found = ({**fixed, **dict(zip(choices, chosen, strict=True))} for chosen in product(*values))
     return [engines.with_software(keys) for keys in found]
-
-
-def _micro_batches(replica: int, pp: int) -> list[int]:
-    """Return the powers of two that divide a replica's batch into enough micro-batches to fill the pipeline."""
-    sizes = [2**power for power in range(replica.bit_length())]
-    return [size for size in sizes if replica % size == 0 and replica // size >= pp]

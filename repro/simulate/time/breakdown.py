@@ -103,6 +103,11 @@ class Span:
     block: OperatorBlock | None = None
     """Operators of the compute stream."""
 
+    @property
+    def stop(self) -> float:
+        """End of the interval."""
+        return self.start + self.seconds
+
     def kernels(self) -> Iterator[tuple[str, str, float, float]]:
         """Yield stream, name, start and seconds of each kernel. A block slowed by other work has slower kernels."""
         if self.block is None:
@@ -153,7 +158,7 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
     computed = (span for span in shown if span.stream == COMPUTE)
     for (stage, name), group in groupby(computed, lambda span: (span.stage, span.name)):
         parts = list(group)
-        took = parts[-1].start + parts[-1].seconds - parts[0].start
+        took = parts[-1].stop - parts[0].start
         yield event(stage, COMPUTE, name, parts[0].start, took, cat="gpu_user_annotation")
     for span in shown:
         for stream, name, start, seconds in span.kernels():
