@@ -134,7 +134,7 @@ def test_a_signal_names_the_steps_that_were_not_started(
     stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1000)"
     found = visit(monkeypatch, tmp_path / "out", [step("stops", stops), step("rest", "")])
     assert found["stops"].outcome == "interrupted"
-    assert (found["rest"].outcome, found["rest"].reason) == ("skipped", "the visit was interrupted")
+    assert (found["rest"].outcome, found["rest"].reason) == ("skipped", "the session was interrupted")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
