@@ -117,7 +117,7 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
     clock.now = 100.0
     never: Any = Looks([], polls=10**6)
-    lost = "lost node n0, n1: 0 of 2 tasks started: no word for 300 s"
+    lost = "lost node n0, n1: 0 of 2 tasks started: no report within 300 s"
     assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
     assert (
         controller.BOOT_TIMEOUT_S

@@ -150,7 +150,7 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
         ),
         (
             "gpus_per_node = 17",
-            "slurm.gpus_per_node = 17: must be at most 16, what a node of partition debug has",
+            "slurm.gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
         ),
         ('gpus_per_node = 2\ngpu_type = "a100"', "slurm.gpu_type = 'a100': must be one of v100"),
         ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48"),
@@ -347,7 +347,7 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock = results / "jobs" / ".submitting"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     assert submit(suite, site, results) == 2
-    assert "another `repro submit` is at work" in refused(capsys)
+    assert "another `repro submit` uses this store" in refused(capsys)
     now = time.time() // 1  # times of files are kept in full
     for age_s, code in ((600, 2), (601, 0)):  # of a host that nobody can ask
         lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
