@@ -30,12 +30,6 @@ JOB_ENDS = {
     "REVOKED": ("cancelled", "cancelled by the scheduler"),
 }
 """Failure class and reason of an experiment without a record, by SLURM's state of its ended job."""
-_INTERRUPTIONS = {
-    PREEMPTED: "preempted",
-    TIME_LIMIT: "time-limit",
-    CANCELLED: "cancelled",
-    NODE_FAILURE: "node-failure",
-}
 _OUTCOMES = {"oom": "out-of-memory", "timeout": "time-out", "hang": "hang"}
 _NCCL = re.compile(r"\bnccl|DistBackendError", re.IGNORECASE)
 _KILLED = re.compile(r"rank \d+ was killed by signal")
@@ -70,7 +64,8 @@ def failure_class(outcome: str, reason: str, state: str = "") -> str:
     word = state.split()[0].rstrip("+") if state else ""
     scheduler = "error" if word == "FAILED" else JOB_ENDS.get(word, ("", ""))[0]
     if outcome in ("", "interrupted"):
-        interruption = next((kind for word, kind in _INTERRUPTIONS.items() if word in reason), "")
+        causes = (PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE)
+        interruption = next((cause.replace(" ", "-") for cause in causes if cause in reason), "")
         # SLURM's final state of the job is more exact than the signal that the record names.
         unclear = "error" if outcome else ""
         return (scheduler if scheduler not in ("", "error") else interruption) or scheduler or unclear

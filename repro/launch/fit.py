@@ -119,14 +119,14 @@ class Trials:
         value = question.values()[0] if end is None else end.value
         experiment = replace(question.experiment(value), system=self.system)
         layout = experiment.layout
-        data = layout.world > 1 and not one
+        data, on_cpu = layout.world > 1 and not one, local_launch.DEVICES[self.system] == "cpu"
         return FitRecord(
             suite=RECORD_SUITE,
             name=f"{experiment.model.name}-zero{layout.zero}-on-{layout.world}",
             conditions=experiment.as_dict(),
             evidence=MEASURED,
             search=question.search,
-            device=self._device_name(),
+            device=str(cpu()["model"] or "processor") if on_cpu else question.system.device.name,
             limit_bytes=question.limit,
             allocator_limit_bytes=self.limit_bytes,
             ranks=layout.world,
@@ -138,11 +138,6 @@ class Trials:
             provenance=provenance(),
             wall_s=round(seconds, 3),
         )
-
-    def _device_name(self) -> str:
-        if local_launch.DEVICES[self.system] == "cpu":
-            return str(cpu()["model"] or "processor")
-        return self.question.system.device.name
 
     def _measured_trial(self, trial: fit.FitTrial | None) -> MeasuredTrial | None:
         if trial is None:

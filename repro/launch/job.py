@@ -51,7 +51,6 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Return the number of processes."""
         return 1 if self.as_rank >= 0 else self.experiments[0].layout.world
 
     @property
@@ -65,13 +64,11 @@ class Job:
         return self.experiments[0].limits.memory_bytes
 
     def save(self, path: Path) -> None:
-        """Write the job as JSON, which `load` reads."""
         experiments = [experiment.as_dict() for experiment in self.experiments]
         write_json(path, {**vars(self), "experiments": experiments})
 
     @staticmethod
     def load(path: Path) -> Job:
-        """Read a job that `save` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         return Job(**{**document, "experiments": [from_dict(data) for data in document["experiments"]]})
 

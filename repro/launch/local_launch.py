@@ -222,33 +222,24 @@ def memory_shortage(experiment: Experiment) -> str:
 
     The estimate is a lower bound, so every rejected experiment would run out of memory.
     """
-    limit = experiment.limits.memory_bytes * experiment.layout.world or math.inf
-    states, inputs = min(_states(experiment), limit), min(_inputs(experiment), limit)
-    free, parameters = memory_and_swap(), total_parameters(experiment.model)
+    model, layout = experiment.model, experiment.layout
+    limit = experiment.limits.memory_bytes * layout.world or math.inf
+    free, parameters = memory_and_swap(), total_parameters(model)
+    states = min(layout.copies * sum(state_bytes(parameters, layout).values()), limit)
+    # Even with recomputation, the inputs of all blocks are stored.
+    tokens = layout.dp * layout.micro_batch * experiment.seq
+    inputs = min(model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision], limit)
     if states > free:
         return (
             f"{units.size(states)} of memory for model states alone, and {units.size(free)} are free here; "
-            f"model = {experiment.model.name!r} has {parameters:,} parameters, and at most "
+            f"model = {model.name!r} has {parameters:,} parameters, and at most "
             f"{int(parameters * free / states):,} fit in this layout"
         )
     if states + inputs > free:
-        fits = int(experiment.layout.micro_batch * (free - states) / inputs)
+        fits = int(layout.micro_batch * (free - states) / inputs)
         return (
             f"{units.size(states + inputs)} of memory for model states and the blocks' inputs alone, and "
-            f"{units.size(free)} are free here; layout.micro_batch = {experiment.layout.micro_batch}, "
+            f"{units.size(free)} are free here; layout.micro_batch = {layout.micro_batch}, "
             f"and at most {fits} fit"
         )
     return ""
-
-
-def _states(experiment: Experiment) -> float:
-    """Return the bytes of model states of all ranks together."""
-    replica = state_bytes(total_parameters(experiment.model), experiment.layout)
-    return experiment.layout.copies * sum(replica.values())
-
-
-def _inputs(experiment: Experiment) -> float:
-    """Return the bytes of all blocks' inputs for a micro-batch per replica, which recomputation must store too."""
-    model, layout = experiment.model, experiment.layout
-    tokens = layout.micro_batch * experiment.seq
-    return layout.dp * model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision]

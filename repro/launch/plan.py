@@ -153,7 +153,6 @@ class ExperimentLocks:
                 os.pwrite(descriptor, note.encode(), 0)
 
     def release(self) -> None:
-        """Release all keys."""
         for descriptor in self._held:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)

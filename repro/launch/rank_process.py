@@ -180,7 +180,6 @@ class HeartbeatReader:
         return Position(experiment, step, _PHASES[number], sequence, op, group, max(began, issued))
 
     def close(self) -> None:
-        """Unmap the heartbeat file."""
         self._map.close()
 
 

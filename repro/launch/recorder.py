@@ -128,10 +128,7 @@ class Recorder:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Write the ratio of each finished subject of a comparison to its baseline.  Raises `DiskFull`.
-
-        `finished` has the results by the experiment's index in the job; index 0 is the baseline.
-        """
+        """Write the ratio of each finished experiment of a comparison to its baseline, index 0.  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}

@@ -22,10 +22,7 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Interface of a request to stop a run. It is true after the request, and `reason` names the cause.
-
-    `stop_s` is the time in seconds for the current step and its checkpoint.
-    """
+    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for a last step and checkpoint."""
 
     @property
     def stop_s(self) -> float: ...

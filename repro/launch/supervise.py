@@ -266,7 +266,6 @@ def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of the signal `number`, for example `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

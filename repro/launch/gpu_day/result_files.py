@@ -86,7 +86,6 @@ class ResultWriter:
         """Number of bytes of the running step's output that the log already has."""
 
     def write_outcome(self, outcome: StepOutcome) -> None:
-        """Append the outcome of a step to `steps.jsonl`."""
         append_durably(self.out / STEPS, json.dumps(asdict(outcome)).encode() + b"\n")
 
     def begin_step(self, name: str, command: tuple[str, ...]) -> None:

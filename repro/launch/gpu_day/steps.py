@@ -105,19 +105,16 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
         }
         own = {key: value for key, value in table.items() if key not in ("needs", "gpu_needs", "rehearsed")}
         step = GpuDayStep(**{**own, **settings})
-        steps.append(_tiny(step) if rehearse else step)
+        if rehearse:
+            step = replace(
+                step,
+                estimate_s=min(REHEARSAL_ESTIMATE_S, step.estimate_s),
+                limit_s=REHEARSAL_LIMIT_S,
+                basis=REHEARSAL_BASIS,
+                environment=(*step.environment, ("OMP_NUM_THREADS", "1")),
+            )
+        steps.append(step)
     return steps
-
-
-def _tiny(step: GpuDayStep) -> GpuDayStep:
-    """Return a copy of a step with the time limit and the estimate of a rehearsal."""
-    return replace(
-        step,
-        estimate_s=min(REHEARSAL_ESTIMATE_S, step.estimate_s),
-        limit_s=REHEARSAL_LIMIT_S,
-        basis=REHEARSAL_BASIS,
-        environment=(*step.environment, ("OMP_NUM_THREADS", "1")),
-    )
 
 
 def _missing(table: dict[str, Any], rehearse: bool) -> str:

@@ -102,7 +102,6 @@ class ExperimentRun:
 
     @property
     def left(self) -> int:
-        """Return the number of remaining steps."""
         return self.experiment.training.steps - self.index
 
     def _resume(self, checkpoints: CheckpointManager) -> None:
@@ -287,10 +286,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, diverged: str = "") -> RankResult:
-        """Return all measurements of the experiment, then profile one more step if profiles are wanted.
-
-        `diverged`: reason of a divergence, or an empty text.
-        """
+        """Return all measurements, and the reason if training `diverged`; profile a further step if requested."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))

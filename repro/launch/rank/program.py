@@ -108,12 +108,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def rank_report_path(folder: Path, rank: int) -> Path:
-    """Return the path of the report that `rank` writes at its end."""
     return folder / f"rank-{rank}.json"
 
 
 def result_path(folder: Path, index: int, rank: int) -> Path:
-    """Return the path of the result of `rank` for experiment `index` of the job."""
     return folder / f"finished-{index}-{rank}.json"
 
 

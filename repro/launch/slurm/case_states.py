@@ -90,7 +90,6 @@ class Registry:
         self.folder = results / "jobs"
 
     def path(self, submission: Submission) -> Path:
-        """Return the folder of a submission."""
         return self.folder / submission.id
 
     def new_id(self, suite: str) -> str:

@@ -44,7 +44,6 @@ class Bundle:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks of each experiment."""
         return self.tasks[0].experiments[0].layout.world
 
 

@@ -188,7 +188,6 @@ def _text(value: Any) -> str:
 
 
 def report_path(folder: Path, task: int) -> Path:
-    """Return the path in `folder` of the report of task number `task`."""
     return folder / f"report-{task}.json"
 
 

@@ -42,6 +42,7 @@ class RankProcess:
     def __init__(self, rendezvous: str, device: str, target: str, logs: Path, rank: int, world: int):
         """`logs`: shared folder for the rank's logs, which also contains `job.json`."""
         self.number, self._world, self._logs = rank, world, logs
+        self._error_log = rank_process.error_log_path(logs, rank)
         self._device, self._rendezvous, self._target = device, rendezvous, target
         self.code: int | None = None
         """Exit code of the rank, set by `news`; None while the rank runs."""
@@ -98,7 +99,7 @@ class RankProcess:
                 yield from self._position(now)
             yield from self._results()
             before = self._stacks_before
-            if before is not None and rank_process.count_stacks(self._errors_file) > before:
+            if before is not None and rank_process.count_stacks(self._error_log) > before:
                 self._stacks_before = None
                 yield {"say": "stacks"}
             return
@@ -148,17 +149,13 @@ class RankProcess:
         errors = rank_process.read_error_log(self._logs, self.number)
         return {"say": "ended", "code": code, "report": report, "errors": errors}
 
-    @property
-    def _errors_file(self) -> Path:
-        return rank_process.error_log_path(self._logs, self.number)
-
     def _signal(self, number: int) -> None:
         if self._process is not None:
             rank_process.signal_rank(self._process, number)
 
     def dump_stacks(self) -> None:
         """Have the rank write its Python stacks to its log; `news` reports when the log has them."""
-        self._stacks_before = rank_process.count_stacks(self._errors_file)
+        self._stacks_before = rank_process.count_stacks(self._error_log)
         self._signal(rank_process.STACKS_SIGNAL)
 
     def close(self) -> None:
@@ -218,14 +215,12 @@ class TaskLaunch:
     umask: int
 
     def save(self, folder: Path) -> None:
-        """Write the parameters to `launch.json` in `folder`."""
         descriptor = os.open(folder / LAUNCH_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
 
     @staticmethod
     def load(folder: Path) -> TaskLaunch:
-        """Return the parameters in `launch.json` of `folder`."""
         return TaskLaunch(**json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8")))
 
     def local_world(self, rank: int, world: int) -> int:

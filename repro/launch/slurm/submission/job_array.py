@@ -29,7 +29,6 @@ class ArrayShape:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks of an element."""
         return self.nodes * self.tasks_per_node
 
 

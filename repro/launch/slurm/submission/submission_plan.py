@@ -62,7 +62,6 @@ class SubmissionPlan:
 
     @property
     def cases(self) -> list[Experiment]:
-        """Return the experiments of all job arrays."""
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
     def work(self) -> SubmissionWork:
