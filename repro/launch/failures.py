@@ -24,7 +24,7 @@ JOB_ENDS = {
     "TIMEOUT": ("time-limit", "the job reached its time limit (slurm.time_limit of the profile)"),
     "DEADLINE": ("time-limit", "the job reached its deadline, a time limit"),
     "NODE_FAIL": ("node-failure", "node failure"),
-    "BOOT_FAIL": ("node-failure", "node failure: it did not boot"),
+    "BOOT_FAIL": ("node-failure", "node failure: a node did not boot"),
     "OUT_OF_MEMORY": ("out-of-memory", "the job ran out of host memory"),
     "PREEMPTED": ("preempted", "preempted and not requeued"),
     "REVOKED": ("cancelled", "cancelled by the scheduler"),
@@ -51,7 +51,7 @@ def failure_class(outcome: str, reason: str, state: str = "") -> str:
     """Return one of `FAILURE_CLASSES`, or `""` for the outcomes `ok` and `diverged` and for a running experiment.
 
     `outcome` and `reason` are those of the record, empty without a record. `state` is SLURM's state of the job, for
-    example `CANCELLED by 0`. It decides if the record only shows that the experiment did not end.
+    example `CANCELLED by 0`. It counts if there is no record, or if the record's outcome is `interrupted`.
     """
     if outcome in ("ok", "diverged"):
         return ""

@@ -196,7 +196,7 @@ def missing_resource(experiment: Experiment) -> str:
     if on_gpu and world > count_cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
     if not on_gpu and world > most.value:
-        return f"{world} processes, and this machine takes {most.value} ({most.why})"
+        return f"{world} processes, and this machine runs at most {most.value} ({most.why})"
     if lacking := engines.missing_library(experiment.engine):
         return lacking
     return lab.missing_requirement() if experiment.network is not None else ""

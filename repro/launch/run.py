@@ -58,7 +58,7 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load the suites in `files`.  Raises `ConfigError` if two have one name, or if `system` needs simulation."""
+    """Load the suites in `files`.  Raises `ConfigError` for suites of equal name, or a `system` for measured runs."""
     if evidence not in (MEASURED, SIMULATED):
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
@@ -67,7 +67,7 @@ def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite
     found: dict[str, Suite] = {}
     for suite in map(load_suite, files):
         if suite.name in found:
-            right = f"another name than that of {found[suite.name].file}, which is in the same run"
+            right = f"a name that no other suite of this run has; {found[suite.name].file} has it too"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)
         found[suite.name] = suite
     return list(found.values())

@@ -1,7 +1,7 @@
 """Checks of the CUDA kernels: compiler, cache, compilation, and the resources and occupancy of every compiled kernel.
 
-By Little's law, a memory of bandwidth B and latency L is busy only while B L bytes are requested. The estimate assumes
-the smallest request of each resident thread, so it is a lower bound of the requested share of bandwidth.
+By Little's law, a memory of bandwidth B and latency L is busy only while B x L bytes are in flight. The estimate
+assumes the smallest request of each resident thread, so it is a lower bound of the requested share of bandwidth.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _check_compiler(torch: Any) -> list[Check]:
     from repro.kernels.cuda import compile as compiler
 
     version, known = ".".join(map(str, compiler.nvrtc_version())), compiler.supported_architectures()
-    found = f"{version}, for sm_{known[0]} to sm_{known[-1]}"
+    found = f"{version}, compiles for sm_{known[0]} to sm_{known[-1]}"
     here = "at their first call" if torch.cuda.is_available() else "on machines with a GPU"
     compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}, without a CUDA toolkit")
     count, size = compiler.cache_contents()
@@ -152,7 +152,7 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
     if not compiled:
         return Check(title, YES, "not compiled yet", "the first call compiles it, in a second or less")
     used = [kernel for made in compiled for kernel in parse_resources(made.log).values()]
-    if not used:  # PTX has no registers yet: the driver compiles it
+    if not used:  # the log of PTX lists no registers, because the driver assigns them
         return Check(
             title, YES, "compiled to PTX, which the driver compiles", "runs on GPUs of this architecture"
         )

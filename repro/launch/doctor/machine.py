@@ -101,7 +101,7 @@ def _torch(torch: Any) -> Check:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
     if () < major_minor(version) < MIN_TORCH_VERSION:
-        return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
+        return Check("torch", NO, text, "torch 2.6 or later is required", fatal=True)
     if not torch.distributed.is_available():
         text += ", without torch.distributed"
         return Check("torch", NO, text, "ranks cannot communicate", fatal=True)
@@ -119,7 +119,9 @@ def _nccl(torch: Any) -> Check:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return Check("NCCL", NO, "not in this torch", "no collectives between GPUs")
     if not torch.cuda.is_available():
-        return Check("NCCL", LIMITED, "in this torch, but without a GPU", "no collectives between GPUs")
+        return Check(
+            "NCCL", LIMITED, "this torch has NCCL, but there is no GPU", "no collectives between GPUs"
+        )
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return Check("NCCL", YES, version, "collectives between GPUs")
 
@@ -196,7 +198,7 @@ def check_gpus(torch: Any) -> list[Check]:
     in_machine = gpus()
     driver = in_machine[0]["driver"] if in_machine else "unknown"
     count = torch.cuda.device_count()
-    several, one = "one rank each: ZeRO, data and tensor parallelism", "one rank: single-device runs"
+    several, one = "one rank per GPU: ZeRO, data and tensor parallelism", "one rank: single-device runs"
     found = f"{words.count_noun(count, 'device')}, driver {driver}"
     checks = [Check("CUDA", YES, found, several if count > 1 else one)]
     checks += check_task_binding(os.environ, count)

@@ -149,7 +149,7 @@ def import_results(folder: Path, results: Path) -> ImportedVisit:
     """Append the records of a result folder that the store `results` lacks.  Raises `ConfigError` without results."""
     outcomes = list(read_json_lines(folder / STEPS))
     if not outcomes:
-        raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name the folder of --out")
+        raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name a folder that --out wrote")
     visit = Store(folder)
     with Store(results) as store:
         new = store.take_over(visit)

@@ -202,8 +202,8 @@ class CheckpointManager:
 def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
     """Return the newest complete checkpoint from which `experiment` may resume; None without one.
 
-    Of checkpoints at one step, the experiment's own counts. Checkpoints at or after its last step do not count.  Raises
-    `ConfigError` if the experiment that it continues has no checkpoint.
+    Of two checkpoints at the same step, its own is preferred. Checkpoints at or after its last step do not count.
+    Raises `ConfigError` if the experiment that it continues has no checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
     found: list[tuple[int, bool, Path]] = []

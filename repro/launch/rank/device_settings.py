@@ -54,12 +54,12 @@ def cuda_device_index(local_rank: int, visible: int) -> int:
     if visible == 1:  # the scheduler shows each task only its own GPU
         return 0
     if local_rank >= visible:
-        raise RuntimeError(f"no GPU for local rank {local_rank}: {visible} visible")
+        raise RuntimeError(f"no GPU for local rank {local_rank}: this process sees {visible} GPUs")
     return local_rank
 
 
 def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
-    """Return the environment variables of a rank that runs `experiments`. `torch_version` is `2.6.0+cu126`, say."""
+    """Return the environment variables of a rank that runs `experiments` with a torch version, `2.6.0+cu126`."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
     if (2, 6) <= major_minor(torch_version) < (2, 8):
@@ -99,7 +99,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
-    # torch would fill every new buffer, which takes time. The step reads no memory that it has not written.
+    # Otherwise torch would fill every new buffer, although the step reads no memory that it has not written.
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:

@@ -43,7 +43,7 @@ class EmulatedNetworkRank:
     """State of one rank on an emulated network: its compute rate, the throttle of its core, and its byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Throttle this rank and measure all compute rates.  Raises `RuntimeError` if ranks differ too much."""
+        """Throttle this rank and measure the compute rate of every rank.  Raises `RuntimeError` if they differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None

@@ -54,8 +54,8 @@ class ExperimentRun:
     ):
         """Initialise the engine, and resume from the newest checkpoint if the experiment writes checkpoints.
 
-        `watched`: whether slow untimed steps measure memory and collectives. `network`: this rank's emulated network;
-        None for a real one. `profiles`: folder for profiles of this experiment; None writes none.
+        `watched`: whether untimed steps measure memory and count collectives, which slows them down. `network`: None
+        for a real network. `profiles`: folder for profiles of this experiment; None writes none.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0

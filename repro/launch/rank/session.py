@@ -59,7 +59,7 @@ def joined_process_group(rank: int, world: int, device: torch.device, rendezvous
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """Return the process groups of this rank for an experiment. On CUDA, those of the native engine are connected."""
+    """Return the process groups of this rank for an experiment, with connected communicators for the native engine."""
     layout = experiment.layout
     mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:

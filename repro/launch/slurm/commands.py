@@ -36,7 +36,7 @@ MAX_LISTED_NAMES = 8
 
 
 def print_logs(results: Path, name: str, rank: int | None) -> int:
-    """Print the end of the logs of a rank of the case `name`, or of its job for None; the newest submission counts."""
+    """Print the end of the logs of a rank of the case `name`, or of its job if `rank` is None; return 0."""
     registry = Registry(results)
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
@@ -199,7 +199,7 @@ def _print_collected(
     )
     print(f"{document['records']} records in {results}/records.")
     if into is not None:
-        print(f"{document['copied']} of them are new in {into}/records.")
+        print(f"{document['copied']} of these records are new in {into}/records.")
     for node, count in document["bad_nodes"].items():
         print(f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes it.")
     failed = [case for case in cases if case.state != DONE and case.outcome]

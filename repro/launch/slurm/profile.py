@@ -79,7 +79,7 @@ class Slurm:
         """Raise `ConfigError` for the key `key` unless `time_limit` is longer than `signal_delay_s`."""
         delay = f"signal_delay_s = {self.signal_delay_s} s"
         expected = f"longer than {delay}, because a job gets its stop signal that long before its end"
-        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch also gets full minutes
+        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch receives the limit in full minutes
         require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:

@@ -68,10 +68,10 @@ class Partition:
     """Maximum time limit of a job, in minutes."""
     nodes: int
     gpus: int
-    """Number of GPUs of the node that has most."""
+    """Maximum number of GPUs in a node of the partition."""
     gpu_types: tuple[str, ...]
     cores: int
-    """Number of cores of the node that has fewest."""
+    """Minimum number of processor cores in a node of the partition."""
 
 
 class SchedulerError(RuntimeError):

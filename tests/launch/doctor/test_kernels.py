@@ -52,7 +52,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
     found = by_name(check_kernels(gpu((0, 0), present=False)))
     assert found["kernels"].state == "yes"
-    assert found["NVRTC"].found == "12.9, for sm_70 to sm_90"
+    assert found["NVRTC"].found == "12.9, compiles for sm_70 to sm_90"
     assert found["kernel cache"].found.endswith("cache: 0 programs, 0 B")
     assert "repro doctor --kernels sm_80" in found["CUDA kernels"].enables
 

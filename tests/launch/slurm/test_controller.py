@@ -259,5 +259,5 @@ def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: 
     assert (
         controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
     )
-    with pytest.raises(ConfigError, match=r"the interface that reaches the other nodes; .* has lo, eth0"):
+    with pytest.raises(ConfigError, match=r"the network interface that reaches other nodes; .* has lo, eth0"):
         controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")

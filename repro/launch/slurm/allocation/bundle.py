@@ -26,7 +26,7 @@ from repro.util.files import read_json, write_json
 
 WORK_FILE = "work.json"
 WRITE_INTERVAL_S = 2.0
-"""Minimum time between two writes of the current step to the progress file, in seconds; other changes do not wait."""
+"""Minimum time between two writes of the current step to the progress file, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class BundleProgress(Progress):
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            print(f"disk full: {self.path} has old progress", file=sys.stderr, flush=True)
+            print(f"disk full: {self.path} is out of date", file=sys.stderr, flush=True)
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
@@ -201,7 +201,9 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
     if comparison is None:
         return [Task(experiments=left)]
     baseline = task.experiments[0]
-    if ended.get(baseline.name, "ok") != "ok":  # a failed baseline leaves nothing to compare with
+    if (
+        ended.get(baseline.name, "ok") != "ok"
+    ):  # without a successful baseline, subjects run without a comparison
         return [Task(experiments=left)]
     members = left if baseline in left else (baseline, *left)
     return [Task(experiments=members, comparison=comparison)]

@@ -110,7 +110,7 @@ class Listener:
         while True:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # no connection waits, or a waiting one has closed
+            except OSError:  # no task waits for a connection, or the task has closed it
                 return
             sock.setblocking(False)
             _notice_silence(sock)

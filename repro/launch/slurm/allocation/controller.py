@@ -172,7 +172,7 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     launch = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if launch in known:
         return launch
-    expected = f"the interface that reaches the other nodes; {socket.gethostname()} has {', '.join(ours)}"
+    expected = f"the network interface that reaches other nodes; {socket.gethostname()} has {', '.join(ours)}"
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 

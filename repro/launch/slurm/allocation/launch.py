@@ -31,7 +31,7 @@ REAP_TIMEOUT_S = 20.0
 LOST_NODE_REAP_TIMEOUT_S = 3.0
 """Replacement of `REAP_TIMEOUT_S` after the loss of a node, whose tasks never report their end, in seconds."""
 LOST_TASK_GRACE_S = 5.0
-"""Wait for a SLURM signal that explains the end of a task, before the task counts as lost, in seconds."""
+"""Time in which a signal of SLURM may explain the end of a task, before the task counts as lost, in seconds."""
 MAX_PORT_ATTEMPTS = 3
 """Maximum number of rendezvous ports that a launch tries if other processes occupy them."""
 _ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)

@@ -112,7 +112,7 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
             return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
-                gives = f"node {node} gives task {task.local} {len(task.gpus)} of its GPUs"
+                gives = f"node {node} shows its task {task.local} only {len(task.gpus)} GPUs"
                 return f"{WRONG_HARDWARE}{gives}: not comparable; give each task one GPU or all GPUs"
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
@@ -194,7 +194,7 @@ def report_path(folder: Path, task: int) -> Path:
 def switch_path(environment: dict[str, str]) -> str:
     """Return the network switches above this node, `core.rack1`; empty if SLURM does not report them.
 
-    SLURM sets `SLURM_TOPOLOGY_ADDR`, `core.rack1.n1`, and `SLURM_TOPOLOGY_ADDR_PATTERN`, `switch.switch.node`.
+    SLURM sets `SLURM_TOPOLOGY_ADDR` (`core.rack1.n1`) and `SLURM_TOPOLOGY_ADDR_PATTERN` (`switch.switch.node`).
     """
     names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")

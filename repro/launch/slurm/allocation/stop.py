@@ -26,11 +26,11 @@ MIN_KILL_WAIT_S = 10.0
 TIME_LIMIT_WARNING_S = 120.0
 """Tolerance for a warning signal before the time limit, in seconds; SLURM may send it a minute early."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
-"""Our reason for the field `Reason` of a completing job that SLURM ends. `scancel` sets no reason."""
+"""Cause that a record names, by SLURM's field `Reason` of a completing job. `scancel` sets no reason."""
 
 
 class AllocationStop:
-    """Request to stop this SLURM job, which is true after a signal, a signalled task or `give_up`."""
+    """Request to stop this SLURM job. It is true after a signal to this process or to a task, and after `give_up`."""
 
     def __init__(self, job: str, restarts: int = 0):
         """`restarts`: how often SLURM has requeued the job `job`."""

@@ -45,9 +45,9 @@ class JobArray:
 
 
 def count_nodes(world: int, per_node: int, at_least: int = 0) -> int:
-    """Return the smallest number of nodes, `at_least` or more, with an equal number of ranks of at most `per_node`.
+    """Return the smallest number of nodes, `at_least` or more, that run `world` ranks with at most `per_node` each.
 
-    The ranks (`world`) are divided equally, because SLURM starts the same number of tasks on every node.
+    Every node gets the same number of ranks, because SLURM starts the same number of tasks on every node.
     """
     least = max(at_least, -(-world // per_node), 1)
     return next(nodes for nodes in range(min(least, world), world + 1) if world % nodes == 0)

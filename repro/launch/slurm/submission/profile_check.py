@@ -66,7 +66,7 @@ def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> N
         require_node_resources(site, partition)
         if shape.time_min > partition.limit_min:
             limit = format_time_limit(partition.limit_min)
-            expected = f"at most {limit}, the limit of partition {partition.name}"
+            expected = f"at most {limit}, the time limit of partition {partition.name}"
             raise _refusal(site, "time_limit", format_time_limit(shape.time_min), expected)
         if shape.nodes > partition.nodes:
             expected = (
@@ -110,8 +110,8 @@ def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]
     yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "experiments of this system run here")
     missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
-        found = f"no {', '.join(missing)} on the path"
-        yield Check("SLURM", NO, found, "run this on a login node", fatal=True)
+        found = f"no {', '.join(missing)} on PATH"
+        yield Check("SLURM", NO, found, "run this command on a login node", fatal=True)
         return
     scheduler = Scheduler()
     try:
@@ -159,7 +159,7 @@ def _results_folder(site: Profile, results: Path) -> Check:
 
 
 def _partition(name: str, site: Profile, partition: Partition, time_limit: str) -> Check:
-    found = f"{partition.name}: {partition.nodes} nodes, limit {format_time_limit(partition.limit_min)}"
+    found = f"{partition.name}: {partition.nodes} nodes, time limit {format_time_limit(partition.limit_min)}"
     where = "slurm" if name == "partition" else name
     if not partition.available:
         return Check(name, NO, f"{found}, down", f"change {where}.partition", fatal=True)

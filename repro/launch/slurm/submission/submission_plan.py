@@ -274,7 +274,7 @@ def _case(planned: SubmissionPlan, experiment: Experiment) -> str:
 
 def _price(planned: SubmissionPlan, hours: float) -> str:
     price = planned.profile.price_per_gpu_hour
-    return f", {price * hours:.2f} at {price:g} an hour" if price else ""
+    return f", {price * hours:.2f} at {price:g} per GPU-hour" if price else ""
 
 
 def _text(planned: SubmissionPlan, results: Path, place: int, array: JobArray) -> str:
