@@ -132,7 +132,7 @@ def _slurm() -> Check:
         meaning = "no `repro submit` on this machine; `make slurm-lab` starts a SLURM for tests"
         return Check("SLURM", NO, "no sbatch and srun on the path", meaning)
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-    meaning = "`repro submit`; `repro doctor --profile FILE` examines the cluster"
+    meaning = "`repro submit` works; `repro doctor --profile FILE` examines the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
 
 
