@@ -1,5 +1,5 @@
 """Runs of suites: planning, start and supervision of ranks, and recording of results.
 
-`run` is the command. Ranks start as local processes (`local_launch`), in SLURM allocations (`slurm`), or are
-replaced by simulations (`simulated`).
+`run` implements `repro run`. Ranks run as local processes (`local_launch`) or in SLURM jobs (`slurm`). `simulated`
+simulates experiments instead.
 """

@@ -1,7 +1,6 @@
-"""Classification of failures: from a record's outcome and reason, from the scheduler, and from a rank's abort.
+"""Classification of failures by a record's outcome and reason, by SLURM's state of the job, and by a rank's SIGABRT.
 
-NCCL's watchdog is a thread of every rank that ends the process with SIGABRT when a peer is lost or its own device has
-failed. `classify_abort` distinguishes these causes.
+NCCL's watchdog, a thread of every rank, ends the process with SIGABRT if a peer is lost or the rank's own device fails.
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ FAILURE_CLASSES = (
     *("node-failure", "out-of-memory", "time-limit", "time-out", "hang", "nccl"),
     *("wrong-hardware", "lost-node", "cancelled", "preempted", "rank-killed", "error"),
 )
-"""Return values of `failure_class`; `""` means no failure."""
+"""Names of the classes of failures that `failure_class` returns."""
 
 WRONG_HARDWARE = "wrong hardware: "
 LOST_NODE = "lost node "
 PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE = "preempted", "time limit", "cancelled", "node failure"
-"""Words in the reasons of interruptions by SLURM."""
+"""Phrases that name the cause in the reason of a record, if SLURM interrupted the experiment."""
 
 JOB_ENDS = {
     "CANCELLED": ("cancelled", "cancelled (scancel)"),
     "TIMEOUT": ("time-limit", "the job reached its time limit (slurm.time_limit of the profile)"),
     "DEADLINE": ("time-limit", "the job reached its deadline, a time limit"),
     "NODE_FAIL": ("node-failure", "node failure"),
-    "BOOT_FAIL": ("node-failure", "node failure: it did not boot"),
+    "BOOT_FAIL": ("node-failure", "node failure: a node did not boot"),
     "OUT_OF_MEMORY": ("out-of-memory", "the job ran out of host memory"),
     "PREEMPTED": ("preempted", "preempted and not requeued"),
     "REVOKED": ("cancelled", "cancelled by the scheduler"),
 }
-"""Failure class, and reason for a case without a record, by SLURM's state of a job that ended for an outside cause."""
-_INTERRUPTIONS = {
-    PREEMPTED: "preempted",
-    TIME_LIMIT: "time-limit",
-    CANCELLED: "cancelled",
-    NODE_FAILURE: "node-failure",
-}
+"""Failure class and reason of an experiment without a record, by SLURM's state of its ended job."""
 _OUTCOMES = {"oom": "out-of-memory", "timeout": "time-out", "hang": "hang"}
 _NCCL = re.compile(r"\bnccl|DistBackendError", re.IGNORECASE)
 _KILLED = re.compile(r"rank \d+ was killed by signal")
@@ -55,10 +48,10 @@ _DEVICE = re.compile(r"(?:CUDA error|Cuda failure)[^\n]*", re.IGNORECASE)
 
 
 def failure_class(outcome: str, reason: str, state: str = "") -> str:
-    """Return one of `FAILURE_CLASSES`, or `""` for a result (`ok`, `diverged`) and for a running experiment.
+    """Return one of `FAILURE_CLASSES`, or `""` for the outcomes `ok` and `diverged` and for a running experiment.
 
-    `outcome` and `reason` are a record's, empty without a record. `state` is SLURM's state of the job (`NODE_FAIL`,
-    `CANCELLED by 0`), which counts if the record is less exact.
+    `outcome` and `reason` are those of the record, empty without a record. `state` is SLURM's state of the job, for
+    example `CANCELLED by 0`. It counts if there is no record, or if the record's outcome is `interrupted`.
     """
     if outcome in ("ok", "diverged"):
         return ""
@@ -71,8 +64,9 @@ def failure_class(outcome: str, reason: str, state: str = "") -> str:
     word = state.split()[0].rstrip("+") if state else ""
     scheduler = "error" if word == "FAILED" else JOB_ENDS.get(word, ("", ""))[0]
     if outcome in ("", "interrupted"):
-        interruption = next((kind for word, kind in _INTERRUPTIONS.items() if word in reason), "")
-        # The scheduler's final state is more exact than a signal.
+        causes = (PREEMPTED, TIME_LIMIT, CANCELLED, NODE_FAILURE)
+        interruption = next((cause.replace(" ", "-") for cause in causes if cause in reason), "")
+        # SLURM's final state of the job is more exact than the signal that the record names.
         unclear = "error" if outcome else ""
         return (scheduler if scheduler not in ("", "error") else interruption) or scheduler or unclear
     if _NCCL.search(reason):
@@ -83,12 +77,12 @@ def failure_class(outcome: str, reason: str, state: str = "") -> str:
 
 
 class AbortCause(NamedTuple):
-    """Cause of a rank's SIGABRT."""
+    """Cause of the SIGABRT that ended a rank."""
 
     severity: str
-    """`oom`, `error` (its device failed), `echo` (NCCL ended it after the loss of a peer) or `killed` (unknown)."""
+    """`oom`, `error` (the rank's GPU failed), `echo` (NCCL ended the rank after the loss of a peer) or `killed`."""
     why: str
-    """Message of the rank in one line; empty if there is none."""
+    """Error message of the rank in one line; empty if the cause is unknown."""
 
 
 def classify_abort(text: str) -> AbortCause:

@@ -1,7 +1,6 @@
-"""`repro fit --measure`: search by trials for the largest model that fits the devices of this machine.
+"""Search for the largest model that this machine can train, by trials on its devices (`repro fit --measure`).
 
-Every trial is a separate launch, so that a trial's allocator or driver state cannot affect the next trial.  A rank
-that the kernel kills is an ordinary outcome.  The search starts at the result of the simulation.
+Every trial is a separate launch, so that allocator or driver state of one trial cannot affect the next.
 """
 
 from __future__ import annotations
@@ -30,31 +29,29 @@ from repro.simulate.plan.closed_form import FRAGMENTATION
 ALLOCATION_FAILURE, HOST_MEMORY_FAILURE = "allocation", "host memory"
 TRIAL_TARGET = "repro.launch.rank.session:run_memory_trial"
 RECORD_SUITE = "fit"
-"""Name of the suite in records of searches."""
+"""Name that the record of a search has as its suite."""
 TRIAL_LIMITS = Limits(timeout_s=600.0, hang_s=120.0)
 
 
 def plan_trials(
     asked: LayoutQuery, model: Model | None, sizes: dict[str, int], search: str, as_rank: int | None, of: int
 ) -> Trials:
-    """Return the trials that answer a question on this machine.  Raises `ConfigError`.
+    """Return the trials that search the largest model for the query `asked`.  Raises `ConfigError`.
 
-    `as_rank`: one process runs as this rank, alone, of `of` ranks; else None.
+    `as_rank`: a single process allocates the memory of this rank of `of` ranks; None: all ranks run.
     """
     system, gpus = asked.system, asked.gpus
     if system not in local_launch.DEVICES:
         raise ConfigError("system", system, f"one of {', '.join(local_launch.DEVICES)} with --measure")
     if asked.expandable:
-        what = (
-            "must be PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with --measure, where torch allocates"
-        )
+        what = "does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
         raise ConfigError("expandable", says=what)
     limit = parse_memory_size(asked.memory_limit)
     on = _local_system(system, limit)
     world = gpus
     if as_rank is not None:
-        require(gpus == 1, "gpus", gpus, "1 with --as-rank: one process is one rank of --of")
-        require(of >= 1, "of", of, "the number of ranks that --as-rank is one of")
+        require(gpus == 1, "gpus", gpus, "1 with --as-rank, which runs a single process")
+        require(of >= 1, "of", of, "the number of ranks of the layout, 1 or more")
         require(0 <= as_rank < of, "as_rank", as_rank, f"a rank from 0 to {of - 1}")
         world = of
     question = fit.question_of(on, replace(asked, gpus=world), model, sizes, search)
@@ -67,11 +64,13 @@ def plan_trials(
 
 
 def _local_system(system: str, limit: int | None) -> System:
-    """Return the system of the trials; a processor is one device with the memory `limit`."""
+    """Return the system of this machine. On processor cores, each process needs a memory `limit` in bytes."""
     if local_launch.DEVICES[system] != "cpu":
         return discover()
     if limit is None:
-        what = "is needed on processor cores: what one process may allocate, say 500MB"
+        what = (
+            "is required on processor cores: set the memory that each process may allocate, for example 500MB"
+        )
         raise ConfigError("memory_limit", says=what)
     nothing = Quantity(value=0, source="a processor has no CUDA context")
     return replace(discover(), context_bytes=nothing)
@@ -79,54 +78,55 @@ def _local_system(system: str, limit: int | None) -> System:
 
 @dataclass
 class Trials:
-    """Trials of one question."""
+    """Search by trials for the largest model that one `FitQuestion` describes."""
 
     question: fit.FitQuestion
     system: str
     limit: int | None
-    """Memory of a device in bytes, context included; None for all of its memory."""
+    """Memory limit of a device in bytes, including the CUDA context; None for all of the device's memory."""
     as_rank: int | None
+    """Rank that a single process stands for; None if all ranks run."""
 
     @property
     def limit_bytes(self) -> int:
-        """Return the limit of a process's allocator in bytes: the limit less the context, or 0 without a limit."""
+        """Return the memory limit of a process's allocator in bytes, without the CUDA context; 0 means no limit."""
         return 0 if self.limit is None else self.question.allocatable
 
     def run(self, interrupt: Interrupt) -> fit.FitAnswer:
-        """Run the search, starting at the result of the simulation."""
+        """Run trials, beginning at the largest model that the simulation predicts, and return the answer."""
         guess = fit.fit_by_simulation(self.question)
         start = [trial.value for trial in (guess.largest, guess.first_failing) if trial is not None]
         values, limit = self.question.values(), self.question.allocatable
         return fit.search_largest(values, lambda value: self._attempt(value, interrupt), limit, start)
 
     def document(self, answer: fit.FitAnswer, seconds: float) -> dict[str, Any]:
-        """Return the JSON document of `repro fit --measure --json`."""
+        """Return the output of `repro fit --measure --json`; `seconds` is the duration of the search."""
         document = fit.fit_document(self.question, answer)
         del document["traces"], document["trace_seconds"]
         one = self.as_rank is not None
         return document | {
             "evidence": f"measured (one rank of {self.question.layout.world})" if one else "measured",
             "limit_bytes": self.question.allocatable,
-            "communicator_bytes": 0,  # a real process has its communicators
+            "communicator_bytes": 0,  # the trials allocate their communicators themselves
             "allocator_limit_bytes": self.limit_bytes,
             "seconds": round(seconds, 1),
         }
 
     def record(self, answer: fit.FitAnswer, seconds: float) -> FitRecord:
-        """Return the record of the search."""
+        """Return the record of the search with its `answer`; `seconds` is the duration of the search."""
         question, one = self.question, self.as_rank is not None
         end = answer.largest or answer.first_failing
         value = question.values()[0] if end is None else end.value
         experiment = replace(question.experiment(value), system=self.system)
         layout = experiment.layout
-        data = layout.world > 1 and not one
+        data, on_cpu = layout.world > 1 and not one, local_launch.DEVICES[self.system] == "cpu"
         return FitRecord(
             suite=RECORD_SUITE,
             name=f"{experiment.model.name}-zero{layout.zero}-on-{layout.world}",
             conditions=experiment.as_dict(),
             evidence=MEASURED,
             search=question.search,
-            device=self._device_name(),
+            device=str(cpu()["model"] or "processor") if on_cpu else question.system.device.name,
             limit_bytes=question.limit,
             allocator_limit_bytes=self.limit_bytes,
             ranks=layout.world,
@@ -138,11 +138,6 @@ class Trials:
             provenance=provenance(),
             wall_s=round(seconds, 3),
         )
-
-    def _device_name(self) -> str:
-        if local_launch.DEVICES[self.system] == "cpu":
-            return str(cpu()["model"] or "processor")
-        return self.question.system.device.name
 
     def _measured_trial(self, trial: fit.FitTrial | None) -> MeasuredTrial | None:
         if trial is None:
@@ -180,7 +175,7 @@ class Trials:
 
 
 def _largest_values(memories: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the maximum of each number over the ranks."""
+    """Return the maximum over the ranks of each number in their `RankMemory` dictionaries."""
     if not memories:
         return {}
     found: dict[str, Any] = {"rss_peak_bytes": max(memory["rss_peak_bytes"] for memory in memories)}
@@ -197,9 +192,9 @@ _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 
 
 def memory_failure_kind(reason: str, device: str, limit: int) -> str:
-    """Return the kind of memory failure of a rank: `allocation`, `fragmentation` or `host memory`.
+    """Return the kind of a rank's out-of-memory failure: `allocation`, `fragmentation` or `host memory`.
 
-    It is fragmentation if the allocated and the requested bytes together are within `limit` bytes.
+    A failure is fragmentation if the sum of allocated and requested bytes is at most `limit` bytes.
     """
     if "the kernel ran out of memory" in reason:
         return HOST_MEMORY_FAILURE

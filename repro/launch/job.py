@@ -1,4 +1,4 @@
-"""A job: one launch of `world` processes that runs experiments of equal world, and the requests to stop it."""
+"""A job, the input of one launch of `world` processes that run experiments, and the requests to stop a launch."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from repro.config import EmulatedNetwork, Experiment, from_dict
 from repro.util.files import write_json
 
 STOP_FILE = "stop"
-"""File in the folder of rank 0 that requests a checkpoint after the current step, and the end."""
-
+"""File in rank 0's launch folder that requests a checkpoint after the current step, and then the end of all ranks."""
 STOP_TIMEOUT_S = 300.0
-"""Timeout of stopping ranks for their step and checkpoint, in seconds."""
+"""Time in which ranks must end the current step and write a checkpoint after a stop request, in seconds."""
 NETWORK_FILE = "network.json"
-"""File in the launch folder with the `repro.emulate.network.NetworkFacts` of the emulated network, if there is one."""
+"""File in the launch folder that describes the emulated network (`repro.emulate.network.NetworkFacts`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Input of every rank, which the launcher writes as one JSON file."""
+    """Input of every rank of a launch, which the launcher writes as one JSON file."""
 
     experiments: list[Experiment]
-    """Experiments of equal world, system, network and memory limit."""
+    """Experiments with equal number of ranks, system, emulated network and memory limit."""
     rounds: int = 1
-    """Compared experiments divide their timed steps into this many rounds and take turns: A B A B ..."""
+    """Number of rounds into which compared experiments divide their timed steps, to run in turns: A B A B ..."""
     compare: bool = False
-    """Whether the experiments are compared; otherwise they only share the start of the processes."""
+    """Whether the experiments run in turns for a comparison. Otherwise they run one after another."""
     apart: bool = False
-    """Whether each turn of a comparison builds and frees its experiment."""
+    """Whether each turn of a comparison initialises its experiment and then frees its memory."""
     checkpoints: str = ""
-    """Folder of the checkpoints of all experiments of the store; empty without a store."""
+    """Parent folder of the checkpoints of all experiments; empty if no checkpoints are written."""
     profiles: str = ""
-    """Folder of the profiles of all experiments; empty without profiles."""
+    """Parent folder of the profiles of all experiments; empty if no profiles are written."""
     folder: str = ""
-    """Folder of the launch on this machine. A file `stop` in it requests a checkpoint and the end."""
+    """Folder with the short-lived files of the launch on this machine, for example a stop request."""
     task: dict[str, Any] = field(default_factory=dict)
-    """Parameters of a target other than `run_rank`."""
+    """Parameters of a rank function other than `run_rank`."""
     as_rank: int = -1
-    """Rank of the layout that a single process represents, with collectives without data; -1 for all ranks."""
+    """Rank that a single process represents, with collectives that carry no data; -1 if all ranks run."""
 
     def __post_init__(self) -> None:
         assert self.experiments, "a job without experiments"
@@ -52,7 +51,6 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Return the number of processes."""
         return 1 if self.as_rank >= 0 else self.experiments[0].layout.world
 
     @property
@@ -62,32 +60,30 @@ class Job:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the limit on each rank's data memory in bytes; 0 means none."""
+        """Return the limit on each rank's data memory in bytes; 0 means no limit."""
         return self.experiments[0].limits.memory_bytes
 
     def save(self, path: Path) -> None:
-        """Write the job as JSON for `load`."""
         experiments = [experiment.as_dict() for experiment in self.experiments]
         write_json(path, {**vars(self), "experiments": experiments})
 
     @staticmethod
     def load(path: Path) -> Job:
-        """Read a job that `save` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         return Job(**{**document, "experiments": [from_dict(data) for data in document["experiments"]]})
 
 
 class Stopped(Exception):
-    """Raised by a rank that ended between two steps at the request of its launcher; `str` names the last step."""
+    """Exception of a rank that ends between two steps because its launcher requested it. It names the last step."""
 
 
 class Interrupt:
-    """While entered, SIGINT, SIGTERM and SIGHUP only set `signal`; a signal that is ignored stays so."""
+    """Context in which SIGINT, SIGTERM and SIGHUP only set `signal`. A signal that was ignored remains ignored."""
 
     def __init__(self) -> None:
         self.signal = 0
         self.again = False
-        """Whether a second signal requested an immediate end."""
+        """Whether a second signal has requested an immediate end."""
         self._previous: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -95,18 +91,18 @@ class Interrupt:
 
     @property
     def reason(self) -> str:
-        """Return the reason of the stop; empty before a signal."""
+        """Return the reason of the stop for records; empty before a signal."""
         return "stopped by the user" if self else ""
 
     @property
     def stop_s(self) -> float:
-        """Return the timeout of stopping ranks for their step and checkpoint, in seconds."""
+        """Return the seconds in which ranks must end their step and write a checkpoint; 0 after a second signal."""
         return 0.0 if self.again else STOP_TIMEOUT_S
 
     def __enter__(self) -> Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             previous = signal.getsignal(number)
-            if previous != signal.SIG_IGN:  # nohup
+            if previous != signal.SIG_IGN:  # `nohup` ignores SIGHUP
                 self._previous[number] = previous
                 signal.signal(number, self._note)
         return self

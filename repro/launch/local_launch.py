@@ -1,4 +1,4 @@
-"""The local launcher: one process per rank on this machine, and the experiments that the machine can run."""
+"""The local launcher: starts one process per rank on this machine, and checks which experiments the machine can run."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ STACKS_POLL_INTERVAL_S = 0.05
 
 
 def scratch_parent() -> Path:
-    """Return the parent of a launch's short-lived files: shared memory, so that a heartbeat never waits for a disk."""
+    """Return the parent folder of short-lived files: shared memory, so that no heartbeat waits for a disk."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 class LocalLaunch:
-    """A running job.
+    """A running job whose ranks are processes of this machine.
 
-    Start it from the main thread, because the kernel ends a rank with the *thread* that started it.
+    Call `start` in the main thread, because the kernel kills a rank when the thread that started the rank ends.
     """
 
     def __init__(self, job: Job, logs: Path, *, target: str = rank_program.DEFAULT_TARGET):
@@ -59,7 +59,7 @@ class LocalLaunch:
         self._network: RunningNetwork | None = None
 
     def start(self) -> None:
-        """Start all ranks, on the job's emulated network.  Raises `NoNetwork` if the network is unavailable."""
+        """Start all ranks, on an emulated network if the job has one.  Raises `NoNetwork` if that cannot be created."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         if self.job.network is not None:
@@ -85,7 +85,7 @@ class LocalLaunch:
         return self._ranks[rank].poll()
 
     def position(self, rank: int) -> Position:
-        """Return the position in the heartbeat of `rank`."""
+        """Return the position that the heartbeat of `rank` last reported."""
         return self._heartbeats.position(rank)
 
     def stopped(self, rank: int) -> bool:
@@ -93,11 +93,11 @@ class LocalLaunch:
         return rank_process.is_stopped(self._ranks[rank].pid)
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """Return the report of the end of `rank`: `{"rank", "outcome", "reason"}`; None without a report."""
+        """Return the report that `rank` wrote at its end, `{"rank", "outcome", "reason"}`; None without a report."""
         return read_json(rank_program.rank_report_path(self.folder, rank)) or None
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
+        """Return the results of all ranks for experiment `index` of the job; None unless every rank has finished it."""
         found = [read_json(rank_program.result_path(self.folder, index, rank)) for rank in range(self.world)]
         return found if all(found) else None
 
@@ -106,7 +106,7 @@ class LocalLaunch:
         return rank_process.read_error_log(self.logs, rank)
 
     def dump_stacks(self) -> None:
-        """Request the Python stacks of every running rank in its log, and wait for them."""
+        """Have every running rank write its Python stacks to its log, and wait until the logs have them."""
         logs = {rank: rank_process.error_log_path(self.logs, rank) for rank in range(self.world)}
         before = {rank: rank_process.count_stacks(log) for rank, log in logs.items()}
         self._signal(rank_process.STACKS_SIGNAL)
@@ -118,7 +118,7 @@ class LocalLaunch:
             waiting = [rank for rank in can_write if rank_process.count_stacks(logs[rank]) == before[rank]]
 
     def ask_to_stop(self) -> None:
-        """Request a checkpoint after the current step, and the end of the ranks."""
+        """Request that the ranks write a checkpoint after the current step and end."""
         (self.folder / STOP_FILE).touch()
 
     def kill(self) -> None:
@@ -129,7 +129,7 @@ class LocalLaunch:
                 process.wait(REAP_TIMEOUT_S)
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """Remove the launch's files; move the logs to `keep_logs` unless it is None."""
+        """Kill the ranks and remove their files. Move the logs to `keep_logs`, or remove them if it is None."""
         self.kill()
         if self._network is not None:
             self._network.close()
@@ -143,15 +143,15 @@ class LocalLaunch:
 
 
 def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[str, str]:
-    """Return the environment of one rank: the user's own, with the cores divided among the ranks.
+    """Return the environment of one rank: that of this process, `torchrun`'s variables, and its share of the cores.
 
-    Under a memory limit, freed tensors return to the kernel at once. glibc would retain blocks of up to 32 MB in its
-    heap, and they would count against the limit.
+    With a memory limit (`limited`), glibc returns freed tensors to the kernel at once. Otherwise freed blocks of up to
+    32 MB would remain in its heap and count against the limit.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        # Without an interface, gloo resolves the host's name, which fails on machines without a network.
+        # Without this variable, gloo resolves the host's name, which fails on machines without a network.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if limited:
@@ -162,15 +162,15 @@ def rank_environment(rank: int, world: int, *, limited: bool = False) -> dict[st
 
 
 def _on_node(ranks: int, rank: int) -> dict[str, str]:
-    """Return the environment of a rank on an emulated network, which replaces the user's values."""
+    """Return variables of a rank in an emulated node with `ranks` ranks, which replace those of the user."""
     place = {"LOCAL_RANK": str(rank % ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **place}
 
 
 def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.Ending, list[dict[str, Any]]]:
-    """Run `job` and return its end and the results of its first experiment per rank; no results if a rank lacks one.
+    """Run `job`, remove its files, and return its end and its first experiment's result on each rank.
 
-    All files of the launch are removed.  `target`: function of a rank, `module:function`.  An interrupt ends the job.
+    The results are empty if a rank has none. `target`: function of a rank, `module:function`.
     """
     logs = Path(tempfile.mkdtemp(prefix="repro-once-"))
     launch = LocalLaunch(job, logs / "logs", target=target)
@@ -184,11 +184,11 @@ def run_once(job: Job, interrupt: Interrupt, *, target: str) -> tuple[supervise.
 
 
 DEVICES = {"local": "cpu", "local-gpu": "cuda"}
-"""Device type of each system that the local launcher supports."""
+"""Device type of each system on which the local launcher can start ranks."""
 
 
 def missing_resource(experiment: Experiment) -> str:
-    """Return the devices or software that `experiment` needs and this machine lacks, as text; empty if none."""
+    """Return the devices or software that `experiment` needs and this machine lacks; empty if it can run here."""
     world = experiment.layout.world
     if experiment.system not in DEVICES:
         return f"{world} GPUs of system {experiment.system}"
@@ -196,20 +196,20 @@ def missing_resource(experiment: Experiment) -> str:
     if on_gpu and world > count_cuda_devices():
         return f"{world} GPUs of system {experiment.system}, and {count_cuda_devices()} are visible here"
     if not on_gpu and world > most.value:
-        return f"{world} processes, and this machine takes {most.value} ({most.why})"
+        return f"{world} processes, and this machine runs at most {most.value} ({most.why})"
     if lacking := engines.missing_library(experiment.engine):
         return lacking
     return lab.missing_requirement() if experiment.network is not None else ""
 
 
 def max_ranks() -> SizeLimit:
-    """Return the maximum number of ranks that can share this machine's processor cores."""
+    """Return the maximum number of ranks on this machine's processor cores."""
     cores = usable_cores()
     return SizeLimit(RANKS_PER_CORE.value * cores, f"{RANKS_PER_CORE.value} a core: {RANKS_PER_CORE.why}")
 
 
 def count_cuda_devices() -> int:
-    """Return the number of CUDA devices that a rank sees. The driver is queried, so that torch is not imported."""
+    """Return the number of CUDA devices that a rank can use, without importing torch: NVML and CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
@@ -218,37 +218,28 @@ def count_cuda_devices() -> int:
 
 
 def memory_shortage(experiment: Experiment) -> str:
-    """Describe why `experiment` exceeds the available memory and which size fits; empty if memory may suffice.
+    """Describe why `experiment` exceeds this machine's memory and which size fits; empty if memory may suffice.
 
-    The estimate is a lower bound for every engine, so a rejected experiment could only run out of memory.
+    The estimate is a lower bound, so every rejected experiment would run out of memory.
     """
-    limit = experiment.limits.memory_bytes * experiment.layout.world or math.inf
-    states, inputs = min(_states(experiment), limit), min(_inputs(experiment), limit)
-    free, parameters = memory_and_swap(), total_parameters(experiment.model)
+    model, layout = experiment.model, experiment.layout
+    limit = experiment.limits.memory_bytes * layout.world or math.inf
+    free, parameters = memory_and_swap(), total_parameters(model)
+    states = min(layout.copies * sum(state_bytes(parameters, layout).values()), limit)
+    # Even with recomputation, the inputs of all blocks are stored.
+    tokens = layout.dp * layout.micro_batch * experiment.seq
+    inputs = min(model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision], limit)
     if states > free:
         return (
             f"{units.size(states)} of memory for model states alone, and {units.size(free)} are free here; "
-            f"model = {experiment.model.name!r} has {parameters:,} parameters, and at most "
+            f"model = {model.name!r} has {parameters:,} parameters, and at most "
             f"{int(parameters * free / states):,} fit in this layout"
         )
     if states + inputs > free:
-        fits = int(experiment.layout.micro_batch * (free - states) / inputs)
+        fits = int(layout.micro_batch * (free - states) / inputs)
         return (
             f"{units.size(states + inputs)} of memory for model states and the blocks' inputs alone, and "
-            f"{units.size(free)} are free here; layout.micro_batch = {experiment.layout.micro_batch}, "
+            f"{units.size(free)} are free here; layout.micro_batch = {layout.micro_batch}, "
             f"and at most {fits} fit"
         )
     return ""
-
-
-def _states(experiment: Experiment) -> float:
-    """Return the bytes of model states of all ranks, each tensor-parallel replica counted once."""
-    replica = state_bytes(total_parameters(experiment.model), experiment.layout)
-    return experiment.layout.copies * sum(replica.values())
-
-
-def _inputs(experiment: Experiment) -> float:
-    """Return the bytes of all block inputs of one micro-batch on every replica, which recomputation also retains."""
-    model, layout = experiment.model, experiment.layout
-    tokens = layout.micro_batch * experiment.seq
-    return layout.dp * model.layers * tokens * model.hidden * ELEMENT_BYTES[layout.precision]

@@ -1,4 +1,4 @@
-"""Tasks of a run: experiments and comparisons of a suite without a record, and the locks with which runs share them."""
+"""Tasks of a run: the experiments and comparisons of a suite without a record, and locks between concurrent runs."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from repro.results.select import by_key, by_keys
 from repro.results.store import Store
 
 LOCK_RETRY_INTERVAL_S = 0.5
-"""Interval between attempts to lock a key that another `repro run` holds, in seconds."""
+"""Interval between attempts to lock an experiment that another `repro run` has locked, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Experiments of one launch. If one of them fails, another launch runs the others."""
+    """Experiments that one launch runs. If one of them fails, a second launch runs the remaining ones."""
 
     experiments: tuple[Experiment, ...]
     comparison: Comparison | None = None
 
     @property
     def keys(self) -> list[str]:
-        """Return the keys of all experiments."""
+        """Return the keys of the task's experiments."""
         return [experiment.key for experiment in self.experiments]
 
 
 def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
-    """Return the entries whose name matches a glob of `only`; all entries if `only` is empty.
+    """Return the entries of a suite whose name matches a glob of `only`; all entries if `only` is empty.
 
-    A glob `suite/name` counts in the suite of this name. Raises `ConfigError` for a glob that matches no entry.
+    A glob `suite/name` applies only to the suite of that name. Raises `ConfigError` for a glob without a match.
     """
     names = [entry.experiment.name for entry in suite.entries]
     own = f"{suite.name}/"
@@ -55,7 +55,7 @@ def select_entries(suite: Suite, only: list[str]) -> list[Entry]:
 
 
 def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool) -> list[Task]:
-    """Return the tasks of `entries` without a conclusive record, in the order of the file."""
+    """Return the tasks for `entries` without a conclusive record (with `rerun`, for all), in the order of the suite."""
     todo: list[Task] = []
     compared: set[str] = set()
     experiments = {entry.experiment.name: entry.experiment for entry in entries}
@@ -81,10 +81,10 @@ def plan_tasks(suite: Suite, entries: list[Entry], store: Store, *, rerun: bool)
 
 
 def missing_tasks(task: Task, store: Store) -> list[Task]:
-    """Return the rest of `task` without a conclusive record: no task, a smaller task, or the full task.
+    """Return the part of `task` without conclusive records, as a list of no or one task.
 
-    A comparison runs its baseline together with every subject, even if the baseline has a record. A baseline that
-    runs out of memory or diverges cannot be compared.
+    A comparison repeats its baseline with the remaining subjects, even if the baseline has a record. If the baseline
+    ran out of memory or diverged, its subjects run without a comparison.
     """
     latest = by_key(store.records())
     outcomes = {key: latest[key].outcome for key in task.keys if key in latest}
@@ -108,7 +108,7 @@ def missing_tasks(task: Task, store: Store) -> list[Task]:
 def retry_until_done(
     attempt: Callable[[], bool], cancelled: Callable[[], bool], announce: Callable[[], None]
 ) -> None:
-    """Repeat `attempt` until it returns True or `cancelled()` does; call `announce` before the first wait."""
+    """Call `attempt` until it or `cancelled` returns True; call `announce` before the first wait between attempts."""
     announced = False
     while not attempt() and not cancelled():
         if not announced:
@@ -118,10 +118,10 @@ def retry_until_done(
 
 
 class ExperimentLocks:
-    """Locks on experiment keys, with which two `repro run` on one store share the work.
+    """Locks on experiment keys, so that two `repro run` on one store do not run the same experiment.
 
-    A lock is an `flock` on `root/locks/<key>`, which the kernel releases when its holder dies. The text of the file
-    names the folder with the holder's short-lived files. The next holder removes that folder after a kill.
+    A lock is an `flock` on `root/locks/<key>`, which the kernel releases when the locking process dies. The lock file
+    names the folder with that process's short-lived files, which the next process removes.
     """
 
     def __init__(self, root: Path):
@@ -129,8 +129,8 @@ class ExperimentLocks:
         self._held: list[int] = []
 
     def take(self, keys: list[str]) -> bool:
-        """Lock all `keys` without waiting. Return False without any lock if another process holds one of them."""
-        assert not self._held, "one set of keys at a time"
+        """Lock all `keys` and return True, or lock none and return False if another process has locked one of them."""
+        assert not self._held, "the previous locks are not released"
         self._folder.mkdir(parents=True, exist_ok=True)
         for key in sorted(keys):
             descriptor = os.open(self._folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -145,15 +145,14 @@ class ExperimentLocks:
         return True
 
     def remember(self, folder: Path) -> None:
-        """Write the folder of the holder's files into the locks, for the next holder after a kill."""
+        """Write the path of this process's short-lived files into the lock files, for removal if it is killed."""
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)})
         for descriptor in self._held:
-            with contextlib.suppress(OSError):  # only tidiness is lost
+            with contextlib.suppress(OSError):  # without the path, files of a killed process remain
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode(), 0)
 
     def release(self) -> None:
-        """Release all keys."""
         for descriptor in self._held:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
@@ -162,7 +161,7 @@ class ExperimentLocks:
 
 
 def _remove_leftovers(descriptor: int) -> None:
-    """Remove the files of a killed holder on this host."""
+    """Remove the short-lived files of a killed process, whose folder the lock file names, if it ran on this host."""
     text = os.pread(descriptor, 4096, 0)
     if not text:
         return

@@ -1,4 +1,4 @@
-"""Progress of a running suite on standard error: a live display on a terminal, otherwise lines."""
+"""Progress of a running suite on standard error: a live display on a terminal, lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 REPORT_INTERVAL_S = 10.0
-"""Interval of progress lines without a terminal, in seconds."""
+"""Minimum time between two progress lines without a terminal, in seconds."""
 BAR_COLUMNS = 12
-"""Width of a line's bar, in columns."""
+"""Width of a progress bar, in columns."""
 FIXED_COLUMNS = BAR_COLUMNS + 46
-"""Width of a line without the experiment's name, in columns."""
+"""Width of a display line except for the experiment's name, in columns."""
 REFRESHES_PER_S = 2
-"""Refresh rate of the display; low, because on a small machine the display takes time from the ranks."""
+"""Refresh rate of the display; low, because the display takes processor time from the ranks."""
 
 
 class Progress:
-    """Context manager that counts experiments and shows their progress."""
+    """Context manager that counts the experiments of a suite and displays their progress."""
 
     def __init__(self, total: int, known: int):
         self.total, self.known, self.done = total, known, 0
         self.running: JobStepCounters | None = None
-        """Counters of the running launch."""
+        """Step counters of the running launch; None before the first launch."""
         self._began = time.monotonic()
-        self._spoke = self._began
+        self._printed_s = self._began
         self._lines: dict[int, TaskID] = {}
-        """Lines of the display by the experiment's index in the job."""
+        """Display line of each experiment, by the experiment's index in the job."""
         self._bars = _bars() if sys.stderr.isatty() else None
         if self._bars is not None:
             self._all = self._bars.add_task("all", total=total, place="experiments", rate="", left="")
@@ -56,31 +56,31 @@ class Progress:
             self._bars.stop()
 
     def launch(self, job: Job) -> None:
-        """Show the start of a launch: a line for each compared experiment, or for the first of a sequence."""
+        """Display a line for each compared experiment of a new launch, or for the first experiment of a sequence."""
         self.running = JobStepCounters(job)
-        self._spoke = time.monotonic()
+        self._printed_s = time.monotonic()
         if self._bars is not None:
             self._clear()
             for i in range(len(job.experiments) if job.compare else 1):
                 self._line(i, "starting")
 
     def tick(self, position: Position) -> None:
-        """Show the position of rank 0 of the running launch."""
+        """Display the step and phase of rank 0 of the running launch."""
         if not position.begun or self.running is None:
             return
         steps = self.running.update(position)
-        if position.phase == Phase.DONE:  # its line has been removed, or will be
+        if position.phase == Phase.DONE:  # the display drops the lines of ended experiments
             return
         if self._bars is not None:
             self._line(position.experiment, str(position.phase))
-        elif time.monotonic() - self._spoke > REPORT_INTERVAL_S:
+        elif time.monotonic() - self._printed_s > REPORT_INTERVAL_S:
             speed = _rate(steps.rate), _time_left(self.running.left_s(steps))
-            said = [f"step {steps.done} of {steps.total}", str(position.phase), *filter(None, speed)]
+            parts = [f"step {steps.done} of {steps.total}", str(position.phase), *filter(None, speed)]
             name = self.running.job.experiments[position.experiment].name
-            self.say(f"  {name}: {', '.join(said)} ({self._left()})")
+            self.say(f"  {name}: {', '.join(parts)} ({self._left()})")
 
     def _line(self, experiment: int, place: str) -> None:
-        """Update the display's line of an experiment; without turns it replaces the preceding experiment's line."""
+        """Update the display line of an experiment. Unless experiments are compared, there is only one such line."""
         assert self._bars is not None
         assert self.running is not None
         job, counters = self.running.job, self.running.steps
@@ -99,18 +99,18 @@ class Progress:
             place=place,
             rate=_rate(steps.rate),
         )
-        for at, line in self._lines.items():  # each turn also shortens the remaining time of the others
+        for at, line in self._lines.items():  # a step of one experiment also changes the time left of others
             self._bars.update(line, left=_time_left(self.running.left_s(counters[at])))
 
     def _clear(self) -> None:
-        """Remove the lines of the preceding launch."""
+        """Remove the experiments' lines from the display."""
         assert self._bars is not None
         for line in self._lines.values():
             self._bars.remove_task(line)
         self._lines.clear()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """Count one experiment, and report an unexpected outcome; lines report expected ones only at intervals."""
+        """Count one ended experiment, and print its outcome if it is not `expected`."""
         self.done += 1
         if not expected:
             why = f": {reason}" if reason else ""
@@ -121,18 +121,18 @@ class Progress:
                 if self.running is not None and self.running.job.experiments[at].name == name:
                     self._bars.remove_task(line)
                     del self._lines[at]
-        elif expected and time.monotonic() - self._spoke > REPORT_INTERVAL_S:
+        elif expected and time.monotonic() - self._printed_s > REPORT_INTERVAL_S:
             self.say(f"  {self.done} of {self.total} experiments ({self._left()})")
 
     def elsewhere(self, count: int) -> None:
-        """Count `count` experiments that another `repro run` has finished in the meantime."""
+        """Count `count` experiments that another `repro run` on the store has finished."""
         self.done += count
         if self._bars is not None:
             self._bars.update(self._all, completed=self.done)
 
     def say(self, text: str) -> None:
-        """Print one line above the display."""
-        self._spoke = time.monotonic()
+        """Print one line, above the display if there is one."""
+        self._printed_s = time.monotonic()
         if self._bars is not None:
             self._bars.console.print(text, markup=False, soft_wrap=True)
         else:
@@ -144,14 +144,14 @@ class Progress:
 
 
 def _rate(per_s: float | None) -> str:
-    """Return `3.1 steps/s` or `12.3 s/step`; empty for an unknown rate."""
+    """Format a number of steps per second as `3.1 steps/s` or `12.3 s/step`; empty for None."""
     if per_s is None:
         return ""
     return f"{units.number(per_s)} steps/s" if per_s >= 1 else f"{units.number(1 / per_s)} s/step"
 
 
 def _time_left(seconds: float | None) -> str:
-    """Return `1:02:03 left`; empty for an unknown time."""
+    """Format a time in seconds as `1:02:03 left`; empty for None."""
     return "" if seconds is None else f"{timedelta(seconds=round(seconds))} left"
 
 
@@ -173,30 +173,32 @@ def _bars() -> Bars:
 
 @dataclass
 class StepCounter:
-    """Steps of one experiment and their rate. The first observed step is a warm-up and is not timed."""
+    """Counter of one experiment's steps, with their rate. The first observed step is not timed."""
 
     total: int
-    """Number of steps; untimed steps count once per turn that builds its experiment."""
+    """Number of steps of the experiment. If each turn builds it again, the untimed steps count in each turn."""
     done: int = 0
     _at: int | None = None
+    """Step of the last update; None before the first update."""
     _from: int | None = None
-    """Number of steps when the clock started."""
+    """Value of `done` when timing began; None before."""
     _spent: float = 0.0
+    """Seconds since timing began, without the turns of other experiments."""
 
     def update(self, step: int, seconds: float) -> None:
-        """Update the count: the experiment is at `step` and has used the ranks for `seconds` since the last update."""
+        """Record that the experiment is at `step`, after the ranks have run it for `seconds` since the last update."""
         if self._from is not None:
             self._spent += seconds
         if self._at is None:
-            self.done = step  # steps of a checkpoint are done already
+            self.done = step  # a resumed training begins at the step of its checkpoint
         elif step != self._at:
-            self.done += step - self._at if step > self._at else step  # smaller: a turn that starts again
+            self.done += step - self._at if step > self._at else step  # a new turn begins at step 0
             self._from = self.done if self._from is None else self._from
         self._at = step
 
     @property
     def rate(self) -> float | None:
-        """Return steps per second of the experiment's own turns; None until two steps have ended."""
+        """Return the steps per second while the experiment runs; None before a step has been timed."""
         timed = self.done - self._from if self._from is not None else 0
         return timed / self._spent if timed > 0 and self._spent > 0 else None
 
@@ -207,7 +209,7 @@ class StepCounter:
 
 
 class JobStepCounters:
-    """Step counters of all experiments of one launch."""
+    """Step counters of the experiments of one launch."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic):
         turns = job.rounds if job.apart else 1
@@ -216,7 +218,7 @@ class JobStepCounters:
         self.job, self._clock, self._last = job, clock, clock()
 
     def update(self, position: Position) -> StepCounter:
-        """Update the counter of the experiment in which rank 0 is, and return it."""
+        """Update and return the counter of the experiment that rank 0 runs."""
         now = self._clock()
         current = self.steps[position.experiment]
         current.update(position.step, now - self._last)
@@ -224,7 +226,7 @@ class JobStepCounters:
         return current
 
     def left_s(self, steps: StepCounter) -> float | None:
-        """Return the seconds until `steps` ends. Experiments that take turns end together."""
+        """Return the seconds until the experiment of `steps` ends; for a comparison, until all experiments end."""
         together: Sequence[StepCounter] = self.steps if self.job.compare else [steps]
         each = [one.left_s for one in together]
         return sum(one for one in each if one is not None) if None not in each else None

@@ -1,7 +1,7 @@
-"""Processes of ranks as their launcher sees them: command line, state, error log, Python stacks and heartbeats.
+"""Functions of a launcher for the processes of ranks: command line, state, error log, Python stacks and heartbeats.
 
-A heartbeat is the position of a rank in shared memory. One file holds a slot per rank, and a write takes about a
-microsecond without a lock, because each field has one writer. The slot of a killed rank still holds its last position.
+A heartbeat is a file in shared memory with the last position of every rank. It survives a killed rank, and a rank
+writes its own part without a lock, in about a microsecond.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from typing import Any, NamedTuple
 from repro.config.enums import Phase
 
 MAX_ERROR_LOG_BYTES = 16_000
-"""Bytes that are read from the end of an error log. After an abort, stacks follow the message."""
+"""Maximum bytes that are read from the end of an error log, enough for the stacks that follow an error message."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Python's faulthandler writes the stacks in the signal handler, so that a rank inside a collective writes them too."""
+"""Signal upon which `faulthandler` writes the Python stacks of a rank, even while the rank waits in a collective."""
 STACKS_TIMEOUT_S = 5.0
-"""Timeout of a rank that writes its stacks, in seconds."""
+"""Time in which ranks must have written their Python stacks, in seconds."""
 _STACK_HEADER = b"(most recent call first)"
 _PHASES = tuple(Phase)
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
-_PHASE = struct.Struct("=iiqd")  # experiment, phase, step, seconds
-_COLLECTIVE = struct.Struct("=qd24s24s")  # sequence, seconds, operation, group
+_PHASE = struct.Struct("=iiqd")
+"""Layout of experiment index, phase number, step, and time in seconds."""
+_COLLECTIVE = struct.Struct("=qd24s24s")
+"""Layout of a collective's sequence number, time in seconds, operation and group."""
 _SLOT_BYTES = 128
 
 
 def rank_command(folder: Path, rank: int, *, device: str, rendezvous: str, target: str) -> list[str]:
-    """Return the command line of `rank` of the job in `folder/job.json`. The rank ends with this process."""
+    """Return the command that starts `rank` of the job in `folder/job.json`. The rank dies with this process."""
     return [
         *(sys.executable, "-m", "repro.launch.rank.program", str(folder / "job.json")),
         *("--rank", str(rank), "--device", device, "--folder", str(folder)),
@@ -45,10 +47,7 @@ def rank_command(folder: Path, rank: int, *, device: str, rendezvous: str, targe
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state letter of a process, `T` if stopped; empty for a missing process or a zombie.
-
-    In a container without an init process, an ended orphan remains as a zombie.
-    """
+    """Return the state letter of a process in `/proc`, `T` if stopped; empty for a missing process or a zombie."""
     try:
         found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -64,7 +63,7 @@ def is_stopped(pid: int) -> bool:
 def start_rank(
     command: list[str], logs: Path, rank: int, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a rank as the leader of a session, so that Ctrl-C in the terminal does not reach it."""
+    """Start a rank in a session of its own, so that Ctrl-C in the terminal does not reach it."""
     with open(logs / f"rank-{rank}.out", "wb") as out, open(error_log_path(logs, rank), "wb") as err:
         return subprocess.Popen(
             command,
@@ -92,12 +91,12 @@ def move_logs(logs: Path, target: Path | None) -> None:
 
 
 def error_log_path(logs: Path, rank: int) -> Path:
-    """Return the path of the standard error of `rank`, which includes its stacks."""
+    """Return the path of the file with the standard error and the Python stacks of `rank`."""
     return logs / f"rank-{rank}.err"
 
 
 def read_error_log(logs: Path, rank: int) -> str:
-    """Return the end of the standard error of `rank`."""
+    """Return the last `MAX_ERROR_LOG_BYTES` of the standard error of `rank`; empty without a file."""
     try:
         with open(error_log_path(logs, rank), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_ERROR_LOG_BYTES))
@@ -107,7 +106,7 @@ def read_error_log(logs: Path, rank: int) -> str:
 
 
 def count_stacks(log: Path) -> int:
-    """Return the number of thread stacks in a rank's standard error."""
+    """Return the number of thread stacks in the error log `log` of a rank."""
     try:
         return log.read_bytes().count(_STACK_HEADER)
     except OSError:
@@ -115,17 +114,17 @@ def count_stacks(log: Path) -> int:
 
 
 class Position(NamedTuple):
-    """Last reported position of a rank."""
+    """Last position that a rank has reported: its experiment, step, phase and collective."""
 
     experiment: int
     step: int
     phase: Phase
     sequence: int
-    """Number of its last collective, 0 before the first."""
+    """Number of collectives that the rank has issued."""
     op: str
     group: str
     seconds: float
-    """`time.monotonic()` of the last report; 0.0 before the first."""
+    """`time.monotonic()` of the report; 0.0 before the first report."""
 
     @property
     def begun(self) -> bool:
@@ -140,7 +139,7 @@ class Position(NamedTuple):
 
 
 class HeartbeatWriter:
-    """Writer of one rank's slot. The rank calls it at every phase and every collective."""
+    """Writer of one rank's part of the heartbeat file, called at every phase and every collective."""
 
     def __init__(self, path: Path, rank: int, keep: Callable[[int, dict[str, Any]], None] | None = None):
         self._map = _map_file(path)
@@ -149,24 +148,24 @@ class HeartbeatWriter:
         self._keep = keep
 
     def phase(self, experiment_index: int, step: int, phase: Phase) -> None:
-        """Write that the rank enters `phase` of `step` of an experiment of its job."""
+        """Report that the rank enters `phase` of `step` in the experiment with this index in the job."""
         number = _PHASE_NUMBERS[phase]
         _PHASE.pack_into(self._map, self._phase_at, experiment_index, number, step, time.monotonic())
 
     def collective(self, sequence: int, op: str, group: str, purpose: str = "") -> None:
-        """Write that the rank issues its collective number `sequence`: `op` over `group`."""
+        """Report that the rank issues its collective number `sequence`, the operation `op` over `group`."""
         _COLLECTIVE.pack_into(
             self._map, self._collective_at, sequence, time.monotonic(), op.encode(), group.encode()
         )
 
     def finished(self, experiment_index: int, result: dict[str, Any]) -> None:
-        """Store the `RankResult` of one experiment before the job ends, so that a later failure cannot lose it."""
+        """Store the rank's result of one experiment, so that the failure of a later experiment cannot lose it."""
         if self._keep is not None:
             self._keep(experiment_index, result)
 
 
 class HeartbeatReader:
-    """Reader of the slots of all ranks of one launch."""
+    """Reader of the heartbeat file of one launch, which it creates."""
 
     def __init__(self, path: Path, world: int):
         with open(path, "wb") as file:
@@ -174,14 +173,13 @@ class HeartbeatReader:
         self._map = _map_file(path)
 
     def position(self, rank: int) -> Position:
-        """Return the position of `rank`."""
+        """Return the last position that `rank` has reported."""
         experiment, number, step, began = _PHASE.unpack_from(self._map, rank * _SLOT_BYTES)
         sequence, issued, op, group = _COLLECTIVE.unpack_from(self._map, rank * _SLOT_BYTES + _PHASE.size)
         op, group = (name.rstrip(b"\0").decode() for name in (op, group))
         return Position(experiment, step, _PHASES[number], sequence, op, group, max(began, issued))
 
     def close(self) -> None:
-        """Unmap the file."""
         self._map.close()
 
 

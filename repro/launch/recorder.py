@@ -1,4 +1,4 @@
-"""Records of the outcomes of experiments in the store, and the summary of a run."""
+"""Writer of records for the outcomes of a run's experiments, and the summary of the run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from repro.results.select import by_key, by_keys
 from repro.results.store import DISK_FULL, Store
 
 Results: TypeAlias = Sequence[Mapping[str, Any]]
-"""Results of one experiment, one JSON object per rank."""
+"""Results of one experiment, as the JSON object of a `RankResult` per rank."""
 
 
 class DiskFull(Exception):
-    """Error of a full disk; the message names the file or folder."""
+    """Exception for a full disk. The message names the file or folder that could not be written."""
 
 
 @contextmanager
 def disk_full_errors(place: Path, message: str = "") -> Iterator[None]:
-    """Convert the operating system's errors of a full disk to `DiskFull` with `message`, by default with the path."""
+    """Convert an `OSError` of a full disk inside the context to `DiskFull`. The default message names the path."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def disk_full_errors(place: Path, message: str = "") -> Iterator[None]:
 
 
 class Recorder:
-    """Writer of the records of one `repro run`, all of one kind of evidence."""
+    """Writer of the records of one `repro run`, which all have the same kind of evidence."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Recorder:
         self._place = place or {}
         self._source: Provenance = {}
         self._reported_fallbacks: set[str] = set()
-        """Reasons why CUDA kernels did not run."""
+        """Reasons for replacing CUDA kernels that a warning has already named."""
 
     def begin(self) -> None:
-        """Collect the provenance of the next records before the ranks start, which it would disturb."""
+        """Collect the provenance of the next records. Call this before ranks start, as it disturbs their timing."""
         from repro.measure.provenance import provenance
 
         self._source = {**provenance(), **self._place}
@@ -71,7 +71,7 @@ class Recorder:
         outcome: str = "ok",
         reason: str = "",
     ) -> None:
-        """Record the outcome of one experiment.  `results`: `RankResult` of all ranks.  Raises `DiskFull`."""
+        """Write the record of one experiment, which took `spent_s` seconds.  Raises `DiskFull`."""
         from repro.results.measured import experiment_record
 
         def record(results: Results, outcome: str, reason: str) -> ExperimentRecord:
@@ -90,7 +90,7 @@ class Recorder:
         self._warn(experiment.name, written.kernels or {})
 
     def _warn(self, name: str, ran: KernelsRan) -> None:
-        """Print each reason once why torch's operators replaced CUDA kernels, because such runs are slower."""
+        """Warn that torch's slower operators replaced CUDA kernels, once for each reason in `ran`."""
         for why, operators in kernel_fallbacks(ran).items():
             if why not in self._reported_fallbacks:
                 self._reported_fallbacks.add(why)
@@ -102,7 +102,7 @@ class Recorder:
                 )
 
     def simulated(self, experiment: Experiment, record: ExperimentRecord) -> None:
-        """Write the record of a simulated `experiment` with its provenance.  Raises `DiskFull`."""
+        """Write the record of a simulated experiment, with provenance if it is conclusive.  Raises `DiskFull`."""
         from repro.simulate.record import failed_record
 
         if record.conclusive:
@@ -113,12 +113,12 @@ class Recorder:
         )
 
     def _write(self, written: ExperimentRecord, failed: Callable[[str], ExperimentRecord]) -> None:
-        """Append a record and report it. On a full disk, append the record that `failed` makes of the reason."""
+        """Append a record and display its outcome. On a full disk, append the small record that `failed` returns."""
         full = ""
         try:
             self._append(written, f"disk full while writing the result to {self.store.folder}")
         except DiskFull as error:
-            # The store has freed its reserve, which is large enough for a failure.
+            # The store has freed its reserved disk space, which is large enough for the record of a failure.
             full = str(error)
             written = failed(full)
             self._append(written, f"{written.reason}, and the outcome of {written.name} did not fit")
@@ -128,7 +128,7 @@ class Recorder:
             raise DiskFull(full)
 
     def ratios(self, job: Job, finished: dict[int, Results]) -> None:
-        """Record the ratios of the finished experiments of a compared job.  Raises `DiskFull`."""
+        """Write the ratio of each finished experiment of a comparison to its baseline, index 0.  Raises `DiskFull`."""
         from repro.results.measured import comparison_record
 
         ranks = {index: [RankResult.read(result) for result in found] for index, found in finished.items()}
@@ -146,7 +146,7 @@ class Recorder:
                 self._append(record)
 
     def adopt(self, entries: list[Entry]) -> None:
-        """Copy records of equal keys, and so of equal experiments, to this suite's names."""
+        """Copy records of equal experiments in other suites to this suite, under the names of `entries`."""
         latest = by_key(self.store.records(), self.evidence)
         for entry in entries:
             name, record = entry.experiment.name, latest.get(entry.experiment.key)
@@ -168,9 +168,9 @@ def summarise_run(
     needs: dict[str, str],
     evidence: str = MEASURED,
 ) -> dict[str, Any]:
-    """Return plain JSON data on every selected experiment; `ran` names the experiments of this run.
+    """Return the summary of a run as JSON data, with the newest record of every selected experiment.
 
-    `needs` maps names to missing requirements. An experiment with one and without a record has `expected` null.
+    `ran`: names of the experiments that this run started. `needs`: missing requirement of each experiment by name.
     """
     records = store.records()
     latest = by_key(records, evidence)
@@ -214,16 +214,16 @@ def summarise_run(
 
 @dataclass(frozen=True)
 class RunEnd:
-    """End of a run."""
+    """Summary and exit code of `repro run` for one suite."""
 
     summary: dict[str, Any]
-    """Result of `summarise_run`, with the reason of a stop under `stopped`."""
+    """Result of `summarise_run`, and the reason of an early end under the key `stopped`."""
     code: int
-    """Exit code of the command: 128 plus a signal's number, 1 after an unexpected result, else 0."""
+    """Exit code of `repro run`: 128 plus the number of a signal, 1 after an unexpected outcome, else 0."""
 
 
 def run_end(summary: dict[str, Any], *, failure: str, signal: int) -> RunEnd:
-    """Return the end of a run that `failure` or `signal` stopped; empty and 0 for none."""
+    """Return summary and exit code of a run. `failure` or the number `signal` tells why it ended early, if it did."""
     summary["stopped"] = failure or (f"by signal {signal}" if signal else "")
     wrong = failure or any(row["expected"] is False for row in summary["experiments"])
     return RunEnd(summary, 128 + signal if signal else int(bool(wrong)))

@@ -1,4 +1,4 @@
-"""`repro run`: run the selected experiments of suites without a conclusive record, and preview such a run."""
+"""Implementation of `repro run`: runs the experiments of suites that have no conclusive record, or previews the run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from repro.simulate.plan.closed_form import stage_parameters, state_bytes
 from repro.util import units
 
 TO_RUN, KNOWN, ELSEWHERE = "to run", "in the store", "not here"
+"""States of an experiment in a preview; `ELSEWHERE` needs another machine."""
 
 
 def run_suites(
@@ -35,11 +36,10 @@ def run_suites(
     system: str = "",
     profile: bool = False,
 ) -> Iterator[RunEnd]:
-    """Run the experiments of `suites` without a record, suite after suite, until one is interrupted.
+    """Run the experiments of `suites` without a record, and yield the end of each suite, until one is interrupted.
 
-    Experiments that need another machine are listed and not started. With `evidence` simulated, `.simulated` traces
-    all of them here. `profile`: run again, and write a profile of each rank.  Raises `ConfigError` before the first
-    start.
+    Experiments that need another machine are listed and not started, unless `evidence` is `simulated`. `profile`: run
+    all again, and write a profile of each rank.  Raises `ConfigError` before the first start.
     """
     if profile and evidence == SIMULATED:
         right = "needs measured runs; `repro simulate --timeline --snapshot` writes a predicted step"
@@ -58,29 +58,29 @@ def run_suites(
 
 
 def load_suites(files: Sequence[Path], evidence: str, system: str) -> list[Suite]:
-    """Load the suites in `files`, which have different names.  Raises `ConfigError`."""
+    """Load the suites in `files`.  Raises `ConfigError` for suites of equal name, or a `system` for measured runs."""
     if evidence not in (MEASURED, SIMULATED):
         raise ConfigError("--evidence", evidence, f"{MEASURED} or {SIMULATED}")
     if system and evidence == MEASURED:
-        right = f"needs --evidence {SIMULATED}; measured runs use the machine at hand"
+        right = f"needs --evidence {SIMULATED}; measured runs use this machine"
         raise ConfigError("--system", system, says=right)
     found: dict[str, Suite] = {}
     for suite in map(load_suite, files):
         if suite.name in found:
-            right = f"a name that no other suite of this run has, as {found[suite.name].file} has it"
+            right = f"a name that no other suite of this run has; {found[suite.name].file} has it too"
             raise ConfigError("suite.name", suite.name, right, file=suite.file)
         found[suite.name] = suite
     return list(found.values())
 
 
 def _require_writable(results: Path) -> None:
-    """Raise `ConfigError` unless the folder, or its nearest existing parent, is writable."""
+    """Raise `ConfigError` unless the folder `results`, or its nearest existing parent, is writable."""
     there = next(folder for folder in (results, *results.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        right = f"a folder that can be written ({error.strerror}: {there})"
+        right = f"a writable folder ({error.strerror}: {there})"
         raise ConfigError("--results", str(results), right) from None
 
 
@@ -105,7 +105,7 @@ def _run_measured(
 
 
 def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
-    """Return the missing requirement of each entry by name.  Raises `ConfigError` if this machine can run none."""
+    """Return what this machine lacks for each entry, by name.  Raises `ConfigError` if this machine can run none."""
     needs = {entry.experiment.name: missing_for_measurement(entry) for entry in entries}
     if all(needs.values()):
         first = entries[0].experiment.name
@@ -115,9 +115,9 @@ def _missing_requirements(suite: Suite, entries: list[Entry]) -> dict[str, str]:
 
 
 def missing_for_measurement(entry: Entry) -> str:
-    """Return the missing requirement of a measurement on this machine, with a hint to simulate; empty for none.
+    """Return what this machine lacks to measure an experiment, with a hint to simulate it; empty if it lacks nothing.
 
-    An experiment that is expected to run out of memory is started at any size.
+    Too little memory does not count for an experiment that is expected to run out of memory.
     """
     experiment = entry.experiment
     needs = local_launch.missing_resource(experiment)
@@ -130,28 +130,28 @@ def missing_for_measurement(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class ExperimentPreview:
-    """Preview of one experiment."""
+    """One line of the preview that `repro run --dry-run` prints: an experiment and whether it will run."""
 
     suite: str
     name: str
     state: str
     """`TO_RUN`, `KNOWN` or `ELSEWHERE`."""
     where: str
-    """Processes of the experiment, or its missing requirement."""
+    """Number and place of the experiment's ranks, or the requirement that this machine lacks."""
     steps: int
     """Number of training steps."""
     last_s: float | None
-    """Duration of the newest record of this name, in seconds; None without a record."""
+    """Duration that the experiment's newest record reports, in seconds; None without a record."""
     limit_s: float
     """Timeout of the launch, in seconds; 0 disables it."""
     memory: str = ""
-    """Memory per device of another system, and whether it fits; empty for the local machine."""
+    """Memory that each device of a remote system needs, and whether it fits; empty for the local machine."""
 
 
 def preview_run(
     suites: Sequence[Path], only: list[str], results: Path, rerun: bool, evidence: str, system: str
 ) -> list[ExperimentPreview]:
-    """Return a preview of every selected experiment, in the order of the files.  Raises `ConfigError`."""
+    """Return a preview of every selected experiment, in the order of the suites.  Raises `ConfigError`."""
     store, simulates = Store(results), evidence == SIMULATED
     found: list[ExperimentPreview] = []
     took = _last_durations(store, evidence)
@@ -205,7 +205,7 @@ def _describe_ranks(experiment: Experiment, simulates: bool) -> str:
 
 
 def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]) -> str:
-    """Describe the traced memory of a device; without a trace, the model states in closed form as a lower bound."""
+    """Describe the simulated peak memory of a device; without a record, the bytes of model states as a lower bound."""
     if experiment.system in LOCAL_SYSTEMS:
         return ""
     system = load_system(experiment.system)
@@ -224,6 +224,6 @@ def _describe_memory(experiment: Experiment, traced: dict[str, ExperimentRecord]
 
 
 def _last_durations(store: Store, evidence: str) -> dict[tuple[str, str], float]:
-    """Return the seconds of the newest records of one kind of evidence, by suite and name."""
+    """Return the duration in seconds of the newest record of each experiment, by names of suite and experiment."""
     records = (r for r in store.records() if isinstance(r, ExperimentRecord) and r.evidence == evidence)
     return {(record.suite, record.name): record.wall_s for record in records if record.wall_s}

@@ -1,4 +1,4 @@
-"""Execution of tasks, one after another, with any launcher of ranks, and records of their outcomes."""
+"""Runner of tasks: launches each task with any launcher of ranks, and records the outcome of each experiment."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from repro.results.store import DISK_FULL
 
 
 class StopRequest(Protocol):
-    """Request to stop the run: true after the request. `reason` names its origin."""
+    """Interface of a request to stop a run, true once requested. `stop_s`: seconds for a last step and checkpoint."""
 
     @property
-    def stop_s(self) -> float: ...  # timeout of the last step and its checkpoint
+    def stop_s(self) -> float: ...
     @property
     def reason(self) -> str: ...
     def __bool__(self) -> bool: ...
 
 
 class RecordedLaunch(supervise.WatchedLaunch, Protocol):
-    """One started job, which returns results while it runs."""
+    """Interface of a launch that returns the results of finished experiments while it runs."""
 
     logs: Path
 
@@ -43,30 +43,30 @@ class RecordedLaunch(supervise.WatchedLaunch, Protocol):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Start of jobs, and the locks that other runs on the same store respect."""
+    """Function that creates launches, with the log folder and the locks for them."""
 
     logs: Path
-    """Folder of the logs of failed experiments, by key."""
+    """Folder with a subfolder of logs for the key of each failed experiment."""
     launch: Callable[[Job, Path], RecordedLaunch]
-    """Function that returns a launch of a job with these logs, which is not started yet."""
+    """Function that returns a launch of a job with a log folder, without starting the launch."""
     locks: ExperimentLocks | None = None
-    """Locks on the experiments' keys; None where no other process can run these experiments."""
+    """Locks on the keys of experiments; None if no other process can run the same experiments."""
 
 
 def local_launcher(root: Path) -> Launcher:
-    """Return the launcher of jobs as processes of this machine for the store at `root`."""
+    """Return a launcher that runs jobs as processes of this machine, for the store at `root`."""
     locks = ExperimentLocks(root)
 
     def launch(job: Job, logs: Path) -> LocalLaunch:
         started = LocalLaunch(job, logs, target=rank_target())
-        locks.remember(started.folder)  # after a kill, the next holder of the lock removes its files
+        locks.remember(started.folder)  # if this process is killed, the next one removes the folder
         return started
 
     return Launcher(root / "logs", launch, locks)
 
 
 def rank_target() -> str:
-    """Return the function that a rank runs; tests replace it."""
+    """Return the function that each rank calls, as `module:function`. Tests replace it by an environment variable."""
     return os.environ.get("REPRO_RANK_TARGET", DEFAULT_TARGET)
 
 
@@ -89,7 +89,7 @@ class Runner:
         self.profile = profile
 
     def run(self, tasks: list[Task]) -> None:
-        """Run all tasks; tasks that another process runs come last.  Raises `DiskFull`."""
+        """Run all tasks, last those whose experiments another process has locked.  Raises `DiskFull`."""
         waiting = list(tasks)
 
         def run_unlocked() -> bool:
@@ -103,14 +103,14 @@ class Runner:
         plan.retry_until_done(run_unlocked, lambda: bool(self.interrupt), announce)
 
     def _claim(self, task: Task) -> bool:
-        """Run `task` under the locks of its keys. Return False if another process holds one of them."""
+        """Run `task` while holding the locks of its experiments; return False if another process holds one of them."""
         locks = self.launcher.locks
         with disk_full_errors(self.store.root):
             self.store.prepare()
             if locks is not None and not locks.take(task.keys):
                 return False
         try:
-            # Another process may have finished the task between our plan and our lock.
+            # Another process may have finished experiments of the task after this process planned the run.
             rest = [task] if self.rerun else plan.missing_tasks(task, self.store)
             left = {experiment.name for part in rest for experiment in part.experiments}
             self.progress.elsewhere(len(task.experiments) - len(left))
@@ -122,7 +122,7 @@ class Runner:
         return True
 
     def _run(self, task: Task) -> None:
-        """Launch the experiments of a task. After a failure, launch the unaffected experiments again."""
+        """Launch the experiments of a task. After a failure, launch those without an outcome again."""
         comparison, root = task.comparison, self.store.root.absolute()
         remaining = list(task.experiments)
         while remaining and not self.interrupt:
@@ -136,7 +136,7 @@ class Runner:
             remaining = self._launch(job)
 
     def _launch(self, job: Job) -> list[Experiment]:
-        """Run one job, record its outcomes, and return the experiments without an outcome."""
+        """Run one job, record the outcomes of its experiments, and return the experiments without an outcome."""
         self.progress.launch(job)
         self.recorder.begin()
         logs = self.launcher.logs
@@ -146,7 +146,7 @@ class Runner:
         has_announced_stop = False
 
         def harvest(spent_s: list[float]) -> None:
-            """Record the results so far, in order; compared experiments have results at the end only."""
+            """Record new results in the order of the job. Compared experiments have results only at the end."""
             while len(finished) < len(job.experiments):
                 index = len(finished)
                 results = launch.results(index)
@@ -185,7 +185,7 @@ class Runner:
 def _watch_launch(
     launch: RecordedLaunch, interrupt: StopRequest, tick: Callable[[Position, list[float]], None]
 ) -> supervise.Ending:
-    """Start a launch and return its end, also for a full disk or an unavailable network."""
+    """Start a launch and wait for its end. A full disk or an unavailable emulated network is an end with `error`."""
     try:
         launch.start()
     except NoNetwork as error:
@@ -201,7 +201,7 @@ def _watch_launch(
 
 
 def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[int]) -> list[int]:
-    """Return the indices of the unfinished experiments to which the end of a launch applies."""
+    """Return the indices of the unfinished experiments of `job` that get the outcome in which the launch ended."""
     open_ones = [index for index in range(len(job.experiments)) if index not in finished]
     if not open_ones:
         return []
@@ -210,6 +210,8 @@ def _blamed_experiments(job: Job, ending: supervise.Ending, finished: Container[
     if ending.outcome == "interrupted":
         running = [index for index in open_ones if index >= ending.experiment] or open_ones
         return open_ones if job.compare else running[:1]
-    if ending.experiment < 0:  # the start failed, and would fail again for each of them
+    if (
+        ending.experiment < 0
+    ):  # ranks failed before their first experiment, so each experiment would fail again
         return open_ones
     return [ending.experiment] if ending.experiment in open_ones else open_ones[:1]

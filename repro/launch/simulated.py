@@ -1,8 +1,7 @@
-"""`repro run --evidence simulated`: trace every selected experiment at its own scale, on this machine.
+"""Simulated runs of suites (`repro run --evidence simulated`): worker processes simulate the experiments at full scale.
 
-Worker processes simulate one experiment each at a time, in seconds (`repro.simulate`). Simulated records do not replace
-measured records of the same key. An experiment of the local machine is simulated without a limit on memory except its
-own, so that the record does not depend on the machine.
+Simulated records do not replace measured records of the same key. Simulations of the local machine have no memory limit
+except that of the experiment, so that their records do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from repro.util.processes import WorkerDied, Workers, pause_garbage_collection
 def simulate_suites(
     selected: Sequence[tuple[Suite, list[Entry]]], results: Path, system: str, rerun: bool
 ) -> Iterator[RunEnd]:
-    """Simulate the entries of each suite without a record, on shared worker processes.
+    """Simulate the entries of each suite that have no record, and yield the end of each suite.
 
     `system`: simulate all entries on this system.  Raises `ConfigError` before the first simulation.
     """
@@ -52,7 +51,7 @@ def simulate_suites(
 
 
 def _prepare_systems(suite: Suite, entries: list[Entry]) -> tuple[dict[str, System], dict[str, str]]:
-    """Return the system and the missing requirement of each experiment, by name.
+    """Return by name the system of each experiment, and the reason why it cannot be simulated; empty if it can.
 
     Raises `ConfigError` if no experiment can be simulated.
     """
@@ -94,12 +93,12 @@ def _simulate_suite(
 
 
 def missing_for_simulation(experiment: Experiment) -> str:
-    """Return the missing requirement for a simulation of `experiment`; empty if there is none."""
+    """Return the requirement without which `experiment` cannot be simulated; empty if it can be simulated."""
     return "" if experiment.engine == "native" else "engine native: only the suite's own step can be traced"
 
 
 def simulated_system(experiment: Experiment) -> System:
-    """Return the system on which `experiment` is simulated, with its network.  Raises `ConfigError`."""
+    """Return the system on which `experiment` is simulated, with its emulated network.  Raises `ConfigError`."""
     if experiment.system in systems.LOCAL_SYSTEMS:
         return _unlimited_machine()
     system = systems.load_system_file(experiment.system)
@@ -110,17 +109,17 @@ def simulated_system(experiment: Experiment) -> System:
     return emulated_system(system, experiment.network)
 
 
-@pause_garbage_collection()  # a collection would visit the events of the traces, which are freed at the end
+@pause_garbage_collection()  # a collection would be slow, because a trace has many live objects
 def simulate_experiment(experiment: Experiment, system: System, suite: str) -> ExperimentRecord:
-    """Simulate one experiment and return its record; an exception becomes a failed record."""
+    """Simulate one experiment and return its record. An exception gives a record of the outcome `error`."""
     from repro.simulate.step import simulate
 
     began = time.perf_counter()
     try:
         limit = experiment.limits.memory_bytes or None
-        gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates buffers for its messages
+        gloo = DEVICES.get(experiment.system) == "cpu"  # gloo allocates host buffers, which count as memory
         simulation = simulate(experiment, system, memory_limit=limit, gloo=gloo, time=True, interval=True)
-    except Exception as error:  # an outcome, not the end of the suite
+    except Exception as error:  # a failed experiment must not end the suite
         spent_s = time.perf_counter() - began
         return failed_record(experiment, describe_error(error), suite=suite, wall_s=spent_s)
     spent_s = time.perf_counter() - began
@@ -128,8 +127,8 @@ def simulate_experiment(experiment: Experiment, system: System, suite: str) -> E
 
 
 def _unlimited_machine() -> System:
-    """Return a machine with unlimited shared memory, for experiments of the local machine."""
-    unknown = Quantity(value=None, source="not asked: the record must not depend on the machine")
+    """Return a system without memory limit and times, for simulations of experiments of the local machine."""
+    unknown = Quantity(value=None, source="left out, so that the record does not depend on the machine")
     return System(
         name="local",
         device=Device(name="any", memory_bytes=unknown, memory_bandwidth=unknown),
@@ -142,9 +141,9 @@ def _unlimited_machine() -> System:
 
 
 def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
-    """Return `entries` on another system, under names that differ from the names in claims.
+    """Return copies of `entries` that run on `system`, with names of the form `experiment@system`.
 
-    A file of `repro calibrate` for processors is this machine, which emulates the links; other systems have links.
+    Emulated networks remain only on a system of processor cores that `repro calibrate` measured.
     """
     from repro.simulate.time.emulated import PROCESS_LINK
 
@@ -160,7 +159,7 @@ def move_to_system(entries: list[Entry], system: str) -> list[Entry]:
 
 
 def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], rerun: bool) -> list[Entry]:
-    """Return the entries without a conclusive record of the present system."""
+    """Return the entries without a conclusive record of their system in `on`; all entries with `rerun`."""
     latest = by_key(store.records(), SIMULATED)
     facts: dict[tuple[int, OperatorSet], SimulatedOn] = {}
 
@@ -177,7 +176,7 @@ def missing_entries(entries: list[Entry], store: Store, on: dict[str, System], r
 
 @contextmanager
 def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt) -> Iterator[None]:
-    """Hold the store's one lock on simulations inside the context.  Raises `DiskFull`."""
+    """Hold the store's lock on simulations inside the context; wait for it if needed.  Raises `DiskFull`."""
     locks = ExperimentLocks(store.root)
     with disk_full_errors(store.root):
         store.prepare()
@@ -195,7 +194,7 @@ def _hold_simulation_lock(store: Store, progress: Progress, interrupt: Interrupt
 def _simulate_entries(
     entries: list[Entry], on: dict[str, System], recorder: Recorder, interrupt: Interrupt, workers: Workers
 ) -> None:
-    """Simulate and record `entries`; stop at an interrupt."""
+    """Simulate `entries` on the systems `on` and write their records, until an interrupt."""
     if not entries or interrupt:
         return
     recorder.begin()

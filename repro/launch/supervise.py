@@ -1,8 +1,7 @@
-"""Supervision of the ranks of one launch until it ends, with the first cause of a failure.
+"""Supervision of the ranks of one launch until the launch ends, and search for the first cause of a failure.
 
-When one rank dies, its peers fail a moment later in their collectives ("connection closed by peer"), or NCCL's watchdog
-ends them.  After a first failure the other ranks therefore have a grace time to report.  The cause is then chosen by
-severity: an out-of-memory first, an echo of a lost peer last.
+When one rank dies, its peers fail in their collectives, or NCCL's watchdog ends them.  After a first failure, the
+supervisor therefore waits for other reports and selects the most severe: out of memory first, a lost peer last.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from repro.launch.rank_process import Position
 
 POLL_INTERVAL_S = 0.05
 FAILURE_GRACE_S = 2.0
-"""Time in which other ranks may report after the first failure, in seconds."""
+"""Time for which the supervisor waits for reports of other ranks after the first failure, in seconds."""
 ECHO_GRACE_S = 10.0
-"""Value of `FAILURE_GRACE_S` while every failure is an echo of a lost peer, in seconds."""
+"""Replacement of `FAILURE_GRACE_S` while ranks only report the loss of a peer, in seconds."""
 START_TIMEOUT_S = 120.0
-"""Minimum time before a hang is reported while ranks start, in seconds: a cold disk loads torch slowly."""
+"""Minimum time without progress that counts as a hang while ranks start, in seconds: imports of torch may be slow."""
 _ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|remote process exited|socket closed"
     r"|nccl.*(remote|aborted)|read error.*closed|connectfullmesh|wait timeout",
@@ -37,7 +36,7 @@ _SEVERITY = ("oom", "killed", "diverged", "error", "interrupted", "echo")
 
 
 class WatchedLaunch(Protocol):
-    """Interface of a launch whose ranks are watched."""
+    """Interface of a launch whose ranks `watch` can supervise."""
 
     world: int
     job: Job
@@ -54,11 +53,12 @@ class WatchedLaunch(Protocol):
 
 @dataclass
 class Ending:
-    """End of a launch.  `experiment` is the index of the running experiment, -1 before the first."""
+    """Outcome of a launch and its reason."""
 
     outcome: str
     reason: str
     experiment: int
+    """Index in the job of the experiment that ran at the end; -1 before the first experiment."""
     spent_s: list[float]
     """Wall-clock seconds of each experiment of the job."""
 
@@ -82,12 +82,11 @@ def watch(
     stop_s: Callable[[], float] = lambda: STOP_TIMEOUT_S,
     tick: Callable[[Position, list[float]], None] = lambda position, spent_s: None,
 ) -> Ending:
-    """Wait for all ranks; kill and reap them after a failure, a hang, a timeout or an interruption.
+    """Wait until all ranks of a launch end; kill them after a failure, a hang, a timeout or an interruption.
 
-    `interrupted()` returns the reason of an interruption, or an empty string.  An interrupted experiment with
-    checkpoints first gets a request to write one and to end, and `stop_s()` seconds for it.
-
-    `tick` is called about twenty times a second with the position of rank 0 and the seconds of each experiment.
+    `interrupted()` returns the reason of an interruption, or an empty string.  After an interruption, ranks that write
+    checkpoints have `stop_s()` seconds to write one.  `tick` is called every `POLL_INTERVAL_S` with the position of
+    rank 0 and the seconds of each experiment.
     """
     watcher = _Watcher(launch, stop_s)
     try:
@@ -104,12 +103,13 @@ class _Watcher:
         self.spent = [0.0] * len(self.job.experiments)
         self.failures: list[_Failure] = []
         self.kernel_kills = count_kernel_oom_kills()
-        self.last_word = [0.0] * launch.world
+        self.last_reports = [0.0] * launch.world
+        """Time of each rank's last position."""
         self.last_progress = time.monotonic()
-        self.asked: float | None = None
-        """Time of the request to the ranks to end by themselves; None before."""
+        self.stop_requested: float | None = None
+        """Time at which the ranks were requested to end; None before, `-inf` if they write no checkpoints."""
         self.why = ""
-        """Reason of the request."""
+        """Reason of the interruption; empty without one."""
 
     def run(self, interrupted: Callable[[], str], tick: Callable[[Position, list[float]], None]) -> Ending:
         before = time.monotonic()
@@ -133,16 +133,16 @@ class _Watcher:
             time.sleep(POLL_INTERVAL_S)
 
     def _stops(self, now: float, current: int) -> bool:
-        """Return whether to wait for the ranks, which got a request to write a checkpoint and to end."""
-        if self.asked is None:
+        """Request once that ranks write a checkpoint and end; return whether to wait for them."""
+        if self.stop_requested is None:
             writes = current >= 0 and self.job.experiments[current].training.checkpoint_every
-            self.asked = now if writes else -math.inf
+            self.stop_requested = now if writes else -math.inf
             if writes:
                 self.launch.ask_to_stop()
-        return now - self.asked < self.stop_s()
+        return now - self.stop_requested < self.stop_s()
 
     def _collect(self) -> int:
-        """Return the number of ranks that have ended, and record each new failure once."""
+        """Return the number of ranks that have ended, and add each new failure to `failures`."""
         ended = 0
         known = {failure.rank for failure in self.failures}
         for rank in self.ranks:
@@ -181,7 +181,7 @@ class _Watcher:
         return self.failures[0].seen + (ECHO_GRACE_S if only_echoes else FAILURE_GRACE_S)
 
     def _judge(self) -> Ending:
-        # Ranks that still run are killed in watch(), which is no failure of their own.
+        # `watch` kills the ranks that still run. They are not among the failures.
         first = min(self.failures, key=lambda failure: (_SEVERITY.index(failure.severity), failure.seen))
         position = self.launch.position(first.rank)
         experiment = position.experiment if position.begun else -1
@@ -191,12 +191,12 @@ class _Watcher:
     def _overdue(self, now: float, current: int) -> Ending | None:
         limits = self.job.experiments[max(0, current)].limits
         positions = [self.launch.position(rank) for rank in self.ranks]
-        words = [position.seconds for position in positions]
+        reports = [position.seconds for position in positions]
         patience = limits.hang_s
         if not all(position.begun for position in positions):
             patience = max(patience, START_TIMEOUT_S)
-        if words != self.last_word:
-            self.last_word, self.last_progress = words, now
+        if reports != self.last_reports:
+            self.last_reports, self.last_progress = reports, now
         if limits.timeout_s and self.spent[max(0, current)] > limits.timeout_s:
             limit = f"{limits.timeout_s:g} s (limits.timeout_s)"
             return self._end("timeout", f"not done after {limit} {self._where_all()}")
@@ -217,14 +217,14 @@ class _Watcher:
         others = [rank for rank in self.ranks if rank not in laggards]
         text = "; ".join(f"rank {rank} {what} {positions[rank]}" for rank in laggards[:4])
         if len(laggards) > 4:
-            text += f"; {len(laggards) - 4} more ranks like it"
+            text += f"; {len(laggards) - 4} more ranks likewise"
         return text + (f"; {self._where(others, 'waits')}" if others else "")
 
     def _where_all(self) -> str:
         return f"({self._where(list(self.ranks), 'was')})"
 
     def _where(self, ranks: list[int], verb: str) -> str:
-        """Describe the positions of ranks, with ranks of equal position together."""
+        """Describe the positions of `ranks`, and group ranks with equal positions."""
         places: dict[str, list[str]] = {}
         for rank in ranks:
             places.setdefault(str(self.launch.position(rank)), []).append(str(rank))
@@ -236,7 +236,7 @@ class _Watcher:
         )
 
     def _current(self) -> int:
-        """Return the index of rank 0's experiment; -1 before the first."""
+        """Return the index of the experiment that rank 0 runs; -1 before the first experiment."""
         position = self.launch.position(0)
         return position.experiment if position.begun else -1
 
@@ -245,10 +245,10 @@ class _Watcher:
 
 
 def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
-    """Return the ranks that the other ranks wait for; all ranks if none differs.
+    """Return the ranks for which the other ranks wait in a hang; all ranks if their positions are equal.
 
-    They are the ranks in the earliest step, and of these the ranks that have issued fewer collectives than others of
-    their pipeline stage. Ranks of one stage issue the same collectives; ranks of different stages do not.
+    These ranks are in the earliest step and have issued the fewest collectives of their pipeline stage. Only the
+    ranks of one stage are compared, because they issue the same collectives.
     """
     earliest = min((p.experiment, p.step) for p in positions)
     slow = [rank for rank, p in enumerate(positions) if (p.experiment, p.step) == earliest]
@@ -266,7 +266,6 @@ def lagging_ranks(positions: list[Position], job: Job) -> list[int]:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, for example `SIGKILL` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -274,7 +273,7 @@ def signal_name(number: int) -> str:
 
 
 def count_kernel_oom_kills() -> int:
-    """Return the number of processes that the kernel killed for lack of memory, in this cgroup or on the machine."""
+    """Return how many processes the kernel's OOM killer has ended in this cgroup, or else on this machine."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         group = next((line[3:] for line in groups if line.startswith("0::")), None)

@@ -160,7 +160,7 @@ NASTY = {
         "--profile = 'dgx3': unknown profile; did you mean dgx2?", "submit smoke --profile dgx3 --dry-run"
     ),
     "a price below nothing": Bad(
-        "p.toml: price_per_gpu_hour = -1.0: must be 0 (not known) or more",
+        "p.toml: price_per_gpu_hour = -1.0: must be 0 (unknown) or more",
         "submit zero_r --profile p.toml --dry-run",
         file=f"price_per_gpu_hour = -1.0\n{PROFILE}",
     ),

@@ -82,7 +82,9 @@ def test_processes_are_refused_before_they_start(tmp_path: Path, capsys: pytest.
     layout = f"layout.dp = {max_ranks().value + 1}"
     suite.write_text(f'[suite]\nname = "s"\n[[experiment]]\nname = "a"\nmodel = "gpt2-tiny"\n{layout}\n')
     assert cli.main(["run", str(suite), "--results", str(tmp_path / "results")]) == 2
-    assert f"processes, and this machine takes {max_ranks().value} (16 a core" in capsys.readouterr().err
+    assert (
+        f"processes, and this machine runs at most {max_ranks().value} (16 a core" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,13 @@ def test_a_process_may_take_what_was_asked_for() -> None:
     ("wrong", "as_rank", "of", "said"),
     [
         (asked("dgx2"), None, 1, "system = 'dgx2': must be one of local, local-gpu with --measure"),
-        (asked(expandable=True), None, 1, "expandable: must be PYTORCH_CUDA_ALLOC_CONF"),
-        (asked(memory_limit=""), None, 1, "memory_limit: is needed on processor cores"),
+        (
+            asked(expandable=True),
+            None,
+            1,
+            "expandable: does not work with --measure: set PYTORCH_CUDA_ALLOC_CONF",
+        ),
+        (asked(memory_limit=""), None, 1, "memory_limit: is required on processor cores"),
         (asked(gpus=2), 0, 4, "gpus = 2: must be 1 with --as-rank"),
         (asked(), 0, 0, "of = 0: must be the number of ranks"),
         (asked(), 4, 4, "as_rank = 4: must be a rank from 0 to 3"),

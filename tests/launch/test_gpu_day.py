@@ -134,7 +134,7 @@ def test_a_signal_names_the_steps_that_were_not_started(
     stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(1000)"
     found = visit(monkeypatch, tmp_path / "out", [step("stops", stops), step("rest", "")])
     assert found["stops"].outcome == "interrupted"
-    assert (found["rest"].outcome, found["rest"].reason) == ("skipped", "the visit was interrupted")
+    assert (found["rest"].outcome, found["rest"].reason) == ("skipped", "the session was interrupted")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -261,7 +261,7 @@ def test_an_import_adds_records_once_and_says_what_changed(
 
 def test_an_import_of_another_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["gpu-day", "--import", str(tmp_path)]) == 2
-    assert "name the folder of --out" in capsys.readouterr().err
+    assert "name a folder that --out wrote" in capsys.readouterr().err
 
 
 def test_concurrent_kernels_count_once() -> None:

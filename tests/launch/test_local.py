@@ -40,7 +40,9 @@ def test_what_this_machine_has_not_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert [needs(experiment(world, "local-gpu")) for world in (2, 3)] == [
         *("", "3 GPUs of system local-gpu, and 2 are visible here")
     ]
-    too_many = f"{most + 1} processes, and this machine takes {most} ({RANKS_PER_CORE.value} a core: {why})"
+    too_many = (
+        f"{most + 1} processes, and this machine runs at most {most} ({RANKS_PER_CORE.value} a core: {why})"
+    )
     assert [needs(experiment(world)) for world in (most, most + 1)] == ["", too_many]
     assert needs(experiment(1, engine="torch")) == "engine torch"
     network = EmulatedNetwork(nodes=2, ranks_per_node=1, between=1e6)

@@ -28,7 +28,7 @@ def test_a_stopped_run_goes_on_where_it_was_on_fewer_ranks(tmp_path: Path) -> No
     code, out, _ = finish(process)
     assert code == 130
     assert "a: interrupted  stopped by the user: " in out
-    assert "the next run goes on from there" in out
+    assert "the next run resumes there" in out
     (stopped,) = latest(results).values()
     assert stopped["outcome"] == "interrupted"
     at = max(int(path.parent.name[5:]) for path in results.glob("checkpoints/*/step-*/index.json"))

@@ -285,7 +285,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         (["--evidence", "guessed"], "--evidence = 'guessed': must be measured or simulated"),
         (
             ["--system", "dgx2"],
-            "--system = 'dgx2': needs --evidence simulated; measured runs use the machine",
+            "--system = 'dgx2': needs --evidence simulated; measured runs use this machine",
         ),
         (["--evidence", "simulated", "--system", "dgx22"], "system = 'dgx22': did you mean dgx2"),
         (["--evidence", "simulated", "--only", "torch"], "not simulated: needs engine native"),

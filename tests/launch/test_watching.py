@@ -132,7 +132,7 @@ def test_of_many_ranks_some_are_named(clock: Clock) -> None:
     assert watch(Elsewhere(7, stopped=6, hang_s=2.0)).reason == (
         "no progress for 2 s (limits.hang_s): "
         + "; ".join(f"rank {rank} is stopped (SIGSTOP or a debugger) {at}" for rank in range(4))
-        + f"; 2 more ranks like it; rank 6 waits {at}"
+        + f"; 2 more ranks likewise; rank 6 waits {at}"
     )
     assert watch(Elsewhere(4, stopped=4, hang_s=2.0)).reason.endswith(
         f"; rank 3 is stopped (SIGSTOP or a debugger) {at}"

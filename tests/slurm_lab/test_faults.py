@@ -206,7 +206,7 @@ def test_a_long_training_is_preempted_and_goes_on(lab: Lab, tmp_path: Path) -> N
     assert status[name]["state"] == "done", bench.logs()
     interrupted, done = bench.records()
     assert "preempted" in interrupted["reason"]
-    assert interrupted["reason"].endswith("after step 4; the next run goes on from there")
+    assert interrupted["reason"].endswith("after step 4; the next run resumes there")
     assert done["series"]["resumed_from"] == [STEP + 1]
     here = tmp_path / "here"
     lab.run(["repro", "run", quality, "--only", name, "--results", here])

@@ -1,7 +1,6 @@
-"""Checks of a machine for `repro doctor`: GPUs, drivers, CUDA compiler, SLURM bindings, and the features that they
-enable.
+"""Checks of a machine for `repro doctor`: hardware, drivers, libraries, CUDA kernels, and the features they enable.
 
-`machine` and `kernels` return lists of `Check`. `launch.slurm` runs the same checks on the nodes of a cluster.
+`machine` and `kernels` return lists of `Check`. `launch.slurm.submission` adds checks of a SLURM cluster.
 """
 
 from __future__ import annotations
@@ -21,6 +20,6 @@ class Check:
     found: str
     """Detected version or device, or the missing requirement and its installation."""
     enables: str
-    """Features that work with the requirement, or that are disabled without it."""
+    """Features that the checked item enables, or that are disabled without it."""
     fatal: bool = False
     """Whether no run is possible in this state."""

@@ -1,8 +1,7 @@
-"""Checks of the CUDA kernels: compiler, cache, families, and the resources and occupancy of every compiled kernel.
+"""Checks of the CUDA kernels: compiler, cache, compilation, and the resources and occupancy of every compiled kernel.
 
-By Little's law, a memory of bandwidth B and latency L is busy while B L bytes are requested. A resident thread counts
-with its smallest request: one access of one operand, or its part of a row. A share of 1 only excludes a lack of
-threads. Functions import the kernels, because `repro doctor` also runs where torch is missing.
+By Little's law, a memory of bandwidth B and latency L is busy only while B x L bytes are in flight. The estimate
+assumes the smallest request of each resident thread, so it is a lower bound of the requested share of bandwidth.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from repro.kernels.cuda.program import Program
 
 ALL_ARCHITECTURES = (70, 80, 90, 100)
-"""Architectures of `--kernels all`: V100, A100, H100 and B200."""
-_FALLBACK_NOTE = "torch's operators run on a GPU, and every record says so"
+"""Compute capabilities times ten that `--kernels all` selects: V100, A100, H100 and B200."""
+_FALLBACK_NOTE = "GPUs run torch's operators instead, and every record names the replaced kernels"
 
 _RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?"
@@ -35,19 +34,19 @@ _RESOURCES = re.compile(
 
 
 class KernelResources(NamedTuple):
-    """Resources of one kernel."""
+    """Registers and memory of one compiled CUDA kernel."""
 
     registers: int
     """32-bit registers per thread."""
     stack_bytes: int
     spilled_bytes: int
-    """Bytes of stores and loads of spilled registers, per thread."""
+    """Bytes per thread that spilled registers store to and load from local memory."""
     shared_bytes: int
-    """Static shared memory per block."""
+    """Static shared memory of a thread block, in bytes."""
 
 
 def parse_resources(log: str) -> dict[str, KernelResources]:
-    """Return the resources by kernel from the log of a compilation with `--ptxas-options=-v`."""
+    """Return the resources of each kernel from the compiler log that `--ptxas-options=-v` writes."""
     found: dict[str, KernelResources] = {}
     for name, *counts in _RESOURCES.findall(log):
         stack, stores, loads, registers, shared = (int(count or 0) for count in counts)
@@ -56,20 +55,25 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
 
 
 def check_kernels(torch: Any, compile_for: str = "") -> list[Check]:
-    """Check the operators, the compiler, the cache, and the families on the GPUs of this machine.
+    """Check the operators, the CUDA compiler, the kernel cache, and every kernel family for the GPUs of this machine.
 
-    `compile_for` (`sm_80`, a list with commas, or `all`): compile every family for these architectures, also without
-    a GPU.  Raises `ConfigError` for an unknown architecture.
+    `compile_for` (`sm_80`, a list with commas, or `all`) compiles every family for these architectures instead, which
+    needs no GPU.  Raises `ConfigError` for an unknown architecture.
     """
     try:
         from repro.kernels.cuda.compile import COMPILER_PACKAGES
         from repro.kernels.cuda.program import Unavailable
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # errors of an incompatible torch
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # an incompatible torch raises any of these
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return [Check("kernels", NO, reason, "no training", fatal=True)]
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("repro::")]
-    text = f"{len(names)} operators, each with a form in torch"
-    checks = [Check("kernels", YES, text, "the same step on CPU, CUDA and meta")]
+    text = f"{len(names)} operators, each with a PyTorch reference"
+    checks = [Check("kernels", YES, text, "the same training step on CPU, CUDA and meta devices")]
     try:
         checks += _check_compiler(torch)
         checks += _check_families(torch, compile_for)
@@ -85,12 +89,12 @@ def _check_compiler(torch: Any) -> list[Check]:
     from repro.kernels.cuda import compile as compiler
 
     version, known = ".".join(map(str, compiler.nvrtc_version())), compiler.supported_architectures()
-    found = f"{version}, for sm_{known[0]} to sm_{known[-1]}"
-    here = "when they are first called" if torch.cuda.is_available() else "where there is a GPU"
-    compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}; no toolkit is needed")
+    found = f"{version}, compiles for sm_{known[0]} to sm_{known[-1]}"
+    here = "at their first call" if torch.cuda.is_available() else "on machines with a GPU"
+    compiles = Check("NVRTC", YES, found, f"compiles the CUDA kernels {here}, without a CUDA toolkit")
     count, size = compiler.cache_contents()
     held = f"{compiler.cache_folder()}: {count} programs, {units.size(size)}"
-    moves = f"compiled once for all ranks; ${compiler.CACHE_VARIABLE} moves it"
+    moves = f"kernels are compiled once for all ranks; ${compiler.CACHE_VARIABLE} sets another folder"
     return [compiles, Check("kernel cache", YES, held, moves)]
 
 
@@ -105,8 +109,8 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         targets = sorted({compiler.compile_target((device.major, device.minor)) for device in devices})
     else:
-        found = f"{len(families.FAMILIES)} families, no GPU to run them"
-        meaning = "`repro doctor --kernels sm_80` compiles them for one that is not here"
+        found = f"{len(families.FAMILIES)} kernel families, but no GPU to run them"
+        meaning = "`repro doctor --kernels sm_80` compiles them for an A100 without a GPU"
         return [Check("CUDA kernels", LIMITED, found, meaning)]
     return [
         _check_family(name, family, target, compile=bool(compile_for))
@@ -116,7 +120,10 @@ def _check_families(torch: Any, compile_for: str) -> list[Check]:
 
 
 def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return compute capabilities. `all` stands for the `known` ones of `ALL_ARCHITECTURES`.  Raises `ConfigError`."""
+    """Return the compute capabilities (major, minor) that `compile_for` names.  Raises `ConfigError` for other text.
+
+    `all` stands for the architectures in `ALL_ARCHITECTURES` that the compiler supports (`known`).
+    """
     if compile_for == "all":
         return [divmod(architecture, 10) for architecture in ALL_ARCHITECTURES if architecture in known]
     found = []
@@ -130,7 +137,7 @@ def parse_architectures(compile_for: str, known: tuple[int, ...]) -> list[tuple[
 
 
 def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Check:
-    """Check one family for one architecture, from the cache or by compilation."""
+    """Check one kernel family for one GPU architecture: compile it with `compile`, else read its cached programs."""
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
 
@@ -141,35 +148,38 @@ def _check_family(name: str, family: Any, target: Any, *, compile: bool) -> Chec
         else:
             compiled = [kept for program in programs if (kept := compiler.cached_program(program, target))]
     except Unavailable as error:
-        return Check(title, NO, f"failed: {error}", "torch's operators run in its place, and records say so")
+        return Check(title, NO, f"failed: {error}", _FALLBACK_NOTE)
     if not compiled:
-        return Check(title, YES, "not compiled yet", "compiled when it is first called, in a second or less")
+        return Check(title, YES, "not compiled yet", "the first call compiles it, in a second or less")
     used = [kernel for made in compiled for kernel in parse_resources(made.log).values()]
-    if not used:  # the driver assigns the registers of intermediate code
-        return Check(title, YES, "compiled for the driver", "runs on such a GPU")
+    if not used:  # the log of PTX lists no registers, because the driver assigns them
+        return Check(
+            title, YES, "compiled to PTX, which the driver compiles", "runs on GPUs of this architecture"
+        )
     registers = max(kernel.registers for kernel in used)
     spilled = sum(kernel.spilled_bytes for kernel in used)
-    spills = f"{spilled} bytes spilled" if spilled else "nothing spilled"
+    spills = f"{spilled} bytes spilled" if spilled else "no registers spilled"
     found = f"compiled, {len(compiled)} of {len(programs)} usual programs, {registers} registers, {spills}"
-    return Check(title, LIMITED if spilled else YES, found, "runs on such a GPU")
+    return Check(title, LIMITED if spilled else YES, found, "runs on GPUs of this architecture")
 
 
 MICRO_BATCH_ROWS = 8192
-"""Rows of a micro-batch: 8 samples of 1024 tokens, whose last wave of blocks is not full."""
+"""Rows (tokens) of the micro-batch for which occupancy is computed: 8 samples of 1024 tokens."""
 
 
 class GpuLimits(NamedTuple):
     """Limits of a GPU of one compute capability.
 
-    Source of `shared_bytes` and of the equal limits on registers, warps and blocks: CUDA C++ Programming Guide,
-    "Technical Specifications per Compute Capability".
+    Source of `shared_bytes`, `MAX_REGISTERS`, `MAX_WARPS` and `MAX_BLOCKS`: CUDA C++ Programming Guide, "Technical
+    Specifications per Compute Capability".
     """
 
     shared_bytes: int
-    """Maximum shared memory of a multiprocessor."""
+    """Maximum shared memory of a multiprocessor, in bytes."""
     reserved_bytes: int
-    """Additional shared memory per block."""
+    """Shared memory that CUDA reserves in each thread block, in bytes."""
     processors: int
+    """Number of multiprocessors."""
     bandwidth: float
     """Memory bandwidth in bytes/s."""
     clock: float
@@ -177,17 +187,17 @@ class GpuLimits(NamedTuple):
 
 
 LATENCY_CYCLES = 400.0
-"""Latency of an idle memory in clock cycles, of V100, A100 and H100 (PMC10448217 Table 3); assumed for B200."""
+"""Latency of idle device memory in clock cycles: V100, A100 and H100 by PMC10448217 Table 3, assumed for B200."""
 GPUS = {
-    # V100, A100 and H100: PMC10448217 Table 3. 80 of V100's 84 multiprocessors are enabled, and 132 on H100.
+    # Source for V100, A100 and H100: PMC10448217 Table 3. V100 has 80 enabled multiprocessors, and H100 has 132.
     70: GpuLimits(96 * 1024, 0, 80, 900e9, 1.53e9),
-    # Bandwidth of the A100 with 80 GB: NVIDIA's data sheet.
+    # Source of the bandwidth of the A100 with 80 GB: NVIDIA's data sheet.
     80: GpuLimits(164 * 1024, 1024, 108, 2039e9, 1.41e9),
     90: GpuLimits(228 * 1024, 1024, 132, 3352e9, 1.755e9),
-    # B200: NVIDIA's DGX B200 data sheet. The clock is H100's.
+    # Source for B200: NVIDIA's DGX B200 data sheet. Its clock is assumed to be that of the H100.
     100: GpuLimits(228 * 1024, 1024, 148, 8000e9, 1.755e9),
 }
-"""GPUs by compute capability times ten."""
+"""Limits of each GPU by its compute capability times ten."""
 MAX_REGISTERS, MAX_WARPS, MAX_BLOCKS = 65536, 64, 32
 
 
@@ -195,23 +205,23 @@ class Occupancy(NamedTuple):
     """Occupancy of a multiprocessor by one kernel."""
 
     occupancy: float
-    """Resident share of the warps, 0 to 1."""
+    """Resident warps over the maximum of a multiprocessor, 0 to 1."""
     bandwidth: float
-    """Minimum requested share of memory bandwidth, 0 to 1."""
+    """Lower bound of the share of memory bandwidth that the resident threads request, 0 to 1."""
 
 
 def resident_blocks(used: KernelResources, threads: int, gpu: GpuLimits) -> int:
-    """Return the resident blocks of `threads` threads on a multiprocessor."""
+    """Return how many blocks of `threads` threads of a kernel are resident on one multiprocessor of `gpu`."""
     warps = -(-threads // 32)
     of_warp = -(-used.registers * 32 // 256) * 256
-    # A quarter of the multiprocessor holds the registers of its warps.
+    # Each quarter of a multiprocessor has its own register file, so a warp cannot use registers of two quarters.
     by_registers = MAX_REGISTERS // 4 // of_warp * 4 // warps
     by_shared = gpu.shared_bytes // max(1, used.shared_bytes + gpu.reserved_bytes)
     return min(MAX_BLOCKS, MAX_WARPS // warps, by_registers, by_shared)
 
 
 def requested_bytes(program: Program) -> int:
-    """Return the minimum bytes that a thread requests before it waits."""
+    """Return the minimum bytes that a thread of `program` requests from memory before it waits for them."""
     from repro.kernels.cuda.program import TYPE_BYTES
 
     known = dict(program.definitions)
@@ -221,12 +231,14 @@ def requested_bytes(program: Program) -> int:
 
 
 def occupancy_of(program: Program, used: KernelResources, gpu: GpuLimits) -> Occupancy:
-    """Return the occupancy of a multiprocessor and its request to memory, in the mean of all waves."""
+    """Return a multiprocessor's occupancy by a kernel and its requested share of bandwidth, averaged over all waves."""
     from repro.kernels.layernorm import MAX_BACKWARD_THREADS
 
     blocks = resident_blocks(used, program.threads, gpu)
     if program.source == "layernorm" and dict(program.definitions)["BACKWARD"]:
-        blocks = min(blocks, max(1, MAX_BACKWARD_THREADS // program.threads))  # the launch has no more
+        blocks = min(
+            blocks, max(1, MAX_BACKWARD_THREADS // program.threads)
+        )  # the launcher starts no more threads
     in_flight = blocks * program.threads * requested_bytes(program)
     needed = gpu.bandwidth * LATENCY_CYCLES / gpu.clock / gpu.processors
     waves = 1.0
@@ -242,25 +254,24 @@ class KernelRow:
 
     kernel: str
     program: str
-    """Source and its definitions."""
+    """Name of the CUDA source with its macro definitions."""
     sizes: tuple[int, ...]
-    """Numbers of columns of its rows; empty for rows of any length."""
+    """Row lengths for which the program is compiled; empty for any length."""
     architecture: str
     threads: int
     registers: int
     shared_bytes: int
     spilled_bytes: int
     occupancy: float | None
-    """Resident share of a multiprocessor's warps, 0 to 1; None for an undescribed GPU."""
+    """Resident warps over the maximum of a multiprocessor, 0 to 1; None for a GPU that is not in `GPUS`."""
     bandwidth: float | None
-    """Minimum requested share of memory bandwidth, 0 to 1 by Little's law; None as above."""
+    """Lower bound of the requested share of memory bandwidth, 0 to 1; None for a GPU that is not in `GPUS`."""
 
 
 def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
-    """Compile every kernel of every size class of all suites and model files, and return its resources.
+    """Compile the kernels for all row lengths of the packaged suites and models; return the resources of each kernel.
 
-    Programs that do not compile have no row; without a compiler there are no rows.  Raises `ConfigError` for an unknown
-    architecture.
+    Programs that do not compile are left out.  Raises `ConfigError` for an unknown architecture.
     """
     from repro.kernels.cuda import compile as compiler
     from repro.kernels.cuda.program import Unavailable
@@ -298,5 +309,5 @@ def compile_kernel_rows(compile_for: str) -> list[KernelRow]:
             )
         return found
 
-    with ThreadPoolExecutor(usable_cores()) as pool:  # the compiler releases Python's lock
+    with ThreadPoolExecutor(usable_cores()) as pool:  # the compiler releases Python's global lock
         return [row for found in pool.map(rows, todo) for row in found]

@@ -1,6 +1,6 @@
-"""`repro doctor`: checks of this machine and its GPUs, in the order of their importance for runs.
+"""Checks of this machine and its GPUs for `repro doctor`.
 
-As a program, the module prints why torch cannot use the GPUs; `make test-gpu` runs it first.
+Run with `python -m`, the module prints why torch cannot use the GPUs; `make test-gpu` runs it first.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from repro.util.extras import installation
 
 MIN_TORCH_VERSION = (2, 6)
 LIBRARY_ENGINES = (("deepspeed", "DeepSpeed", "deepspeed"), ("megatron", "Megatron-core", "megatron-core"))
-"""Engine, name of its project, and its distribution."""
+"""For each engine that runs a library: engine name, project name, and name of the Python distribution."""
 MIN_FREE_DISK_BYTES = 10**9
 NO_GPU_REASON = "no NVIDIA GPU or driver found"
-_OTHER_TORCH_HINT = "`make KEEP_TORCH=1` uses the machine's own torch, PYTHON= says whose"
+_OTHER_TORCH_HINT = "`make KEEP_TORCH=1 PYTHON=/path/to/python` uses the torch of that Python"
 _BINDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
-"""Options of sbatch and srun that bind GPUs; a task has them in its environment (`SLURM_GPUS_PER_TASK`)."""
+"""Options of sbatch and srun that bind GPUs to tasks. A task reads them from variables such as `SLURM_GPU_BIND`."""
 _BINDING_MEANING = (
-    "NCCL may lose CUDA IPC inside a node and copy through host memory: ask for gpus-per-node and gpu-bind=none, "
-    "and each rank takes its GPU"
+    "NCCL may lose CUDA IPC inside a node and copy through host memory: request gpus-per-node and gpu-bind=none, "
+    "and each rank selects its own GPU"
 )
 
 
 def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
-    """Return all checks of this machine. `compile_for` compiles the CUDA kernels (`check_kernels`)."""
+    """Return all checks of this machine and of the folder `results`. `compile_for`: see `check_kernels`."""
     checks = [_python(), _processor(), _memory(), _disk(results)]
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
+    except (ImportError, OSError) as error:  # OSError: a broken installation cannot load a shared library
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         needed = "no training and no tracing; install torch >= 2.6"
         checks.append(Check("torch", NO, reason, needed, fatal=True))
@@ -55,7 +55,7 @@ def examine_machine(results: Path, compile_for: str = "") -> list[Check]:
 
 def _python() -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
-    return Check("python", YES, found, "runs the harness")
+    return Check("python", YES, found, "runs the suite")
 
 
 def _processor() -> Check:
@@ -64,9 +64,9 @@ def _processor() -> Check:
     quota = state["quota_cores"]
     text = f"{state['model']}, {cores} usable core{'s' if cores != 1 else ''}"
     if quota is not None and quota < cores:
-        text += f", limited to the time of {quota:g}"
+        text += f", with a quota of {quota:g} cores of processor time"
         cores = max(1, int(quota))
-    more = "more ranks are right in memory, bytes and loss, not in time"
+    more = "with more ranks, memory, traffic and losses are valid, but times are not"
     meaning = f"up to {cores} ranks with a core each; {more}"
     return Check("processor", YES if cores >= 2 else LIMITED, text, meaning)
 
@@ -76,7 +76,7 @@ def _memory() -> Check:
     total = min(state["total_bytes"], state["limit_bytes"] or state["total_bytes"])
     free = min(state["available_bytes"], total)
     text = f"{units.size(free)} of {units.size(total)} free"
-    most = f"{units.parameter_count(free / 16)} parameters in all ranks together, at 16 bytes each"
+    most = f"{units.parameter_count(free / 16)} parameters over all ranks, at 16 bytes each"
     psi = f"mixed-precision model states of at most {most}"
     return Check("memory", YES if free >= 2**32 else LIMITED, text, psi)
 
@@ -87,7 +87,7 @@ def _disk(results: Path) -> Check:
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         return Check("disk", NO, f"{place} cannot be written", "no record can be stored", fatal=True)
     free = shutil.disk_usage(place).free
-    text = f"{units.size(free)} free where results go ({results})"
+    text = f"{units.size(free)} free in the results folder {results}"
     if free < MIN_FREE_DISK_BYTES:
         return Check("disk", LIMITED, text, "a suite needs a few MB, a virtual environment 2 GB")
     return Check("disk", YES, text, "records are stored")
@@ -101,10 +101,10 @@ def _torch(torch: Any) -> Check:
         architectures = torch.cuda.get_arch_list()
         text += f" for {', '.join(architectures)}" if architectures else ""
     if () < major_minor(version) < MIN_TORCH_VERSION:
-        return Check("torch", NO, text, "at least 2.6 is needed", fatal=True)
+        return Check("torch", NO, text, "torch 2.6 or later is required", fatal=True)
     if not torch.distributed.is_available():
         text += ", without torch.distributed"
-        return Check("torch", NO, text, "no rank can talk to another", fatal=True)
+        return Check("torch", NO, text, "ranks cannot communicate", fatal=True)
     return Check("torch", YES, text, "the training step, on real devices and on meta tensors")
 
 
@@ -119,7 +119,9 @@ def _nccl(torch: Any) -> Check:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return Check("NCCL", NO, "not in this torch", "no collectives between GPUs")
     if not torch.cuda.is_available():
-        return Check("NCCL", LIMITED, "in this torch, but no GPU to use it", "no collectives between GPUs")
+        return Check(
+            "NCCL", LIMITED, "this torch has NCCL, but there is no GPU", "no collectives between GPUs"
+        )
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return Check("NCCL", YES, version, "collectives between GPUs")
 
@@ -127,28 +129,28 @@ def _nccl(torch: Any) -> Check:
 def _slurm() -> Check:
     sbatch, srun = shutil.which("sbatch"), shutil.which("srun")
     if not sbatch or not srun:
-        meaning = "runs stay on this machine; `make slurm-lab`"
+        meaning = "no `repro submit` on this machine; `make slurm-lab` starts a SLURM for tests"
         return Check("SLURM", NO, "no sbatch and srun on the path", meaning)
     inside = f", inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-    meaning = "`repro submit`; `repro doctor --profile FILE` examines the cluster"
+    meaning = "`repro submit` works; `repro doctor --profile FILE` examines the cluster"
     return Check("SLURM", YES, f"{_first_line([sbatch, '--version']) or sbatch}{inside}", meaning)
 
 
 def _lab() -> Check:
-    """Check emulated networks by a trial."""
+    """Check whether this machine can emulate networks, by creating a small one."""
     lacking = lab.missing_requirement()
     if lacking:
-        return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` say `not run`")
-    meaning = "experiments with a `network`: ranks of this machine behind links of any rate"
-    return Check("lab", YES, "network namespaces and token buckets, tried", meaning)
+        return Check("lab", LIMITED, f"missing: {lacking}", "experiments with a `network` cannot run")
+    meaning = "experiments with a `network`: local ranks with links of any rate between them"
+    return Check("lab", YES, "network namespaces and token buckets work", meaning)
 
 
 def _engines() -> list[Check]:
-    """Check the libraries that other engines run."""
+    """Check the libraries of the engines `deepspeed` and `megatron`."""
     found = []
     for engine, name, distribution in LIBRARY_ENGINES:
         version = versions((distribution,)).get(distribution)
-        meaning = f'`engine = "{engine}"`: {name} itself trains what a suite describes, on CPUs too'
+        meaning = f'`engine = "{engine}"`: {name} trains the experiments of a suite, also on CPUs'
         if version is None:
             lacking = f"not installed: {missing_library(engine).partition(': ')[2]}"
             found.append(Check(name, LIMITED, lacking, f'no `engine = "{engine}"`'))
@@ -170,8 +172,8 @@ def _git() -> Check:
     version = _first_line(["git", "--version"])
     if version:
         found = version.removeprefix("git version ")
-        return Check("git", YES, found, "records name the commit they come from")
-    return Check("git", LIMITED, "not found", "records cannot name the commit they come from")
+        return Check("git", YES, found, "records name the commit of the running code")
+    return Check("git", LIMITED, "not found", "records do not name the commit of the running code")
 
 
 def _first_line(arguments: list[str]) -> str:
@@ -179,7 +181,7 @@ def _first_line(arguments: list[str]) -> str:
 
 
 def command_output(command: Sequence[str], timeout_s: float = 5.0) -> str:
-    """Return the output of a command; empty if it is missing, fails or does not end in time."""
+    """Return the standard output of a command; empty if the command is missing, fails or exceeds `timeout_s`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -188,7 +190,7 @@ def command_output(command: Sequence[str], timeout_s: float = 5.0) -> str:
 
 
 def check_gpus(torch: Any) -> list[Check]:
-    """Check CUDA, then each GPU that torch sees."""
+    """Return a check of CUDA and a check of each GPU that torch can use."""
     if reason := _missing_cuda_reason(torch):
         without = "claims that need a GPU stay `not run`"
         hint = "" if reason == NO_GPU_REASON else f"; {_OTHER_TORCH_HINT}"
@@ -196,7 +198,7 @@ def check_gpus(torch: Any) -> list[Check]:
     in_machine = gpus()
     driver = in_machine[0]["driver"] if in_machine else "unknown"
     count = torch.cuda.device_count()
-    several, one = "one rank each: ZeRO, data and tensor parallelism", "one rank: single-device runs"
+    several, one = "one rank per GPU: ZeRO, data and tensor parallelism", "one rank: single-device runs"
     found = f"{words.count_noun(count, 'device')}, driver {driver}"
     checks = [Check("CUDA", YES, found, several if count > 1 else one)]
     checks += check_task_binding(os.environ, count)
@@ -212,7 +214,7 @@ def check_gpus(torch: Any) -> list[Check]:
 
 
 def unusable_reason(torch: Any) -> str:
-    """Return in one line why this torch cannot use a GPU of this machine, with advice; empty if it can use all."""
+    """Return one line that explains why this torch cannot use a GPU of this machine; empty if it can use all GPUs."""
     if reason := _missing_cuda_reason(torch):
         return reason if reason == NO_GPU_REASON else f"{reason}; {_OTHER_TORCH_HINT}"
     for index in range(torch.cuda.device_count()):
@@ -224,7 +226,7 @@ def unusable_reason(torch: Any) -> str:
 
 
 def _missing_cuda_reason(torch: Any) -> str:
-    """Return why torch sees no GPU; empty if it sees one."""
+    """Return the reason why torch can use no GPU; empty if it can use one."""
     if torch.cuda.is_available():
         return ""
     if not (in_machine := gpus()):
@@ -232,22 +234,24 @@ def _missing_cuda_reason(torch: Any) -> str:
     names = ", ".join(sorted({str(gpu["name"]) for gpu in in_machine}))
     if not torch.version.cuda:
         return f"{names} in the machine, but torch {torch.__version__} has no CUDA"
-    return f"{names} in the machine, but torch cannot use it (driver too old, or CUDA_VISIBLE_DEVICES?)"
+    return (
+        f"{names} in the machine, but torch cannot use it: check the driver version and CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _missing_kernels_reason(torch: Any, capability: tuple[int, int]) -> str:
-    """Return the missing kernels of this torch for a GPU; empty if there are none."""
+    """Return that this torch has no kernels for a GPU of this compute capability; empty if it has them."""
     if has_kernels_for(capability, torch.cuda.get_arch_list()):
         return ""
-    older = "; builds for CUDA 12.6 still do" if capability[0] < 8 else ""
-    return f"this torch holds no kernels for sm_{capability[0]}{capability[1]}{older}"
+    older = "; torch builds for CUDA 12.6 have them" if capability[0] < 8 else ""
+    return f"this torch has no kernels for sm_{capability[0]}{capability[1]}{older}"
 
 
 def has_kernels_for(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Return whether a torch built for `architectures` (`sm_70`, `compute_90`) runs on a device.
+    """Return whether a torch built for `architectures` (`sm_70`, `compute_90`) runs on a GPU of this capability.
 
-    Machine code runs on the same major version with the same or a later minor version. Intermediate code
-    (`compute_`) runs on all later devices. An empty list counts as support.
+    Machine code (`sm_`) runs on the same major version with the same or a later minor version. PTX (`compute_`) runs
+    on all later GPUs. An empty list counts as support.
     """
     parts = (re.match(r"(sm|compute)_(\d+)(\d)", architecture) for architecture in architectures)
     built = [(found[1], int(found[2]), int(found[3])) for found in parts if found]
@@ -258,18 +262,18 @@ def has_kernels_for(capability: tuple[int, int], architectures: list[str]) -> bo
 
 
 def supported_precisions(capability: tuple[int, int]) -> str:
-    """Describe the training precisions of a device. torch itself counts emulated bf16 as support."""
+    """Describe the precisions in which a GPU can train, without the bf16 that torch only emulates."""
     if capability >= (8, 0):
         return "fp32, fp16 and bf16 by tensor cores"
     if capability >= (7, 0):
-        heads = f"fused attention in fp16 for heads of a multiple of {FUSED_HEAD_MULTIPLE}"
-        no_bf16 = "no bf16, although torch emulates it"
+        heads = f"fused attention in fp16 if the head width is a multiple of {FUSED_HEAD_MULTIPLE}"
+        no_bf16 = "no bf16 except torch's emulation"
         return f"fp32 and fp16 (with loss scaling) by tensor cores; {no_bf16}; {heads}"
-    return "fp32; fp16 without tensor cores, slow; no bf16"
+    return "fp32; fp16 without tensor cores, which is slow; no bf16"
 
 
 def check_profile_binding(options: Mapping[str, str], gpus: int) -> list[Check]:
-    """Check a profile's `options` for nodes with `gpus` GPUs; no result if every task sees all GPUs of its node."""
+    """Return a warning if the `options` of a SLURM profile hide some of a node's `gpus` GPUs from its tasks."""
     return _check_binding(options) if gpus > 1 else []
 
 
@@ -283,7 +287,7 @@ def _check_binding(options: Mapping[str, str]) -> list[Check]:
 
 
 def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Check]:
-    """Check this task, which sees `visible` GPUs; no result for the only task of a node with one GPU."""
+    """Return a warning if SLURM shows this task one GPU (`visible`) of several that its job has on the node."""
     if visible != 1:
         return []
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
@@ -291,7 +295,7 @@ def check_task_binding(environment: Mapping[str, str], visible: int) -> list[Che
         found = f"1 of the job's {on_node} GPUs on this node is visible"
         return [Check("GPU binding", LIMITED, found, _BINDING_MEANING)]
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
-    if re.fullmatch(r"1(\(x\d+\))?", tasks):  # `8(x2),4` are two nodes of 8 tasks and one of 4
+    if re.fullmatch(r"1(\(x\d+\))?", tasks):  # `1(x2)` means two nodes with one task each
         return []
     variables = {name: f"SLURM_{name.upper().replace('-', '_')}" for name in _BINDING_OPTIONS}
     return _check_binding({name: environment[key] for name, key in variables.items() if key in environment})

@@ -1,5 +1,5 @@
-"""`repro gpu-day`: the measurements that a GPU machine without internet is asked for, in order of their value.
+"""A timed measurement session on a GPU machine without internet (`repro gpu-day`): steps, the most valuable first.
 
-`steps` is the table of measurements, `runner` starts each in a process of its own, and `result_files` writes and reads
-the results. The other modules are programs of steps.
+`steps` builds the steps from `steps.toml`, and `runner` runs each step as a process. `result_files` writes and imports
+the results. `step_probe` and `torch_modules` are the programs of some steps.
 """

@@ -1,7 +1,7 @@
-"""The result files of `repro gpu-day`: names, limits, how steps write them, and how `--import` reads them.
+"""The result files of `repro gpu-day`: their names and maximum sizes, their writers, and their import.
 
-A folder has at most `MAX_FILES` files of `MAX_FILE_BYTES`, at most one folder deep. The folder is a store, so
-that `repro claims --results FOLDER` reads its records.
+The result folder has at most `MAX_FILES` files of at most `MAX_FILE_BYTES`, in it or in one subfolder. The result
+folder is also a store of records, so that `repro claims --results FOLDER` reads the records.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from repro.util.files import read_json
 MAX_FILES = 8
 MAX_FILE_BYTES = 16 * 2**20
 FACTS = "facts.json"
-"""Machine, packages and the kit."""
+"""JSON file with the facts of the machine, the installed packages and the offline kit."""
 STEPS = "steps.jsonl"
-"""Outcome and time of each step."""
+"""JSON lines with the outcome and the duration of each step of `repro gpu-day`."""
 RECORDS = "records/gpu-day.jsonl"
-"""Records of all steps."""
+"""Experiment records of all steps of `repro gpu-day`, as JSON lines."""
 MEASUREMENTS = "measurements.jsonl"
-"""Results that are not records of an experiment."""
+"""JSON lines with measurements that are not experiment records, for example profiles and plain torch modules."""
 SYSTEM = "system.toml"
-"""System file of `repro calibrate`."""
+"""System file of the GPU machine, which `repro calibrate` writes."""
 PROFILES = "profiles.txt"
 SNAPSHOT = "snapshot.json.gz"
-"""Allocations of one step."""
+"""Compressed JSON with the allocations and releases of one training step."""
 LOG = "log.txt"
-"""Output of the steps."""
+"""Standard output and standard error of all steps of `repro gpu-day`."""
 FILES = (FACTS, STEPS, RECORDS, MEASUREMENTS, SYSTEM, PROFILES, SNAPSHOT, LOG)
 LOG_SHARE_BYTES = 512 * 2**10
-"""Maximum size of a step's output in the log, half of it from the beginning and half from the end."""
+"""Maximum bytes of one step's output in the log: half from the beginning of the output, half from its end."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Outcome of one step, a line of `STEPS`."""
+    """Outcome of one step of `repro gpu-day`, written as one line of `steps.jsonl`."""
 
     name: str
     outcome: str
@@ -52,11 +52,11 @@ class StepOutcome:
     estimate_s: float = 0.0
     limit_s: float = 0.0
     records: int = 0
-    """Records that the step added."""
+    """Number of experiment records that the step added."""
 
 
 def append_durably(path: Path, data: bytes) -> bool:
-    """Append to a result file and wait until the data are on disk. Return whether the size limit permits it."""
+    """Append `data` and wait until the disk has them. Return False, without a write, beyond `MAX_FILE_BYTES`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -70,32 +70,31 @@ def append_durably(path: Path, data: bytes) -> bool:
 
 
 def append_measurement(path: Path, name: str, **values: Any) -> None:
-    """Append one result as a JSON line to `path`."""
+    """Append the measurement `name` with its `values` as one JSON line to the file `path`."""
     append_durably(path, json.dumps({"name": name, **values}).encode() + b"\n")
 
 
 class ResultWriter:
-    """Copies the records and the output of steps to the result files while the steps run."""
+    """Copies the records and the output of running steps to the result files of `repro gpu-day`."""
 
     def __init__(self, out: Path, store: Path):
         self.out, self.store = out, store
         self._copied: dict[Path, int] = {}
-        """Copied bytes of each record file."""
+        """Number of copied bytes of each record file."""
         self._log = out / LOG
         self._logged = 0
-        """Bytes of the running step's output that are in the log."""
+        """Number of bytes of the running step's output that the log already has."""
 
     def write_outcome(self, outcome: StepOutcome) -> None:
-        """Append the outcome of a step."""
         append_durably(self.out / STEPS, json.dumps(asdict(outcome)).encode() + b"\n")
 
     def begin_step(self, name: str, command: tuple[str, ...]) -> None:
-        """Begin the part of a step in the log."""
+        """Write the heading of a step, its name and command, to the log."""
         self._logged = 0
         append_durably(self._log, f"\n===== {name}: {' '.join(command)}\n".encode())
 
     def copy_new_records(self) -> int:
-        """Copy the complete lines that stores of steps have gained; return their number."""
+        """Copy the complete new lines of the steps' store to the result files; return the number of copied lines."""
         count = 0
         for path in sorted((self.store / "records").glob("*.jsonl")):
             done = self._copied.get(path, 0)
@@ -109,7 +108,7 @@ class ResultWriter:
         return count
 
     def copy_output(self, path: Path, *, ended: bool = False) -> None:
-        """Copy the first part of a step's output as it grows, and at its end the last part."""
+        """Copy the beginning of a step's output to the log while it grows; once the step has `ended`, also the end."""
         half = LOG_SHARE_BYTES // 2
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(self._logged)
@@ -126,7 +125,7 @@ class ResultWriter:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, without an incomplete last line; nothing if the file is missing."""
+    """Yield the JSON objects of a file of JSON lines. Invalid lines are skipped, and a missing file yields nothing."""
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
@@ -137,7 +136,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ImportedVisit:
-    """Results of one visit after their import."""
+    """Results of one run of `repro gpu-day` after their import into a store."""
 
     facts: dict[str, Any]
     outcomes: list[dict[str, Any]]
@@ -147,10 +146,10 @@ class ImportedVisit:
 
 
 def import_results(folder: Path, results: Path) -> ImportedVisit:
-    """Append the records of a visit that the store lacks. Raises `ConfigError` if `folder` has no results."""
+    """Append the records of a result folder that the store `results` lacks.  Raises `ConfigError` without results."""
     outcomes = list(read_json_lines(folder / STEPS))
     if not outcomes:
-        raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name the folder of --out")
+        raise ConfigError("--import", str(folder), says=f"has no {STEPS}; name a folder that --out wrote")
     visit = Store(folder)
     with Store(results) as store:
         new = store.take_over(visit)

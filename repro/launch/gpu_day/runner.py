@@ -1,6 +1,6 @@
-"""Run the steps of a visit within its minutes: one process per step, results written while the step runs.
+"""Runner of `repro gpu-day`: runs one process per step within a time limit, and writes results while a step runs.
 
-No failure ends the visit. A signal (SIGINT, SIGTERM) ends the running step and names the steps that were not started.
+A failed step does not end the session. SIGINT or SIGTERM ends the running step and skips all further steps.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from repro.util.processes import die_with_parent
 
 STEP_POLL_INTERVAL_S = 0.2
 STEP_END_GRACE_S = 3.0
-"""Time between SIGTERM and SIGKILL for a step that is ended, in seconds."""
+"""Time between SIGTERM and SIGKILL when the runner ends a step, in seconds."""
 CLOSING_S = 5.0
-"""Part of the visit that remains for the end of the last step, in seconds."""
+"""Part of the session's time limit that is reserved for ending the last step, in seconds."""
 INJECTED_LIMIT_S = 5.0
-"""Limit of a step with an injected hang, in seconds."""
+"""Time limit of a step whose hang is injected, in seconds."""
 FAULTS = {
     "fail": "raise SystemExit('injected failure')",
     "hang": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()",
 }
-"""Programs that replace the steps of a rehearsal with an injected fault."""
+"""Python programs that replace a step of a rehearsal, by the fault that they inject."""
 CACHES = {
     "XDG_CACHE_HOME": "cache",
     "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
@@ -46,24 +46,24 @@ CACHES = {
     "MPLCONFIGDIR": "cache/matplotlib",
     "TMPDIR": "tmp",
 }
-"""Variables of caches, and their folders in the scratch folder."""
+"""Environment variables that locate caches, and the subfolder of the scratch folder that each one gets."""
 Announce = Callable[[GpuDayStep, StepOutcome | None], None]
-"""Callback with a step and its outcome, None at its start."""
+"""Callback with a step and its outcome. The outcome is None when the step starts."""
 
 
 @dataclass(frozen=True)
 class GpuDayRequest:
-    """Options of a visit."""
+    """Options of one run of `repro gpu-day`."""
 
     minutes: float
     out: Path
     only: Sequence[str] = ()
-    """Globs of step names; empty for all."""
+    """Globs of the names of selected steps; empty for all steps."""
     rehearse: bool = False
     faults: Mapping[str, str] | None = None
-    """Injected faults by step name, in a rehearsal."""
+    """Injected faults (`fail` or `hang`) by step name; only a rehearsal accepts them."""
     scratch: Path | None = None
-    """Folder of stores and caches, deleted at the end; None for a temporary one."""
+    """Folder for the store and the caches of the steps, deleted at the end; None for a temporary folder."""
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid options."""
@@ -72,7 +72,7 @@ class GpuDayRequest:
 
 
 def parse_faults(given: Sequence[str]) -> dict[str, str]:
-    """Return the faults of `STEP=fail` and `STEP=hang`.  Raises `ConfigError`."""
+    """Return the fault of each step from texts such as `STEP=fail` and `STEP=hang`.  Raises `ConfigError`."""
     found = {}
     for text in given:
         name, _, fault = text.partition("=")
@@ -82,7 +82,7 @@ def parse_faults(given: Sequence[str]) -> dict[str, str]:
 
 
 def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
-    """Return the selected steps in order.  Raises `ConfigError` for an unknown name."""
+    """Return the selected steps in order, with the injected faults.  Raises `ConfigError` for an unknown step."""
     steps = gpu_day_steps(GpuDayPlaces(request.out.absolute(), scratch), rehearse=request.rehearse)
     names = [step.name for step in steps]
     for pattern in (*request.only, *(request.faults or {})):
@@ -98,7 +98,7 @@ def planned_steps(request: GpuDayRequest, scratch: Path) -> list[GpuDayStep]:
 
 
 def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]:
-    """Run the steps that fit into the visit; return an outcome for each step.  Raises `ConfigError`."""
+    """Run the steps whose estimate fits the remaining time; return the outcome of every step.  Raises `ConfigError`."""
     request.check()
     no_gpu = not request.rehearse and not count_cuda_devices()
     require(not no_gpu, "gpu-day", "no GPU", "a machine with a CUDA GPU; add --rehearse for processors")
@@ -123,7 +123,7 @@ def run_gpu_day(request: GpuDayRequest, announce: Announce) -> list[StepOutcome]
 
 @contextmanager
 def _scratch_folder(given: Path | None) -> Iterator[Path]:
-    """Return the folder for stores and caches, deleted at the end."""
+    """Create the scratch folder, yield its path, and delete the folder at the end."""
     scratch = given.absolute() if given is not None else Path(tempfile.mkdtemp(prefix="repro-gpu-day-"))
     try:
         for folder in (*CACHES.values(), "home"):
@@ -142,13 +142,13 @@ class _Visit:
 
     @property
     def left_s(self) -> float:
-        """Remaining seconds of the visit."""
+        """Return the seconds that remain for steps."""
         return self.deadline - CLOSING_S - time.monotonic()
 
     def reason_to_skip(self, step: GpuDayStep) -> str:
-        """Return the reason not to start a step; empty if it can start."""
+        """Return the reason to skip a step; empty if the step can start."""
         if self.interrupt:
-            return "the visit was interrupted"
+            return "the session was interrupted"
         if step.missing:
             return f"needs {step.missing}"
         if step.needs_file and not (self.places.out / step.needs_file).is_file():
@@ -163,7 +163,7 @@ class _Visit:
         return outcome
 
     def run(self, step: GpuDayStep) -> StepOutcome:
-        """Run a step until its end, its limit or the end of the visit, and copy its results as they appear."""
+        """Run a step until it ends, reaches its time limit or is interrupted. Copy its results as they appear."""
         began, limit_s = time.monotonic(), min(step.limit_s, self.left_s)
         self.writer.begin_step(step.name, step.command)
         output, records, reason = self.places.scratch / f"{step.name}.log", 0, ""
@@ -205,7 +205,7 @@ class _Visit:
         )
 
     def _environment(self, step: GpuDayStep) -> dict[str, str]:
-        """Return the environment of a step: caches in the scratch folder, and no search for a network."""
+        """Return the environment of a step: caches in the scratch folder, and the Hugging Face libraries offline."""
         scratch = self.places.scratch
         caches = {name: str(scratch / folder) for name, folder in CACHES.items()}
         found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -214,8 +214,8 @@ class _Visit:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the processes of a step: SIGTERM, and SIGKILL after a grace period; also those that the step left behind."""
-    with suppress(ProcessLookupError, PermissionError):  # no process is left
+    """End all processes of a step, also orphans: send SIGTERM, and SIGKILL after `STEP_END_GRACE_S` seconds."""
+    with suppress(ProcessLookupError, PermissionError):  # the process group has ended
         for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
@@ -224,7 +224,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure_reason(code: int, output: Path) -> str:
-    """Return the exit code and the last line of the output."""
+    """Return the exit code or signal of a failed step, with the last line of its output."""
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"{how}: {lines[-1].strip()[:200]}" if lines else how

@@ -1,4 +1,4 @@
-"""Programs of the steps `facts`, `profile` and `memory-snapshot`: the machine, and one step of our engine on it.
+"""Programs of three steps of `repro gpu-day`: facts of the machine, profile and memory snapshot of a training step.
 
 python -m repro.launch.gpu_day.step_probe facts FACTS
 python -m repro.launch.gpu_day.step_probe profile SUITE PROFILES MEASUREMENTS EXPERIMENT...
@@ -33,19 +33,19 @@ from repro.util.files import read_json, replace_file, write_json
 from repro.util.processes import available_bytes, usable_cores
 
 MODULES = ("repro", "repro.kernels", "pydantic", "scipy", "submitit", "pyroute2", "torch", "transformers")
-"""Modules whose places show which of them come from the kit."""
+"""Python modules whose file paths are recorded, which shows what came from the offline kit."""
 QUERY_TIMEOUT_S = 20.0
 HOST_BOUND_RATIO = 1.1
-"""Ratio of step time to device time above which a step's table is written."""
+"""Ratio of step time to device time above which a step counts as limited by the host."""
 TIMED_STEPS = 3
 TABLE_ROWS = 45
 MAX_ALLOCATIONS = 200_000
 MAX_FRAMES = 4
-"""Frames of a stack that a snapshot retains."""
+"""Maximum number of stack frames that a memory snapshot retains for each allocation."""
 
 
 def write_facts(path: Path) -> None:
-    """Write machine, driver, packages, their places, and the kit."""
+    """Write a JSON file with the machine, the driver, the file path of each module, and the offline kit."""
     state = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,TEMPERATURE,MEMORY"]
     found = {
         "provenance": provenance(),
@@ -63,7 +63,7 @@ def write_facts(path: Path) -> None:
 
 
 def _place(name: str) -> str:
-    """Return the file of a module, or the reason why it cannot be imported."""
+    """Return the file path of the module `name`, or the reason why it cannot be imported."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
@@ -72,7 +72,7 @@ def _place(name: str) -> str:
 
 
 def start_run(suite: Path, name: str) -> ExperimentRun:
-    """Return the run of an experiment on this machine's device after its untimed steps."""
+    """Start the experiment `name` of a suite on this machine, run its untimed steps, and return the `ExperimentRun`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     experiment = load_suite(suite).entry(name).experiment
     mesh = meshes.single_rank_mesh()
@@ -82,7 +82,7 @@ def start_run(suite: Path, name: str) -> ExperimentRun:
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of `intervals`, so that concurrent kernels count once."""
+    """Return the seconds covered by `intervals` (begin, end); kernels that overlap in time count once."""
     total, end = 0.0, float("-inf")
     for begin, until in sorted(intervals):
         total += max(0.0, until - max(begin, end))
@@ -91,7 +91,7 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequence[str]) -> None:
-    """Write step time and device time of each experiment, and the table of kernels where the host is the limit."""
+    """Write step time, device time and kernel table of each experiment; if the host limits it, a table by host time."""
     for name in names:
         run = start_run(suite, name)
         run.steps(min(TIMED_STEPS, run.left - 1))
@@ -122,7 +122,7 @@ def profile_steps(suite: Path, profiles: Path, measurements: Path, names: Sequen
 
 
 def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> None:
-    """Write every allocation and release of one step, and the allocator's peaks."""
+    """Write every allocation and release of one training step, and the peaks of the CUDA caching allocator."""
     run = start_run(suite, name)
     if run.device.type != "cuda":
         with MemoryTracker() as tracker:
@@ -151,7 +151,7 @@ def snapshot_step(suite: Path, path: Path, measurements: Path, name: str) -> Non
 
 
 def _event(event: dict[str, Any]) -> list[Any]:
-    """Return action, address, size in bytes, and the innermost frames of our own code of an allocator event."""
+    """Return action, address and bytes of an allocator event, and its innermost stack frames in this package."""
     frames = [
         f"{Path(frame['filename']).name}:{frame['line']}"
         for frame in event.get("frames", ())

@@ -1,4 +1,4 @@
-"""The steps of `repro gpu-day`, which `steps.toml` lists, on this machine, and the suites that they run."""
+"""Steps of `repro gpu-day`: builds the commands of `steps.toml` for this machine, and writes the suites they run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from repro.util.processes import usable_cores
 CHECKOUT = Path(__file__).parents[3]
 STEPS_FILE = Path(__file__).with_suffix(".toml")
 REPRO = (sys.executable, "-c", "from repro.cli import main; raise SystemExit(main())")
-"""The `repro` command without an installed script."""
+"""Command line of `repro` that needs no installed script."""
 TEST_WORKERS = 12
-"""Test processes that share one GPU. Each takes about 1 GB for its context."""
+"""Maximum number of pytest processes that share one GPU. The CUDA context of each takes about 1 GB."""
 CUDA_TOOLS = "/usr/local/cuda/bin"
-"""Folder of CUDA's tools where PATH lacks it."""
+"""Folder that is searched for compute-sanitizer if PATH lacks it."""
 STORE = "results"
-"""Name of the store in the scratch folder, which is the working directory. `repro fit` uses the same name."""
+"""Name of the record store in the scratch folder. Steps run in that folder, so `repro fit` writes to this store too."""
 REHEARSAL_LIMIT_S = 120.0
 REHEARSAL_ESTIMATE_S = 5.0
 REHEARSAL_BASIS = "rehearsal on one small machine"
@@ -33,55 +33,55 @@ REHEARSAL_BASIS = "rehearsal on one small machine"
 
 @dataclass(frozen=True)
 class GpuDayStep:
-    """One step: a process with its own time limit."""
+    """One step of `repro gpu-day`: a process with its own time limit."""
 
     name: str
     question: str
     """The question that the step answers, as a noun phrase."""
     command: tuple[str, ...]
     estimate_s: float
-    """Expected time in seconds. The step is skipped when less time remains."""
+    """Expected duration in seconds. The runner skips the step if less time remains."""
     basis: str
-    """Measurement or assumption behind the estimate."""
+    """Measurement or assumption from which `estimate_s` follows."""
     limit_s: float
-    """Time after which the process is ended, in seconds."""
+    """Time after which the runner ends the process, in seconds."""
     missing: str = ""
-    """Requirement that this machine lacks, which skips the step; empty for none."""
+    """Requirement that this machine lacks, because of which the runner skips the step; empty for none."""
     needs_file: str = ""
-    """Result file of a previous step that the step reads; empty for none."""
+    """Name of the result file of a previous step that this step reads; empty for none."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables of this step, in addition to the variables of all steps."""
+    """Pairs (name, value) of environment variables that only this step gets."""
     in_checkout: bool = False
-    """Whether the step runs in the folder of the source, else in the scratch folder."""
+    """Whether the step runs in the source folder. Otherwise it runs in the scratch folder."""
 
 
 @dataclass(frozen=True)
 class GpuDayPlaces:
-    """Folders of one visit."""
+    """Folders and suite files of one run of `repro gpu-day`."""
 
     out: Path
-    """Result files."""
+    """Folder of the result files."""
     scratch: Path
-    """Stores, caches and derived suites, which are deleted at the end."""
+    """Folder of the steps' store, caches and suites, deleted at the end."""
 
     @property
     def store(self) -> Path:
-        """Store of the steps, whose records are copied to the result files."""
+        """Return the store to which steps write; `ResultWriter` copies its records to the result files."""
         return self.scratch / STORE
 
     @property
     def suite(self) -> Path:
-        """The suite of the visit; in a rehearsal with tiny sizes."""
+        """Return the path of the suite `gpu_day`. In a rehearsal, its models are tiny."""
         return self.scratch / "gpu_day.toml"
 
     @property
     def smoke(self) -> Path:
-        """The smoke suite on the GPUs of this machine."""
+        """Return the path of the smoke suite, set to run on the devices of this machine."""
         return self.scratch / "gpu_smoke.toml"
 
 
 def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDayStep]:
-    """Return all steps in order of value; in a rehearsal with tiny sizes on processors."""
+    """Return all steps in the order of `steps.toml`; with `rehearse`, with tiny models on processor cores."""
     workers = min(TEST_WORKERS, max(1, usable_cores() - 2))
     words = {
         "{repro}": REPRO,
@@ -105,23 +105,20 @@ def gpu_day_steps(places: GpuDayPlaces, *, rehearse: bool = False) -> list[GpuDa
         }
         own = {key: value for key, value in table.items() if key not in ("needs", "gpu_needs", "rehearsed")}
         step = GpuDayStep(**{**own, **settings})
-        steps.append(_tiny(step) if rehearse else step)
+        if rehearse:
+            step = replace(
+                step,
+                estimate_s=min(REHEARSAL_ESTIMATE_S, step.estimate_s),
+                limit_s=REHEARSAL_LIMIT_S,
+                basis=REHEARSAL_BASIS,
+                environment=(*step.environment, ("OMP_NUM_THREADS", "1")),
+            )
+        steps.append(step)
     return steps
 
 
-def _tiny(step: GpuDayStep) -> GpuDayStep:
-    """Return a step with the times of a rehearsal."""
-    return replace(
-        step,
-        estimate_s=min(REHEARSAL_ESTIMATE_S, step.estimate_s),
-        limit_s=REHEARSAL_LIMIT_S,
-        basis=REHEARSAL_BASIS,
-        environment=(*step.environment, ("OMP_NUM_THREADS", "1")),
-    )
-
-
 def _missing(table: dict[str, Any], rehearse: bool) -> str:
-    """Return the first requirement of a step that this machine lacks; empty for none."""
+    """Return the first requirement of a step, a `table` of `steps.toml`, that this machine lacks; empty for none."""
     needs = table.get("needs", [])
     if rehearse and not table.get("rehearsed", True):
         return str(needs[0])
@@ -140,12 +137,12 @@ def _missing(table: dict[str, Any], rehearse: bool) -> str:
 
 
 def _sanitizer() -> str:
-    """Return the path of compute-sanitizer; empty without it."""
+    """Return the path of compute-sanitizer; empty if it is not installed."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=CUDA_TOOLS) or ""
 
 
 def write_suites(places: GpuDayPlaces, *, rehearse: bool) -> None:
-    """Write the suites of a visit to the scratch folder. The suites of a rehearsal have names of their own."""
+    """Write the suites of the steps to the scratch folder. With `rehearse`, their names end in `_rehearsal`."""
     system, ending = ("local", "_rehearsal") if rehearse else ("local-gpu", "")
     for packaged, path in (("gpu_day", places.suite), ("smoke", places.smoke)):
         text = SUITES.find(Path(packaged)).read_text(encoding="utf-8")
@@ -158,7 +155,7 @@ def write_suites(places: GpuDayPlaces, *, rehearse: bool) -> None:
 
 
 def _with_tiny_sizes(text: str) -> str:
-    """Return the suite with tiny models on processors."""
+    """Return the TOML text of a suite with its models replaced by tiny models on processor cores."""
     tiny = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "system": "local"}
     lines = []
     for line in text.splitlines():
@@ -166,6 +163,6 @@ def _with_tiny_sizes(text: str) -> str:
         if equals and key in tiny:
             line = f"{key} = {json.dumps(tiny[key])}"
         elif key == "vocab":
-            line = f"vocab = {int(value) % 1000}"  # different vocabularies remain different
+            line = f"vocab = {int(value) % 1000}"  # models of different vocabularies must still differ
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -1,14 +1,11 @@
-"""Programs of the steps `plain-module` and `parallelize`: torch modules in plain torch and under `repro.parallelize`.
+"""Programs of two steps of `repro gpu-day`: torch modules in plain torch and under `repro.parallelize`.
 
     python -m repro.launch.gpu_day.torch_modules plain MEASUREMENTS [--tiny]
     python -m repro.launch.gpu_day.torch_modules parallelize MEASUREMENTS [--tiny]
 
-`plain` measures GPT-2 1.5B as a user would write it, with every block under `torch.compile`. The module has no master
-weights in pure bf16, and fp32 weights under autocast. Without a C compiler, which `torch.compile` needs, the module
-runs eagerly.
-
-`parallelize` trains three models of transformers with random weights from their configurations. One rank trains each
-model under stages 0 to 3 over NCCL (gloo on processors), and once in plain torch.
+`plain` measures GPT-2 1.5B as a plain torch module, in pure bf16 without master weights and under autocast with fp32
+weights. `torch.compile` compiles every block if a C compiler exists. `parallelize` trains randomly initialised models
+of `transformers` on one rank, under ZeRO stages 0 to 3 and in plain torch.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ from repro.launch.gpu_day.result_files import append_measurement
 TIMED_STEPS, UNTIMED_STEPS = 5, 3
 CLIP = 1.0
 STAGES = (None, 0, 1, 2, 3)
-"""ZeRO stages; None is plain torch."""
+"""ZeRO stages of `repro.parallelize`; None stands for plain torch."""
 
 
 @dataclass(frozen=True)
 class PlainSizes:
-    """Sizes of the module and its batch."""
+    """Sizes of the plain GPT-2 and the tokens of its samples."""
 
     layers: int = 48
     hidden: int = 1600
@@ -52,7 +49,7 @@ class PlainSizes:
 
 
 class BaselineBlock(nn.Module):
-    """A pre-norm transformer block of GPT-2 from torch's own modules."""
+    """A pre-norm transformer block of GPT-2 built from `torch.nn` modules."""
 
     def __init__(self, sizes: PlainSizes):
         super().__init__()
@@ -73,7 +70,7 @@ class BaselineBlock(nn.Module):
 
 
 class BaselineGPT(nn.Module):
-    """A GPT-2 with tied embeddings that returns its loss."""
+    """A GPT-2 of `torch.nn` modules with tied embeddings, which returns its loss."""
 
     def __init__(self, sizes: PlainSizes):
         super().__init__()
@@ -96,9 +93,9 @@ class BaselineGPT(nn.Module):
 def measure_plain_step(
     sizes: PlainSizes, micro_batch: int, accumulation: int, *, pure: bool, compiled: bool
 ) -> dict[str, Any]:
-    """Return median step time in seconds, peak memory in bytes, and the last loss.
+    """Train a plain GPT-2 and return its median step time in seconds, peak memory in bytes and last loss.
 
-    `pure`: bf16 weights without master weights; else autocast on fp32 weights.
+    With `pure`, weights are bf16 without master weights. Otherwise they are fp32, and the forward pass is autocast.
     """
     device = _fresh_device()
     with device:
@@ -106,7 +103,7 @@ def measure_plain_step(
     if pure:
         model.bfloat16()
     if compiled:
-        torch.compiler.reset()  # no variant gets the dynamic shapes of another one
+        torch.compiler.reset()  # otherwise a second batch size would be compiled with dynamic shapes
         for block in model.blocks:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -120,7 +117,7 @@ def measure_plain_step(
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()  # waits for the device
+        return loss.item()  # `item` waits for the device, so the step has ended
 
     times = []
     for _ in range(UNTIMED_STEPS + TIMED_STEPS):
@@ -132,7 +129,7 @@ def measure_plain_step(
 
 
 def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
-    """Return the builders of a GPT-2, a Llama and a T5, without dropout."""
+    """Return functions that build a GPT-2, a Llama and a T5 of `transformers` without dropout, by name."""
     transformers: Any = import_module("transformers")
     width, layers, heads, vocab = (64, 2, 4, 128) if tiny else (1024, 12, 16, 32_000)
     wide = {"vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers}
@@ -159,7 +156,10 @@ def model_builders(*, tiny: bool) -> dict[str, Callable[[], nn.Module]]:
 
 
 def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, seq: int) -> dict[str, Any]:
-    """Return losses, median step time in seconds and peak memory in bytes of one training in fp32 parameters."""
+    """Train a model with fp32 parameters; return losses, median step time in seconds and peak memory in bytes.
+
+    `stage` is a ZeRO stage of `repro.parallelize`, or None for plain torch. A batch has `rows` samples of `seq` tokens.
+    """
     device = _fresh_device()
     model: nn.Module = build().to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-6)
@@ -177,14 +177,14 @@ def train_model(build: Callable[[], nn.Module], stage: int | None, rows: int, se
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the device
+        losses.append(loss.item())  # `item` waits for the device, so the step has ended
         times.append(time.perf_counter() - began)
     step_s = statistics.median(times[UNTIMED_STEPS:])
     return {"losses": losses, "step_s": step_s, "peak_bytes": _peak_bytes(device)}
 
 
 def _fresh_device() -> torch.device:
-    """Return this machine's device with an empty cache of memory, after seeding the random numbers."""
+    """Empty the CUDA memory cache, seed the random numbers, and return the GPU, or the CPU without a GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -198,7 +198,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _try(measure: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return the result of `measure`, or its `error`: after a failure the other variants are measured all the same."""
+    """Return the result of `measure`, or the key `error` with its exception, so that other variants still run."""
     try:
         return measure(*arguments, **options)
     except Exception as error:
@@ -206,14 +206,14 @@ def _try(measure: Callable[..., dict[str, Any]], *arguments: Any, **options: Any
 
 
 def _write(measurements: Path, name: str, found: dict[str, Any]) -> int:
-    """Append one result at once, and return the number of failures."""
+    """Append one measurement to the file `measurements`; return 1 if it is an error, else 0."""
     append_measurement(measurements, name, **found)
     print(name, found, flush=True)
     return int("error" in found)
 
 
 def measure_plain(measurements: Path, *, tiny: bool) -> int:
-    """Measure every variant of the plain module, and return the number of failures."""
+    """Measure the plain GPT-2 in every batch size and precision; return the number of failed measurements."""
     failures = 0
     sizes = PlainSizes(layers=2, hidden=64, heads=4, vocab=256, seq=32) if tiny else PlainSizes()
     compiled = not tiny and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
@@ -226,7 +226,7 @@ def measure_plain(measurements: Path, *, tiny: bool) -> int:
 
 
 def measure_parallelize(measurements: Path, *, tiny: bool) -> int:
-    """Train all models of transformers in all ways, and return the number of failures."""
+    """Train each model of `transformers` in plain torch and under each ZeRO stage; return the number of failures."""
     rows, seq = (2, 16) if tiny else (8, 512)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "gloo":

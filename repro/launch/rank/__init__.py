@@ -1,5 +1,4 @@
 """One rank of a job, from its start by a launcher to its result.
 
-`program` is the process that `python -m` starts. `session` runs the job's experiments, and `experiment` runs one of
-them.
+`program` is the entry point of the process, `session` runs the experiments of the job, and `experiment` runs one.
 """

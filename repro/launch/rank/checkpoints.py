@@ -1,8 +1,7 @@
-"""Checkpoints of a run: when its ranks write them, and from which one they resume.
+"""Checkpoints of an experiment: writes them while the ranks train, and finds the one from which training resumes.
 
-In the store, `checkpoints/<key>/` holds `training.json`, which describes the training, and a folder for each checkpoint
-(`repro.engines.native.checkpoint.index`). A run resumes from the newest checkpoint of its own name and course
-(`repro.config.Experiment.course`), which any layout may have written.
+The store's folder `checkpoints/<key>/` has `training.json`, which describes the training, and a subfolder for each
+checkpoint. An experiment resumes from the newest checkpoint with its name and training settings, in any layout.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TRAINING_FILE = "training.json"
 
 
 class FoundCheckpoint(NamedTuple):
-    """A complete checkpoint."""
+    """Step and folder of a complete checkpoint."""
 
     step: int
     folder: Path
@@ -38,25 +37,28 @@ class FoundCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """Folder of a run's checkpoints, and the file that requests a stop."""
+    """Paths that checkpointing uses: the folder of all checkpoints, and the file that requests a stop."""
 
     root: Path
-    """Parent of a folder for each experiment's key."""
+    """Folder with a subfolder of checkpoints for the key of each experiment."""
     stop: Path
+    """File whose existence requests a checkpoint after the current step, and then the end."""
 
     @staticmethod
     def for_experiment(job: Job, experiment: Experiment) -> CheckpointPlace | None:
-        """Return the place that the launcher assigns; None for an experiment without checkpoints."""
+        """Return the paths that the launcher assigned; None for an experiment that writes no checkpoints."""
         every = experiment.training.checkpoint_every
         if not every:
             return None
         if not job.checkpoints:
-            raise ConfigError("checkpoint_every", every, "0 where nothing is stored")
+            raise ConfigError(
+                "checkpoint_every", every, "0, because this launch has no store for checkpoints"
+            )
         return CheckpointPlace(Path(job.checkpoints), Path(job.folder) / STOP_FILE)
 
 
 class CheckpointManager:
-    """Writer and finder of the checkpoints of one run. All ranks call the same methods in the same order."""
+    """Reads and writes the checkpoints of one experiment. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -67,20 +69,21 @@ class CheckpointManager:
         place: CheckpointPlace,
         progress: Callable[[], None],
     ):
-        """`progress` is called during a write, so that the launcher does not report a hang."""
+        """`progress` is called during reads and writes, so that the launcher does not report a hang."""
         self.experiment, self.mesh, self.engine, self.device = experiment, mesh, engine, device
         self.place, self.progress = place, progress
         self.root = place.root / experiment.key
         self.written: list[int] = []
+        """Steps after which a checkpoint was written."""
         self.seconds: list[float] = []
-        """Seconds that the step waits for each written checkpoint."""
+        """Seconds for which training waited for each written checkpoint."""
         self.failures: list[dict[str, Any]] = []
-        """Step and reason of this rank's failed writes."""
+        """Step and reason of each failed write on this rank."""
 
     def resume(self) -> Index | None:
-        """Load the newest checkpoint into the engine and return its index; None without a checkpoint.
+        """Load the newest checkpoint into the engine and return its index; None if there is no checkpoint.
 
-        Raises `ConfigError` for a damaged checkpoint, and for a `continues` that names a run without checkpoints.
+        Raises `ConfigError` for a damaged checkpoint, and if the experiment that `continues` names has no checkpoint.
         """
         found = self._choose()
         if found is None:
@@ -100,7 +103,7 @@ class CheckpointManager:
         return loaded
 
     def _choose(self) -> FoundCheckpoint | None:
-        """Return the checkpoint that rank 0 finds. A broadcast distributes its step and key."""
+        """Return on all ranks the checkpoint that rank 0 finds, by a broadcast of its step and experiment key."""
         found = newest_checkpoint(self.place.root, self.experiment) if self.mesh.rank == 0 else None
         words = [0, 0, 0, 0]
         if found is not None:
@@ -114,13 +117,13 @@ class CheckpointManager:
         return FoundCheckpoint(step, index.folder_of(self.place.root / f"{high << 32 | low:016x}", step))
 
     def asked_to_stop(self) -> bool:
-        """Return on all ranks whether rank 0 sees the launcher's request to stop."""
+        """Return on all ranks whether the launcher has requested a stop in rank 0's folder."""
         return self._any(self.mesh.rank == 0 and self.place.stop.exists())
 
     def write(self, step: int, history: Mapping[str, Any]) -> bool:
-        """Write a checkpoint after `step` steps.
+        """Write a checkpoint after `step` steps, with the losses and norms in `history`.
 
-        Return False without a new checkpoint if a rank could not write, for example on a full disk.
+        Return False, without a new checkpoint, if a rank could not write, for example on a full disk.
         """
         began = time.monotonic()
         self.engine.synchronize()
@@ -146,7 +149,7 @@ class CheckpointManager:
         return True
 
     def _make(self, folder: Path) -> None:
-        """Create an empty folder and the description of the training on rank 0."""
+        """Create on rank 0 an empty folder for the checkpoint, and `training.json`, which describes the training."""
         if self.mesh.rank:
             return
         self.root.mkdir(parents=True, exist_ok=True)
@@ -156,7 +159,7 @@ class CheckpointManager:
         folder.mkdir()
 
     def _complete(self, folder: Path, step: int, history: Mapping[str, Any]) -> None:
-        """Write the index on rank 0 after all ranks' files, and remove replaced checkpoints."""
+        """Write the index on rank 0, which completes the checkpoint, and remove older checkpoints."""
         if self.mesh.rank:
             return
         e = self.experiment
@@ -174,11 +177,11 @@ class CheckpointManager:
                 pieces=pieces,
             ),
         )
-        # Another run may continue a finished one, from its end only.
+        # After the last step only the final checkpoint is useful: another experiment may continue from it.
         index.prune(self.root, 1 if step == e.training.steps else index.RETAINED_CHECKPOINTS)
 
     def _all_could(self, action: Callable[[], None], step: int) -> bool:
-        """Return whether `action` succeeded on all ranks, without an error of a disk."""
+        """Run `action` and return whether no rank had an `OSError`, for example of a full disk."""
         failed = False
         try:
             action()
@@ -197,10 +200,10 @@ class CheckpointManager:
 
 
 def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | None:
-    """Return the newest complete checkpoint from which `experiment` may resume, its own first; None without one.
+    """Return the newest complete checkpoint from which `experiment` may resume; None without one.
 
-    Checkpoints at or after its last step do not count, because the experiment runs again.  Raises `ConfigError`
-    if the run that it continues has no checkpoint.
+    Of two checkpoints at the same step, its own is preferred. Checkpoints at or after its last step do not count.
+    Raises `ConfigError` if the experiment that it continues has no checkpoint.
     """
     names = {experiment.name, experiment.training.continues} - {""}
     found: list[tuple[int, bool, Path]] = []
@@ -224,8 +227,8 @@ def newest_checkpoint(root: Path, experiment: Experiment) -> FoundCheckpoint | N
 
 
 def _require_same_training(wanted: Mapping[str, Any], written: Mapping[str, Any], file: str) -> None:
-    """Raise `ConfigError` with the first differing key unless the checkpoint belongs to the same training."""
-    right = "as in the experiment that is to go on from it"
+    """Raise `ConfigError` for the first setting of a checkpoint's training (`written`) that differs from `wanted`."""
+    right = "as in the experiment that resumes from it"
     for key in wanted:
         mine, theirs = wanted[key], written.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):

@@ -1,6 +1,6 @@
-"""Settings of a rank's device: index, environment of CUDA and NCCL, deterministic algorithms, memory limit.
+"""Settings of a rank's device: GPU index, environment of CUDA and NCCL, deterministic algorithms, memory limit.
 
-The environment is set before torch is imported, so this module imports torch inside functions only.
+The environment must be set before torch is imported, so this module imports torch only inside functions.
 """
 
 from __future__ import annotations
@@ -22,28 +22,26 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable: number of device queues that the streams of a process share; the default is 8.
+"""Environment variable with the number of hardware queues that the CUDA streams of a process share; the default is 8.
 
-A pipeline rank has a stream for each of up to ten communicators, and further streams. A waiting stream delays the other
-streams of its queue. Megatron-LM requires 1 queue with several tp ranks, so that products begin after the messages that
-they overlap with. The schedules of this suite hang under neither setting (`tests/parallel/test_streams.py`).
+A pipeline rank has more streams than that, and a waiting stream delays the other streams of its queue. Megatron-LM
+requires 1 queue if tp > 1, so that a matrix product starts after the collective with which it overlaps.
 """
 AVOID_RECORD_STREAMS_VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-"""Environment variable of torch up to 2.7: with `1`, a collective holds a reference to its tensors until it is waited
-for, as torch 2.8 does. Otherwise the allocator records every stream that uses a tensor, and reuses the memory that ZeRO
-frees only after it has polled events."""
+"""Environment variable of torch up to 2.7. With `1`, a collective references its tensors until it is waited for, as in
+torch 2.8. Otherwise the allocator reuses freed memory only after it has polled events of all streams that used it."""
 HIGH_PRIORITY_VARIABLE = "TORCH_NCCL_HIGH_PRIORITY"
-"""Environment variable: with `1`, a collective gets a free multiprocessor before the products that it overlaps with.
-DeepSpeed and Megatron-core set priorities themselves."""
+"""Environment variable. With `1`, a free multiprocessor runs a waiting collective before matrix products that overlap
+with it. DeepSpeed and Megatron-core set priorities themselves."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-"""Environment for bitwise reproducible runs (`deterministic_algorithms`). cuBLAS selects algorithms by its workspace,
-so the workspace is fixed. NVLink switches (NVLS) do not sum, as in Megatron-LM's deterministic mode."""
+"""Environment variables for bitwise reproducible runs. The workspace, by which cuBLAS selects algorithms, is fixed.
+Sums in NVLink switches (NVLS) are disabled, as in Megatron-LM's deterministic mode."""
 GLOO_THREADS_PER_GROUP = 3
-"""Threads that a gloo process group starts."""
+"""Number of threads that gloo starts for each process group."""
 
 
 def rank_device(kind: str) -> torch.device:
-    """Return the device of this rank: `cpu`, or on `cuda` the GPU with the index of `LOCAL_RANK`."""
+    """Return the device of this rank: the CPU for the kind `cpu`, or the GPU that `LOCAL_RANK` selects for `cuda`."""
     import torch
 
     if kind != "cuda":
@@ -52,19 +50,16 @@ def rank_device(kind: str) -> torch.device:
 
 
 def cuda_device_index(local_rank: int, visible: int) -> int:
-    """Return the index of a rank's GPU among the `visible` ones.
-
-    `rank % visible` would be wrong: the ranks of a node need not start at a multiple of its GPUs.
-    """
-    if visible == 1:  # a scheduler that binds each task to a GPU shows it nothing else
+    """Return the CUDA index of the GPU of rank `local_rank` of this node, for `visible` GPUs."""
+    if visible == 1:  # the scheduler shows each task only its own GPU
         return 0
     if local_rank >= visible:
-        raise RuntimeError(f"no GPU for local rank {local_rank}: {visible} visible")
+        raise RuntimeError(f"no GPU for local rank {local_rank}: this process sees {visible} GPUs")
     return local_rank
 
 
 def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str) -> dict[str, str]:
-    """Return the variables for a process that runs `experiments` with this version of torch (`2.6.0+cu126`)."""
+    """Return the environment variables of a rank that runs `experiments` with a torch version, `2.6.0+cu126`."""
     in_order = any(e.engine == "megatron" and e.layout.tp > 1 for e in experiments)
     found = {MAX_CONNECTIONS_VARIABLE: "1" if in_order else "32"}
     if (2, 6) <= major_minor(torch_version) < (2, 8):
@@ -77,13 +72,13 @@ def choose_gpu_environment(experiments: Sequence[Experiment], torch_version: str
 
 
 def apply_gpu_environment(experiments: Sequence[Experiment]) -> None:
-    """Set the variables in this process, except those that the user has set."""
+    """Set the variables of `choose_gpu_environment` in this process, except those that the user has set."""
     for name, value in choose_gpu_environment(experiments, versions(["torch"]).get("torch", "")).items():
         os.environ.setdefault(name, value)
 
 
 def current_gpu_environment() -> dict[str, str]:
-    """Return the values of these variables in this process."""
+    """Return the CUDA and NCCL variables of this process that `choose_gpu_environment` may set."""
     names = (MAX_CONNECTIONS_VARIABLE, AVOID_RECORD_STREAMS_VARIABLE, HIGH_PRIORITY_VARIABLE)
     return {name: os.environ[name] for name in (*names, *DETERMINISTIC_ENVIRONMENT) if name in os.environ}
 
@@ -92,8 +87,8 @@ def current_gpu_environment() -> dict[str, str]:
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Enable torch's deterministic algorithms inside the context, if `wanted`.
 
-    The kernels of `kernels/*.cu` are deterministic, because they use no atomics. The backward pass of torch's fused
-    attention needs this setting. An operator without a deterministic algorithm raises RuntimeError.
+    The backward pass of torch's fused attention needs this setting. An operator without a deterministic algorithm then
+    raises RuntimeError. The kernels of this package are always deterministic.
     """
     if not wanted:
         yield
@@ -104,7 +99,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     was_enabled = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
-    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every buffer at every use: nothing is read unwritten
+    # Otherwise torch would fill every new buffer, although the step reads no memory that it has not written.
+    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -114,12 +110,10 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def limit_memory(limit_bytes: int, device: str) -> None:
-    """Limit this rank to `limit_bytes` in addition to its present memory; 0 means no limit.
+    """Limit the memory of this rank to `limit_bytes`; 0 means no limit.
 
-    On the CPU, `RLIMIT_DATA` is set to the present size of the data segment (`VmData`: heap and private writable
-    mappings, thread stacks included) plus `limit_bytes`.  The present size is added because the memory of torch itself
-    differs between builds by more than a small model, and is not part of a GPU's memory either.  On CUDA, the limit is
-    the fraction of the device that torch's caching allocator may use.
+    On CUDA, the limit applies to torch's caching allocator. On the CPU, `RLIMIT_DATA` limits the heap, private mappings
+    and thread stacks to `limit_bytes` above their present size. The memory of the imported libraries does not count.
     """
     if not limit_bytes:
         return
@@ -136,10 +130,9 @@ def limit_memory(limit_bytes: int, device: str) -> None:
 
 
 def _check_memory_before_groups() -> None:
-    """Raise `MemoryError` if the limit does not allow the thread stacks of a new process group.
+    """Have torch raise `MemoryError` if the memory limit does not allow the thread stacks of a new process group.
 
-    Without this check, gloo ends the process (`terminate called without an active exception`, SIGABRT), raises
-    `Resource temporarily unavailable` or never returns. None of these reports a lack of memory.
+    Without this check, gloo aborts the process, raises `Resource temporarily unavailable` or hangs.
     """
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if groups is None:
@@ -160,13 +153,13 @@ def _check_memory_before_groups() -> None:
 
 
 def lift_memory_limit() -> None:
-    """Undo `limit_memory`, so that the report of an out-of-memory does not run out of memory."""
+    """Remove the limit on host memory, so that the report of an out-of-memory error can be written."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def data_segment_bytes() -> int:
-    """Return the size of this process's data segment in bytes, as `RLIMIT_DATA` counts it."""
+    """Return the bytes of this process that `RLIMIT_DATA` limits."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

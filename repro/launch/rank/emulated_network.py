@@ -1,11 +1,7 @@
-"""A rank on an emulated network: its compute rate, the bytes on its links, and the throttle of its share of a core.
+"""A rank on an emulated network: measures its compute rate and link bytes, and limits its share of a processor core.
 
-Sixteen ranks on a core compute at a sixteenth of its rate each. While fifteen of them wait for messages, the last one
-would compute sixteen times as fast, and the time of the messages would disappear. A rank that has computed for `c`
-seconds therefore sleeps until `c / share` seconds have passed; waits for other ranks do not count. The rank sleeps
-before each collective, before each wait for one, and at a timer of processor time for libraries that do not
-announce their collectives. Only the computing thread is throttled. Threads that transmit messages run on other cores
-(`repro.util.processes`), because a kernel without `IRQ_TIME_ACCOUNTING` charges frames to the thread on the core.
+Ranks that share a core must compute at a constant rate, also while other ranks wait for messages. A rank that has
+computed for `c` seconds therefore sleeps until `c / share` seconds have passed, without time spent in waits.
 """
 
 from __future__ import annotations
@@ -36,17 +32,18 @@ from repro.util.processes import CoreAssignment, count_compute_cores
 RATE_PROBE_S = 0.6
 MAX_RATE_ATTEMPTS = 15
 MAX_RATE_SPREAD = 0.25
-"""Maximum spread of the ranks' compute rates, relative to their mean."""
+"""Maximum difference between the compute rates of two ranks, relative to the mean of all ranks."""
 MAX_CATCH_UP_S = 0.02
-"""Maximum lost core time that a rank may make up for, in seconds."""
+"""Maximum delay that a rank may catch up by computing without sleep, in seconds."""
 TIMER_INTERVAL_S = 4e-3
+"""Processor time after which a computing rank checks whether it must sleep, in seconds."""
 
 
 class EmulatedNetworkRank:
-    """State of one rank on an emulated network: its compute rate, its throttle and its byte counters."""
+    """State of one rank on an emulated network: its compute rate, the throttle of its core, and its byte counters."""
 
     def __init__(self, network: EmulatedNetwork, facts: Path, rank: int):
-        """Measure the compute rates of all ranks together.  Raises `RuntimeError` if they are too far apart."""
+        """Throttle this rank and measure the compute rate of every rank.  Raises `RuntimeError` if they differ much."""
         self._world = network.world
         found = json.loads(facts.read_text(encoding="utf-8"))
         self._facts = found if rank == 0 else None
@@ -61,13 +58,13 @@ class EmulatedNetworkRank:
         try:
             self._rate = _equal_rates(network.world, self.throttle)[rank]
         except BaseException:
-            self.throttle.stop()  # a running timer would kill the rank before it reports the error
+            self.throttle.stop()  # otherwise the timer's signal could kill the rank before it reports the error
             raise
 
     @staticmethod
     @contextmanager
     def throttled(job: Job, rank: int) -> Iterator[EmulatedNetworkRank | None]:
-        """Throttle this rank inside the context; yield None for a job without an emulated network."""
+        """Throttle this rank inside the context and yield its state; yield None without an emulated network."""
         if job.network is None:
             yield None
             return
@@ -78,18 +75,18 @@ class EmulatedNetworkRank:
             seen.throttle.stop()
 
     def begin_timed_steps(self, peak_bytes: int) -> None:
-        """Prepare the timed steps, which allocate `peak_bytes`; threads that transmit messages get their cores."""
+        """Reserve heap for steps that allocate at most `peak_bytes`, and move message threads to their own cores."""
         self._cores.apply()
         processes.reserve_heap(peak_bytes, self._world)
         self.throttle.settle()
 
     def counters(self) -> list[int]:
-        """Return the bytes sent and received by this rank, and by its node if this rank is the first of it."""
+        """Return the bytes that this rank has sent and received, then those of its node if it is the node's first."""
         own = _interface_counters("/proc/self/net/dev", "eth0")
         return own + (_interface_counters(self._node, "uplink") if self._node else [])
 
     def report(self, grown: list[int], steps: int) -> RankOnNetwork:
-        """Return the report of this rank. `grown` is the increase of the counters in `steps` steps."""
+        """Return compute rate and bytes per step of this rank. `grown`: increase of `counters` in `steps` steps."""
         sent, received, *node = (count / max(1, steps) for count in grown)
         return RankOnNetwork(
             compute_flops_per_s=self._rate,
@@ -112,20 +109,20 @@ def _interface_counters(file: str, interface: str) -> list[int]:
 
 
 def _equal_rates(world: int, throttle: CoreThrottle) -> list[float]:
-    """Return the compute rates of all ranks in FLOP/s.  Raises `RuntimeError` if they differ too much."""
-    for _ in range(MAX_RATE_ATTEMPTS):  # other processes may disturb a rank
+    """Return the compute rates of all ranks in FLOP/s.  Raises `RuntimeError` beyond `MAX_RATE_SPREAD`."""
+    for _ in range(MAX_RATE_ATTEMPTS):  # other processes may disturb one measurement
         rates = _compute_rates(world, throttle)
         apart = (max(rates) - min(rates)) * len(rates) / sum(rates)
         if apart <= MAX_RATE_SPREAD:
             return rates
     raise RuntimeError(
         f"the ranks' compute rates, {min(rates) / 1e9:.3g} to {max(rates) / 1e9:.3g} GFLOP/s, are "
-        f"{apart:.0%} of their mean apart and not {MAX_RATE_SPREAD:.0%} at most: something else computes here"
+        f"{apart:.0%} of their mean apart, above {MAX_RATE_SPREAD:.0%}: end other programs on this machine"
     )
 
 
 def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
-    """Return the FLOP/s of matrix products of every rank, measured on all ranks at once."""
+    """Return the rate of matrix products on each rank in FLOP/s, measured while all ranks compute."""
     dist.barrier()
     began = time.perf_counter()
     done = compute_rate.count_flop(RATE_PROBE_S, time.perf_counter)
@@ -137,20 +134,20 @@ def _compute_rates(world: int, throttle: CoreThrottle) -> list[float]:
 
 
 class CoreThrottle:
-    """Throttle of the main thread, from `start` to `stop`."""
+    """Limits the share of a processor core that the calling thread uses, by sleeps between `start` and `stop`."""
 
     def __init__(self, share: float):
-        """`share` is the computing part of each second. The throttled thread creates the object."""
+        """`share`: fraction of each second in which the thread may compute, 0 to 1."""
         self.share = share
         self._delays = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._ahead = 0.0
         self._settling = self._waiting = False
         self._waits = [(kind, kind.wait) for kind in (dist.Work, transports.Work)]
-        """Wait methods of torch's and our collectives."""
+        """Classes of asynchronous collectives with their original `wait` methods."""
         self._read_clocks()
 
     def start(self) -> None:
-        """Call `settle` at the kernel's timer and before waits."""
+        """Begin to call `settle` at a timer of processor time and before each wait for a collective."""
         for kind, wait in self._waits:
             kind.wait = self._settled(wait)  # type: ignore[method-assign]
         signal.signal(signal.SIGVTALRM, self._tick)
@@ -158,14 +155,14 @@ class CoreThrottle:
         self._read_clocks()
 
     def stop(self) -> None:
-        """End the throttle."""
+        """Stop the timer and restore the `wait` methods."""
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
         for kind, wait in self._waits:
             kind.wait = wait  # type: ignore[method-assign]
 
     def settle(self) -> None:
-        """Sleep for the time by which this thread is ahead of a device of its share."""
+        """Sleep as long as this thread has computed more than its share of the time that has passed."""
         if self._settling:
             return
         self._settling = True
@@ -197,10 +194,12 @@ class CoreThrottle:
 
     def _read_clocks(self) -> None:
         self._delayed = self._delay()
-        self._computed = time.thread_time()  # last, so that reading the clocks does not count
+        self._computed = (
+            time.thread_time()
+        )  # read last, so that the other reading does not count as computation
 
     def _delay(self) -> float:
-        """Return the seconds in which the runnable thread waited for its core."""
+        """Return the total seconds in which this thread was runnable but had no core."""
         return int(os.pread(self._delays, 64, 0).split()[1]) / 1e9
 
     def _tick(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""One experiment on one rank: initialisation, untimed steps, timed steps and result."""
+"""One experiment on one rank: initialises the engine, runs untimed and timed steps, and collects the measurements."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from repro.results.record_parts import CheckpointReport, RankMemory, RankResult,
 from repro.simulate.trace.recorder import line_of_step
 
 Report = Callable[[int, Phase], None]
-"""Callback with (step, phase) at every change of phase."""
+"""Callback that gets the step and its phase at every change of phase."""
 
 
 class ExperimentRun:
-    """One experiment on one rank: call `prelude`, then `steps` once or more, then `result`."""
+    """A running experiment on one rank. Call `prelude` once, then `steps` once or more, then `result`."""
 
     def __init__(
         self,
@@ -52,16 +52,19 @@ class ExperimentRun:
         watched: bool = True,
         profiles: Path | None = None,
     ):
-        """Initialise the engine, and resume from the newest of `checkpoints`.  `network`: the emulated network, if any.
+        """Initialise the engine, and resume from the newest checkpoint if the experiment writes checkpoints.
 
-        `watched`: measure memory and a library's collectives in the untimed steps, which slows them down.
-        `profiles`: folder of this experiment's profiles, if they are wanted.
+        `watched`: whether untimed steps measure memory and count collectives, which slows them down. `network`: None
+        for a real network. `profiles`: folder for profiles of this experiment; None writes none.
         """
         self.experiment, self.mesh, self.device, self.report = experiment, mesh, device, report
         self.index = 0
+        """Number of completed steps, which is the index of the next step."""
         self.series = StepHistory()
         self.rounds: list[list[float]] = []
+        """Seconds of each timed step, by round."""
         self.phase_rows: list[dict[str, float]] = []
+        """Seconds of each phase, for every timed step."""
         self.clock = StepClock(device)
         stream = open_stream(experiment.training, experiment.model)
         self.batches = BatchLoader(stream, experiment.layout, mesh.rank, device)
@@ -70,7 +73,7 @@ class ExperimentRun:
         self.comm: list[TrafficRow] = []
         self.network = network
         self.link_bytes: list[int] = []
-        """Bytes that the network transmitted in the timed steps."""
+        """Increase of the network's byte counters in the timed steps."""
         report(0, Phase.INIT)
         self.watched, self.profiles = watched, profiles
         if profiles is not None:
@@ -84,7 +87,7 @@ class ExperimentRun:
             self.engine = build_engine(experiment, mesh, device)
         self.checkpoints: CheckpointManager | None = None
         self.resumed: list[dict[str, Any]] = []
-        """Checkpoints from which this training was resumed."""
+        """Step and origin of each checkpoint from which this training was resumed."""
         if checkpoints is not None:
             assert isinstance(self.engine, NativeEngine)
             self.checkpoints = CheckpointManager(
@@ -99,7 +102,6 @@ class ExperimentRun:
 
     @property
     def left(self) -> int:
-        """Return the number of remaining steps."""
         return self.experiment.training.steps - self.index
 
     def _resume(self, checkpoints: CheckpointManager) -> None:
@@ -112,7 +114,7 @@ class ExperimentRun:
         self.resumed = [*history["resumed"], {"step": found.step, **found.written_by}]
 
     def prelude(self) -> None:
-        """Run the untimed steps. The first measures memory and the last counts collectives, which is slow."""
+        """Run the untimed steps. The first one measures memory; the last one counts the collectives of a library."""
         if self.tracker is None:
             self._step(lambda phase: None)
         else:
@@ -130,7 +132,7 @@ class ExperimentRun:
             self.network.begin_timed_steps((self.memory.peak or {}).get("total", 0))
 
     def steps(self, count: int) -> None:
-        """Run `count` timed steps as one round. The last one counts communication."""
+        """Run `count` timed steps as one round. The ledger of the native engine counts the last one's collectives."""
         rows: list[dict[str, float]] = []
         before = self._count_link_bytes()
         for i in range(count):
@@ -145,7 +147,7 @@ class ExperimentRun:
                     self.comm = [TrafficRow.read(row) for row in self.mesh.ledger.rows()]
             self.clock.mark("end")
             if self._write_due_checkpoint():
-                rows += self.clock.read()  # limits the events that a long run holds
+                rows += self.clock.read()  # a long run must not accumulate CUDA events
         rows += self.clock.read()
         grown = [b - a for a, b in zip(before, self._count_link_bytes(), strict=True)]
         self.link_bytes = [sum(pair) for pair in zip_longest(self.link_bytes, grown, fillvalue=0)]
@@ -156,19 +158,19 @@ class ExperimentRun:
         self.phase_rows += ordinary
 
     def _clocked(self) -> AbstractContextManager[Callable[[Phase], None]]:
-        """Return a context with the function that marks the phases of a timed step."""
+        """Return a context that yields the function to call at every phase of a timed step."""
         if self._has_known_waits and self.experiment.engine != NATIVE:
             return StageWaits(self.clock.mark)
         return nullcontext(self.clock.mark)
 
     @property
     def _has_known_waits(self) -> bool:
-        """Return whether waits for other stages are known: with our engine, or if pp is the only parallelism."""
+        """Return whether waits for other stages can be measured: native engine, or pipeline parallelism only."""
         layout = self.experiment.layout
         return layout.pp > 1 and (self.experiment.engine == NATIVE or layout.tp == layout.dp == 1)
 
     def _count_link_bytes(self) -> list[int]:
-        """Return the bytes on the links so far, while no rank sends."""
+        """Return the emulated network's byte counters, read while no rank sends; empty on a real network."""
         if self.network is None:
             return []
         self.mesh.world.barrier()
@@ -177,10 +179,7 @@ class ExperimentRun:
         return found
 
     def _write_due_checkpoint(self) -> bool:
-        """Write a checkpoint between two steps if one is due, and raise `Stopped` if the launcher requests it.
-
-        Return whether a checkpoint was due.
-        """
+        """Write a checkpoint if one is due, and return whether one was.  Raises `Stopped` at the launcher's request."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return False
@@ -198,12 +197,12 @@ class ExperimentRun:
         }
         kept = checkpoints.write(self.index, history)
         if stop:
-            goes_on = "the next run goes on from there" if kept else "no checkpoint could be written"
-            raise Stopped(f"stopped on request after step {self.index}; {goes_on}")
+            resumes = "the next run resumes there" if kept else "no checkpoint could be written"
+            raise Stopped(f"stopped on request after step {self.index}; {resumes}")
         return True
 
     def _watched_step(self, tracker: MemoryTracker) -> None:
-        """Run a step and measure its memory with `tracker`, which measured the initialisation."""
+        """Run one step and measure its memory with `tracker`, which has already measured the initialisation."""
         init_peak = tracker.peak["total"]
 
         def observe(phase: Phase) -> None:
@@ -220,7 +219,7 @@ class ExperimentRun:
         live, most = tracker.live(), tracker.most
         states = {category: live[category] for category in MODEL_STATES}
         if self.experiment.engine != NATIVE:
-            # Libraries free gradients between steps; the gradients at the start of the update count.
+            # Libraries free gradients between steps, so the maximum counts, not the bytes after the step.
             states[Category.GRADIENTS] = most[Category.GRADIENTS]
         self.memory = RankMemory(
             states=states,
@@ -231,7 +230,7 @@ class ExperimentRun:
         )
 
     def _write_memory_profile(self, path: Path, tracker: MemoryTracker) -> None:
-        """Write the allocations so far for PyTorch's memory viewer."""
+        """Write all allocations since the start as a snapshot for PyTorch's memory viewer."""
         if tracker.history is not None:
             write_memory_snapshot(path, [tracker.history])
             tracker.history = None
@@ -240,7 +239,7 @@ class ExperimentRun:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _profile_step(self, path: Path) -> None:
-        """Run a step and write its trace by `torch.profiler`."""
+        """Run one step under `torch.profiler` and write its trace in Chrome's format."""
         with torch.profiler.profile() as profile, ExitStack() as annotation:
 
             def annotate(phase: Phase) -> None:
@@ -253,7 +252,7 @@ class ExperimentRun:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the collectives of an engine without a ledger, inside the context."""
+        """Count the collectives inside the context, if the engine is a library, which has no ledger."""
         if self.experiment.engine == NATIVE or not self.watched:
             yield
             return
@@ -279,7 +278,7 @@ class ExperimentRun:
             self.series.norms.append(self.engine.step(micro_batches, phase))
         self.index += 1
         if self.left and self.batches.can_prefetch:
-            # The copy overlaps with the rest of this step; a late host does not make the step longer.
+            # The copy of the next batch overlaps with the device's work on this step.
             phase(Phase.INPUT)
             self.batches.prefetch(self.index)
 
@@ -287,10 +286,7 @@ class ExperimentRun:
         self.series.read(self.experiment.layout.precision == "fp16")
 
     def result(self, diverged: str = "") -> RankResult:
-        """Return all measurements of the experiment, and the reason if it `diverged`.
-
-        Then profile a further step, if profiles are wanted.
-        """
+        """Return all measurements, and the reason if training `diverged`; profile a further step if requested."""
         e, series = self.experiment, self.series
         phases = [p for p in STEP_PHASES if p != Phase.IDLE or e.layout.pp > 1]
         timed = max(1, len(self.phase_rows))
@@ -321,7 +317,7 @@ class ExperimentRun:
         return found
 
     def _checkpoints(self) -> CheckpointReport | None:
-        """Return the report on read and written checkpoints."""
+        """Return the report on read and written checkpoints; None if the experiment writes none."""
         checkpoints = self.checkpoints
         if checkpoints is None:
             return None
@@ -333,7 +329,7 @@ class ExperimentRun:
         )
 
     def _pipeline(self) -> StageReport | None:
-        """Return the rank's stage and, if known, each timed step's seconds of waiting, computing and core time."""
+        """Return the pipeline stage, and its idle, compute and processor time per timed step if they are known."""
         if self.experiment.layout.pp == 1:
             return None
         rows = self.phase_rows if self._has_known_waits else []
@@ -346,7 +342,7 @@ class ExperimentRun:
 
 
 def process_memory(categories: RankMemory, device: torch.device, mesh: Mesh) -> RankMemory:
-    """Return `categories` with the process's peaks: resident set, and on CUDA the values of allocator and driver."""
+    """Return a copy of `categories` with the peak resident set, and on CUDA the peaks of allocator and driver."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resident = replace(categories, rss_peak_bytes=peak_bytes)
     if device.type != "cuda":

@@ -1,7 +1,7 @@
-"""One rank: `python -m repro.launch.rank.program JOB.json --rank R ...`, which a launcher starts.
+"""Program of one rank, which a launcher starts as `python -m repro.launch.rank.program JOB.json --rank R ...`.
 
-The rank writes a report file with its outcome and reason, unless it is killed; then its heartbeat holds its position.
-The process needs torch and the standard library only.
+At its end, the rank writes a report file with its outcome and reason. The heartbeat shows the last position of a rank
+that was killed before it could write a report.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     die_with_parent(options.parent)
     faulthandler.enable()
-    faulthandler.register(rank_process.STACKS_SIGNAL, all_threads=True)  # a hang leaves its stacks in the log
+    faulthandler.register(
+        rank_process.STACKS_SIGNAL, all_threads=True
+    )  # the launcher signals a rank that hangs
     job = replace(Job.load(options.job), folder=str(options.folder))
     folder = options.folder
 
@@ -73,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         lift_memory_limit()
         outcome = classify_error(error)
         reason = str(error) if outcome == "interrupted" else describe_error(error)
-        # The report comes first: freeing the tensors of the failed step may wait for peers, and NCCL's watchdog
-        # may end the process.
+        # The report is written first, because the process may not survive the next lines: freeing tensors may wait
+        # for peers, and NCCL's watchdog may end the process.
         _write_report(folder, options.rank, outcome, reason)
         if outcome != "interrupted":
             traceback.print_exc()
@@ -86,13 +88,12 @@ def _write_report(folder: Path, rank: int, outcome: str, reason: str) -> None:
 
 
 def classify_error(error: BaseException) -> str:
-    """Return the outcome of an exception: `oom`, `diverged`, `interrupted` or `error`."""
+    """Return the outcome of an experiment that ended with `error`: `oom`, `diverged`, `interrupted` or `error`."""
     if isinstance(error, Stopped):
         return "interrupted"
     if isinstance(error, FloatingPointError):
         return "diverged"
-    # torch raises RuntimeError for its CPU allocator and OutOfMemoryError (a RuntimeError) on CUDA; only the message
-    # distinguishes the first from other runtime errors.
+    # torch's CPU allocator raises a plain RuntimeError, which only its message distinguishes from other errors.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "oom"
     if isinstance(error, (RuntimeError, OSError)) and _NO_MEMORY.search(str(error)):
@@ -101,18 +102,16 @@ def classify_error(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception in one line."""
+    """Return the type and the message of an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
 
 def rank_report_path(folder: Path, rank: int) -> Path:
-    """Return the path of the report of the end of `rank`."""
     return folder / f"rank-{rank}.json"
 
 
 def result_path(folder: Path, index: int, rank: int) -> Path:
-    """Return the path of the result of `rank` for the job's experiment `index`."""
     return folder / f"finished-{index}-{rank}.json"
 
 
@@ -122,8 +121,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rendezvous", required=True, help="URL for torch.distributed, e.g. file:///path")
-    parser.add_argument("--folder", type=Path, required=True, help="where heartbeat and result files are")
-    parser.add_argument("--parent", type=int, default=0, help="process to die with; 0: none")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the heartbeat and result files")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="id of the process whose death kills this one; 0: none"
+    )
     parser.add_argument("--target", default=DEFAULT_TARGET, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -132,5 +133,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A process group with a dead peer can block in its destructor for minutes; all is written by now.
+    # Skip destructors: that of a process group with a dead peer can block for minutes.
     os._exit(code)

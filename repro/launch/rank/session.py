@@ -1,4 +1,4 @@
-"""The work of one rank of a job: join the process group, run the experiments, and return the results."""
+"""The functions that a rank of a job calls: join the process group, run the experiments, and return the results."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from repro.results.record_parts import RankMemory
 from repro.simulate.trace.roles import shortened
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives. It never expires, because the launcher detects hangs earlier."""
+"""Timeout of collectives, so long that the launcher always detects a hang first."""
 TRIAL_STEPS = 2
-"""Steps of a memory trial. The second step has every allocation of an ordinary step."""
+"""Number of training steps in a memory trial. The second step has every allocation of a later step."""
 
 
 @contextmanager
 def joined_process_group(rank: int, world: int, device: torch.device, rendezvous: str) -> Iterator[None]:
-    """Join the default process group of a job on `device` inside the context; a single process needs none.
+    """Join the default process group of `world` ranks inside the context; a single rank needs no group.
 
-    The group is destroyed after a success only. After a failure, NCCL would wait for collectives that peers never join.
+    After a failure the group is not destroyed, because NCCL would wait for collectives that peers never join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,7 +59,7 @@ def joined_process_group(rank: int, world: int, device: torch.device, rendezvous
 
 
 def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
-    """Return the connected groups of this rank for one experiment; libraries connect their own groups."""
+    """Return the process groups of this rank for an experiment, with connected communicators for the native engine."""
     layout = experiment.layout
     mesh = meshes.single_rank_mesh() if layout.world == 1 else meshes.distributed_mesh(layout, device.type)
     if device.type != "cuda" or experiment.engine != NATIVE:
@@ -70,10 +70,10 @@ def make_mesh(experiment: Experiment, device: torch.device) -> Mesh:
 def run_rank(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Run the job's experiments on this rank and return a `RankResult` per experiment key.
+    """Run the job's experiments on this rank and return a `RankResult` as JSON data for each experiment key.
 
-    Compared experiments take turns in rounds (A B A B ...), so that disturbances of the machine affect both. Others run
-    one after another.  Compared `apart`, each turn initialises its experiment.
+    Compared experiments take turns in rounds (A B A B ...), so that disturbances of the machine affect all of them.
+    Other experiments run one after another.
     """
     place = rank_device(device)
     with (
@@ -88,7 +88,7 @@ def run_rank(
 
 @dataclass(frozen=True)
 class RankSession:
-    """Runs of a job's experiments on one rank, each named by its index in the job."""
+    """Runs the experiments of a job on one rank. Methods select an experiment by its index in the job."""
 
     job: Job
     device: torch.device
@@ -96,7 +96,7 @@ class RankSession:
     network: EmulatedNetworkRank | None
 
     def _mesh(self, index: int) -> Mesh:
-        """Return this rank's groups for one experiment. Each collective is throttled and reported to the heartbeat."""
+        """Return this rank's process groups for one experiment, which report every collective to the heartbeat."""
         mesh = make_mesh(self.job.experiments[index], self.device)
         if self.network is not None:
             throttle = self.network.throttle
@@ -112,7 +112,7 @@ class RankSession:
 
         experiment, mesh = self.job.experiments[index], mesh or self._mesh(index)
         if self.device.type == "cuda":
-            # The caching allocator still holds memory of the experiment before.
+            # The caching allocator still holds memory of the previous experiment.
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -124,19 +124,19 @@ class RankSession:
         )
 
     def _finish(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
-        """Report the end of an experiment with its result, and return the result."""
+        """Report to the launcher that an experiment ended with `result`, and return `result`."""
         self.heartbeat.phase(index, self.job.experiments[index].training.steps, Phase.DONE)
         self.heartbeat.finished(index, result)
         return result
 
     def run_one(self, index: int) -> dict[str, Any]:
-        """Run one experiment to its end and return its result."""
+        """Run one experiment to its end and return its result as JSON data."""
         run = self._start(index)
         diverged = _advance(run, None) or _advance(run, run.left)
         return self._finish(index, run.result(diverged).as_dict())
 
     def run_compared(self) -> dict[str, dict[str, Any]]:
-        """Run compared experiments, which are all on the device, in turns; return the results by key."""
+        """Run compared experiments in turns, with all of them in device memory; return the results by key."""
         runs = [self._start(i) for i in range(len(self.job.experiments))]
         diverged = [_advance(run, None) for run in runs]
         for turn in range(self.job.rounds):
@@ -148,15 +148,15 @@ class RankSession:
         }
 
     def _timed_steps(self, index: int, turn: int) -> int:
-        """Return the number of timed steps of a turn; the last round takes the remainder."""
+        """Return the number of timed steps of an experiment in round `turn`; the last round gets the remainder."""
         training, rounds = self.job.experiments[index].training, self.job.rounds
         timed = training.steps - training.untimed_steps
         return timed // rounds + (timed % rounds if turn == rounds - 1 else 0)
 
     def run_compared_apart(self) -> dict[str, dict[str, Any]]:
-        """Run compared experiments that do not fit the device together: each turn initialises and frees its experiment.
+        """Run compared experiments in turns that each initialise and free one experiment; return the results by key.
 
-        Losses and memory are those of the last turn; times are those of all turns. The groups remain over all turns.
+        Experiments need not fit the device together. Losses and memory are those of the last turn, times of all turns.
         """
         job = self.job
         meshes = [self._mesh(i) for i in range(len(job.experiments))]
@@ -165,11 +165,11 @@ class RankSession:
         results: dict[str, dict[str, Any]] = {}
         for experiment in job.experiments:
             import_libraries(experiment.engine, self.device.type)
-        gc.freeze()  # collections below skip the imported modules, an eighth of their time
+        gc.freeze()  # later collections skip the imported modules, which makes them faster
         for turn in range(job.rounds):
             for i, experiment in enumerate(job.experiments):
                 if experiment.key in results:
-                    continue  # diverged
+                    continue  # the experiment diverged in an earlier turn
                 run = self._start(i, meshes[i], watched=turn == job.rounds - 1)
                 diverged = _advance(run, None) or _advance(run, self._timed_steps(i, turn))
                 run.rounds, run.phase_rows = rounds[i] + run.rounds, rows[i] + run.phase_rows
@@ -182,7 +182,7 @@ class RankSession:
 
 
 def _advance(run: ExperimentRun, steps: int | None) -> str:
-    """Run `steps` timed steps, or with None the untimed steps. Return the reason of a divergence, or ''."""
+    """Run `steps` timed steps, or the untimed steps for None; return the reason of a divergence, or an empty text."""
     try:
         run.prelude() if steps is None else run.steps(steps)
     except Diverged as error:
@@ -193,11 +193,10 @@ def _advance(run: ExperimentRun, steps: int | None) -> str:
 def run_memory_trial(
     job: Job, *, rank: int, world: int, device: str, rendezvous: str, heartbeat: HeartbeatWriter
 ) -> dict[str, dict[str, Any]]:
-    """Run the memory trial of the job's experiment on this rank; return `{"memory", "parameters"}` by key, in bytes.
+    """Run a memory trial for `repro fit --measure` on this rank: initialisation and two steps of one experiment.
 
-    This is the target of `repro fit --measure`. A trial consists of initialisation and two training steps; the model
-    states are those after the first step. With `job.as_rank`, the process allocates the memory of that rank of the
-    layout, and its collectives have no data.
+    Return by experiment key the `memory` in bytes, with model states after the first step, and the number of
+    `parameters`. With `job.as_rank`, a single process allocates that rank's memory, and collectives carry no data.
     """
     place, [experiment] = rank_device(device), job.experiments
     with joined_process_group(rank, world, place, rendezvous):
@@ -213,7 +212,7 @@ def _run_trial(
 ) -> dict[str, Any]:
     inputs = 2, experiment.layout.replica_batch, experiment.seq
     if as_rank >= 0:
-        # As in a trace: memory is that of all micro-batches after a few of them.
+        # As in a simulation, a few micro-batches have the peak memory of all micro-batches.
         stage = experiment.layout.index_of("pp", as_rank)
         experiment = replace(experiment, layout=shortened(experiment.layout, stage))
         mesh = meshes.shape_only_mesh(experiment.layout, as_rank)
@@ -224,7 +223,7 @@ def _run_trial(
     layout, vocab = experiment.layout, experiment.model.vocab
     with tracker:
         engine = NativeEngine(experiment, mesh, device)
-        # As in a run: tokens and targets of a step, and on a GPU those of the next one (`step_data`).
+        # As in a training, a GPU holds the tokens and targets of this step and of the next one (`step_data`).
         steps = [torch.randint(vocab, inputs, device=device) for _ in range(1 if device.type == "cpu" else 2)]
     tokens, targets = steps[0][:, : layout.micro_batch]
     for step in range(TRIAL_STEPS):

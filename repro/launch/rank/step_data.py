@@ -1,7 +1,7 @@
-"""Data of the training steps on a rank: input batches, and the series of losses, gradient norms and loss scales.
+"""Data of a rank's training steps: the input batches, and the series of losses, gradient norms and loss scales.
 
-On CUDA, a separate stream copies the next batch from page-locked memory to one of two buffers, while the step before
-reads the other buffer. The host does not wait.
+On CUDA, a separate stream copies the next batch from pinned host memory to one of two buffers on the device, while the
+current step reads the other buffer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from repro.model.gpt import BatchPosition
 from repro.parallel.zero.optimizer import Norms
 
 MAX_CONSECUTIVE_SKIPPED_STEPS = 50
-"""Consecutive skipped steps after which fp16 training counts as diverged."""
+"""Number of consecutive skipped steps after which fp16 training counts as diverged."""
 
 
 class _Prefetched(NamedTuple):
-    """Batch whose copy to the device has begun."""
+    """Batch of tokens and targets whose copy to the device has begun."""
 
     step: int
     batch: Tensor
     copied: torch.cuda.Event
+    """Event at the end of the copy."""
 
 
 class BatchLoader:
-    """Loader of the samples of one replica in the global batch of each step."""
+    """Loader of the samples that one data-parallel replica processes in each step."""
 
     def __init__(self, stream: TokenStream, layout: Layout, rank: int, device: torch.device):
         self._stream, self._layout, self._device = stream, layout, device
@@ -40,24 +41,24 @@ class BatchLoader:
         """Index of the replica's first sample in the global batch."""
         self._copies = self._copy_stream()
         self._buffers: tuple[Tensor, ...] = ()
-        """Two buffers [2, replica_batch, seq] on the device, for even and odd steps."""
+        """Two device buffers, for even and odd steps, of shape [2 (tokens, targets), replica_batch, seq]."""
         self._step_began: torch.cuda.Event | None = None
-        """Start of the newest step, after which the buffer of the step before is free."""
+        """Event at the start of the newest step. After it, the previous step's buffer is free."""
         self._prefetched: _Prefetched | None = None
 
     @property
     def can_prefetch(self) -> bool:
-        """Return whether `prefetch` overlaps the copy with the preceding step."""
+        """Return whether `prefetch` can copy a batch during the preceding step, which needs CUDA."""
         return self._copies is not None
 
     def prefetch(self, step: int) -> None:
-        """Begin to copy the samples of a step; call this after `micro_batches` of the step before."""
+        """Begin to copy the batch of a step; call this after `micro_batches` of the previous step."""
         if self._copies is None or (self._prefetched is not None and self._prefetched.step == step):
             return
         samples = self._host_batch(step).pin_memory()
         if not self._buffers:
             self._buffers = tuple(torch.empty_like(samples, device=self._device) for _ in range(2))
-            # Earlier users of this memory are on the current stream.
+            # The allocator may reuse memory that kernels of the current stream still read.
             self._step_began = torch.cuda.current_stream(self._device).record_event()
         assert self._step_began is not None
         self._copies.wait_event(self._step_began)
@@ -67,7 +68,7 @@ class BatchLoader:
         self._prefetched = _Prefetched(step, batch, self._copies.record_event())
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, valid until `prefetch` of the step after the next."""
+        """Return the micro-batches of a step. Their memory is valid until `prefetch(step + 2)`."""
         self.prefetch(step)
         if self._prefetched is None:
             batch = self._host_batch(step).to(self._device)
@@ -83,33 +84,35 @@ class BatchLoader:
         ]
 
     def _host_batch(self, step: int) -> Tensor:
-        """Return tokens and targets on the host, [2, replica_batch, seq]."""
+        """Return the batch of a step in host memory, of shape [2 (tokens, targets), replica_batch, seq]."""
         first = step * self._layout.global_batch + self._first
         samples = self._stream.samples(first, self._layout.replica_batch)
         return torch.stack((samples[:, :-1], samples[:, 1:]))
 
     def _copy_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of the copies; None on a device without streams."""
+        """Return a CUDA stream for the copies; None on the CPU."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
 
 class Diverged(FloatingPointError):
-    """Error of a loss or gradient norm that is not finite."""
+    """Exception for a loss or gradient norm that is not finite, and for too many skipped steps."""
 
 
 @dataclass
 class StepHistory:
-    """Losses, gradient norms and loss scales of all steps; device tensors until `read`."""
+    """Losses, gradient norms and loss scales of all steps. `read` copies new values from the device to the host."""
 
     norms: list[Norms] = field(default_factory=list)
+    """Device tensors of the steps since the last `read`."""
     scales: list[Tensor] = field(default_factory=list)
+    """Loss scales on the device of the steps since the last `read`."""
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     loss_scale: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
     def read(self, fp16: bool) -> None:
-        """Copy the new values to the host.  Raises `Diverged`."""
+        """Copy new values to the host. With `fp16`, a step may overflow and be skipped.  Raises `Diverged`."""
         if self.norms:
             shape = [torch.stack((n.loss, n.gradient, n.overflow)) for n in self.norms]
             for loss, gradient, overflow in torch.stack(shape).tolist():

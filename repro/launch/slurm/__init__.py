@@ -1,4 +1,5 @@
-"""Suites on a SLURM cluster: `submission` submits job arrays, `allocation` runs in a job, and `commands` reports.
+"""Runs of suites on a SLURM cluster: `submission` submits job arrays, and `allocation` runs them inside a job.
 
-`profile` describes a site, `scheduler` queries SLURM, and `case_states` lists the submissions and their cases.
+`profile` describes a site, `scheduler` queries SLURM, `case_states` derives the state of each submitted experiment, and
+`commands` implements `repro logs`, `cancel` and `collect`.
 """

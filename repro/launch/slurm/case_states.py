@@ -1,7 +1,7 @@
-"""States of all submitted cases, from SLURM, from the files of their jobs, and from the store.
+"""States of all submitted experiments (cases), from SLURM, from the progress files of their jobs, and from the store.
 
-Each submission has a folder under `results/jobs`. Its `submission.json` is written before the first `sbatch` and after
-each, so that after a kill it names every job that may run. Results do not depend on these files.
+Each submission has a folder in `results/jobs`. `repro submit` writes `submission.json` there before the first `sbatch`
+and after each one, so that the file names every submitted job even if `repro submit` is killed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from repro.util.files import read_json, write_json
 
 SUBMISSION_FILE = "submission.json"
 _LOCK_TIMEOUT_S = 600.0
+"""Age after which the lock of another `repro submit` counts as abandoned, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +40,18 @@ class SubmittedArray:
     """One job array of a submission."""
 
     bundles: list[int]
-    """Indices in `work.json`, in the order of the array's elements."""
+    """Indices of bundles in `work.json`, in the order of the array's elements."""
     nodes: int
     tasks_per_node: int
     time_limit_s: float
     partition: str
     job_name: str
-    """Name of submission and array, which identifies a job whose number was never written."""
+    """Job name in SLURM, which contains the submission's id and identifies a job whose `job_id` was not written."""
     job_id: str = ""
-    """Job id; empty until `sbatch` has answered."""
+    """SLURM's job id; empty until `sbatch` has returned it."""
 
     def element(self, place: int) -> str:
-        """Return SLURM's id of the array's element number `place`."""
+        """Return SLURM's job id of element number `place` of the array; empty before `sbatch` has returned."""
         if not self.job_id:
             return ""
         return self.job_id if len(self.bundles) == 1 else f"{self.job_id}_{place}"
@@ -58,47 +59,46 @@ class SubmittedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One call of `repro submit`."""
+    """Content of `submission.json`: one call of `repro submit` and its job arrays."""
 
     id: str
     created: str
-    """UTC, ISO 8601."""
+    """Time of the call in UTC, in ISO 8601."""
     suite: str
     suite_file: str
     profile: str
-    """File of the profile; `profile.toml` in the submission's folder is its copy."""
+    """Path of the profile, of which `profile.toml` in the submission's folder is a copy."""
     system: str
     newest_record: int | None = None
-    """`order` of the newest record in the store at creation; None in submissions of versions without the field."""
+    """`order` of the store's newest record at the time of the call; None if an older version wrote the file."""
     arrays: list[SubmittedArray] = field(default_factory=list)
 
     def jobs(self) -> dict[int, str]:
-        """Return SLURM's id of every bundle; empty for one that was never submitted."""
+        """Return SLURM's job id of each bundle, by index; empty for a bundle that was not submitted."""
         return {bundle: a.element(place) for a in self.arrays for place, bundle in enumerate(a.bundles)}
 
     def with_job(self, place: int, job_id: str) -> Submission:
-        """Return a copy with the job id of array `place`."""
+        """Return a copy in which array number `place` has the job id `job_id`."""
         arrays = [replace(a, job_id=job_id) if i == place else a for i, a in enumerate(self.arrays)]
         return replace(self, arrays=arrays)
 
 
 class Registry:
-    """Submissions of one store."""
+    """Submissions of one store: their folders and files, and the lock that `repro submit` holds."""
 
     def __init__(self, results: Path):
         self.folder = results / "jobs"
 
     def path(self, submission: Submission) -> Path:
-        """Return the folder of a submission."""
         return self.folder / submission.id
 
     def new_id(self, suite: str) -> str:
-        """Return a new id, which sorts by time and contains the suite's name."""
+        """Return a new id of a submission, which begins with the time and contains the suite's name."""
         clean = re.sub(r"[^\w.-]+", "-", suite)[:40]
         return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{clean}-{secrets.token_hex(2)}"
 
     def write(self, submission: Submission) -> None:
-        """Store `submission`, and create its folder if needed."""
+        """Write `submission.json`, and create the submission's folder if it is missing."""
         folder = self.path(submission)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SUBMISSION_FILE, asdict(submission))
@@ -108,7 +108,7 @@ class Registry:
         return [self._read(path) for path in sorted(self.folder.glob(f"*/{SUBMISSION_FILE}"))]
 
     def work(self, submission: Submission) -> SubmissionWork:
-        """Return the work of `submission`.  Raises `ConfigError` if the file is missing or incomplete."""
+        """Return the bundles of `submission` from `work.json`.  Raises `ConfigError` if the file is not valid."""
         folder = self.path(submission)
         try:
             return SubmissionWork.load(folder)
@@ -116,15 +116,15 @@ class Registry:
             raise _bad(folder / "work.json", error) from None
 
     def state(self, submission: Submission, bundle: int) -> dict[str, Any]:
-        """Return the last state file of the allocation of `bundle`; empty before the first."""
+        """Return the progress file of bundle number `bundle` as a dictionary; empty before its job starts."""
         return read_json(self.path(submission) / f"bundle-{bundle}.json")
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Hold the lock for planning on this store, so that two `repro submit` do not submit the same cases.
+        """Hold the store's lock inside the context, so that two `repro submit` do not submit the same experiments.
 
-        The lock is a file created with O_EXCL, because shared file systems may lack flock.  A file of a killed
-        process on this host, or an old file, is taken over.  Raises `ConfigError` if another process holds the lock.
+        The lock is a file created with O_EXCL, because shared file systems may lack flock.  The lock of a dead process
+        of this host, or an old lock, is replaced.  Raises `ConfigError` if another process holds the lock.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / ".submitting"
@@ -135,11 +135,13 @@ class Registry:
                 break
             except FileExistsError:
                 if not _abandoned(path):
-                    expected = f"another `repro submit` is at work on this store; if not, remove {path}"
+                    expected = f"another `repro submit` uses this store; if none runs, remove {path}"
                     raise ConfigError("--results", str(self.folder.parent), says=expected) from None
                 path.unlink(missing_ok=True)
         else:
-            raise ConfigError("--results", str(self.folder.parent), says=f"cannot take {path}")
+            raise ConfigError(
+                "--results", str(self.folder.parent), says=f"cannot create the lock file {path}"
+            )
         try:
             os.write(descriptor, note.encode())
             os.close(descriptor)
@@ -167,7 +169,9 @@ def _abandoned(path: Path) -> bool:
 
 
 def _bad(path: Path, error: Exception) -> ConfigError:
-    expected = f"is not what `repro submit` wrote ({type(error).__name__}: {error}); remove its folder if it has no use"
+    expected = (
+        f"is no valid file of `repro submit` ({type(error).__name__}: {error}); remove its folder if unused"
+    )
     return ConfigError("submission", path.parent.name, says=expected, file=str(path))
 
 
@@ -179,7 +183,7 @@ STATES = (RUNNING, PENDING, REQUEUED, DONE, FAILED, CANCELLED, LOST, UNSUBMITTED
 
 @dataclass(frozen=True, kw_only=True)
 class CaseState:
-    """One experiment of one submission."""
+    """State of one experiment of one submission."""
 
     submission: str
     suite: str
@@ -187,36 +191,36 @@ class CaseState:
     key: str
     bundle: int
     job: str
-    """SLURM's job id, `12_3`; empty if `sbatch` never answered."""
+    """SLURM's job id, `12_3`; empty if `sbatch` did not return one."""
     state: str
     """One of `STATES`."""
     detail: str = ""
-    """Step and rate, reason of a wait, or the outcome's reason."""
+    """Current step and its rate, the reason why the job waits, or the reason of the outcome."""
     outcome: str = ""
-    """Outcome of the record in the store; for a lost case the outcome that `repro collect` would record."""
+    """Outcome in the store's record; without a record, the outcome that `repro collect` records for an ended job."""
     job_state: str = ""
-    """State of the job in SLURM; empty for a forgotten job."""
+    """State of the job in SLURM; empty if SLURM no longer lists the job."""
     nodes: str = ""
     restarts: int = 0
     recorded: bool = False
-    """Whether the store has a record of this submission's run."""
+    """Whether the store has a record that is newer than this submission."""
 
     @property
     def failure(self) -> str:
-        """Return the failure class; empty without a failure."""
+        """Return the failure class, one of `FAILURE_CLASSES`; empty without a failure."""
         return failure_class(self.outcome, self.detail, self.job_state) if self.outcome else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
+        """Return the fields and the failure class as JSON data."""
         return asdict(self) | {"failure": self.failure}
 
 
 def outcome_without_record(job: JobState | None) -> tuple[str, str]:
-    """Return outcome and reason of a case without a record, from the end of its job."""
+    """Return outcome and reason of an experiment without a record, from the end of its job; None: SLURM has no job."""
     if job is None:
-        return "error", "lost: SLURM does not know the job any more and it left no record"
+        return "error", "lost: SLURM no longer lists the job, and the job wrote no record"
     outcome, reason = "error", f"the job ended as {job.state} without a record"
-    if job.state in JOB_ENDS:  # outside causes are no results
+    if job.state in JOB_ENDS:  # a cause outside the experiment is no result of it
         outcome, reason = "interrupted", JOB_ENDS[job.state][1]
     parts = [reason]
     if job.nodes:
@@ -230,14 +234,14 @@ def outcome_without_record(job: JobState | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CaseSurvey:
-    """Survey of every case's state, read once."""
+    """States of all submitted experiments; every call reads files, records and SLURM once."""
 
     registry: Registry
     store: Store
     scheduler: Scheduler
 
     def cases(self) -> list[CaseState]:
-        """Return the cases of all submissions.  Raises `SchedulerError` if the queue is unreadable."""
+        """Return the state of each experiment of each submission.  Raises `SchedulerError` if `squeue` fails."""
         chosen = self.registry.all()
         jobs = self.scheduler.jobs({job for s in chosen for job in s.jobs().values() if job})
         latest = by_key(self.store.records())
@@ -251,7 +255,7 @@ class CaseSurvey:
         return found
 
     def live(self) -> dict[str, str]:
-        """Return the keys of experiments that a live job has not finished, with the job."""
+        """Return the job ids of experiments that a waiting or running job has not finished, by experiment key."""
         return {case.key: case.job for case in self.cases() if case.state in OPEN_STATES}
 
 
@@ -264,7 +268,7 @@ def _case(
     last_state: dict[str, Any],
     record: ExperimentRecord | None,
 ) -> CaseState:
-    """Return the state of `experiment`; `last_state` is the last state file of its allocation."""
+    """Return the state of `experiment`; `last_state` is the content of its bundle's progress file."""
     own = record if record is not None and _is_later(record, submission) else None
     base = CaseState(
         submission=submission.id,
@@ -288,7 +292,7 @@ def _case(
     if job is not None and job.live:
         return _live(base, job, last_state)
     outcome, reason = outcome_without_record(job)
-    # The allocation recorded the end, and did not start again.
+    # The job recorded an interruption and was not requeued.
     if own is not None and own.reason != reason:
         reason = f"{own.reason}; {reason}" if job is not None else own.reason
         outcome = own.outcome
@@ -297,16 +301,16 @@ def _case(
 
 
 def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseState:
-    """Return the state of a case without an outcome whose job waits or runs."""
+    """Return the state of an experiment without an outcome whose job waits or runs."""
     current, stopped = last_state.get("current") or {}, last_state.get("stopped") or {}
     if job.waiting:
         state = REQUEUED if base.restarts or stopped else PENDING
-        held = f"`scontrol release {base.job}` lets it start" if "held" in job.reason.lower() else ""
+        held = f"`scontrol release {base.job}` releases it" if "held" in job.reason.lower() else ""
         parts = (stopped.get("reason", ""), job.reason, held)
         return replace(base, state=state, detail=", ".join(part for part in parts if part))
     if base.name != current.get("case"):
         turns = current.get("compare") and base.name in current["names"]
-        detail = f"takes turns with {current['case']}" if turns else "its job runs, its turn comes"
+        detail = f"takes turns with {current['case']}" if turns else "its job runs other cases first"
         return replace(base, state=RUNNING, detail=detail)
     rate = current.get("steps_per_s")
     place = f"step {current.get('step', 0)} of {current.get('steps', 0)}, {current.get('phase', '')}"
@@ -314,18 +318,16 @@ def _live(base: CaseState, job: JobState, last_state: dict[str, Any]) -> CaseSta
 
 
 def _is_later(record: ExperimentRecord, submission: Submission) -> bool:
-    """Return whether the record was appended after the submission; clocks of login and compute nodes may differ."""
+    """Return whether the record is newer than the submission, by order in the store, as clocks of nodes may differ."""
     if submission.newest_record is None:
         return datetime.fromisoformat(record.written) >= datetime.fromisoformat(submission.created)
     return record.order > submission.newest_record
 
 
 def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[list[CaseState], list[str]]:
-    """Return the states of the cases, and warnings about states that SLURM could not report.
+    """Return states of submitted experiments, in the last submission or in `every` one, and warnings of SLURM queries.
 
-    A case that was submitted several times has the state of its last submission; with `every`, one state for each.
-
-    Raises: SchedulerError.
+    Raises `SchedulerError`.
     """
     scheduler = Scheduler()
     cases = CaseSurvey(registry, store, scheduler).cases()
@@ -335,7 +337,7 @@ def read_case_states(registry: Registry, store: Store, every: bool) -> tuple[lis
 
 
 def status_exit_code(cases: list[CaseState]) -> int:
-    """Return the exit code of `repro status`: 3 while cases are open, 1 if one failed, otherwise 0."""
+    """Return the exit code of `repro status`: 3 if a case waits or runs, else 1 if a case is not done, else 0."""
     states = {case.state for case in cases}
     if states & {*OPEN_STATES}:
         return 3

@@ -1,4 +1,4 @@
-"""Commands on submissions: `repro logs`, `repro cancel` and `repro collect`."""
+"""Commands on submitted suites: `repro logs`, `repro cancel` and `repro collect`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MAX_LISTED_NAMES = 8
 
 
 def print_logs(results: Path, name: str, rank: int | None) -> int:
-    """Print the end of the logs of the case `name` in its newest submission: of one rank, or of its job."""
+    """Print the end of the logs of a rank of the case `name`, or of its job if `rank` is None; return 0."""
     registry = Registry(results)
     submission, bundle, key = find_case(registry, name)
     folder = registry.path(submission)
     job = submission.jobs().get(bundle.index, "")
-    # Cases of one launch share a folder while the launch runs.
+    # While a launch runs, the logs of its cases are in the folder of its first case.
     running = (registry.state(submission, bundle.index).get("current") or {}).get("names", [])
     if name in running:
         key = next(experiment.key for experiment in bundle.experiments if experiment.name == running[0])
@@ -56,12 +56,12 @@ def print_logs(results: Path, name: str, rank: int | None) -> int:
     if not 0 <= rank < bundle.world:
         raise ConfigError("--rank", rank, f"0 to {bundle.world - 1}")
     files = [path for path in (ranks / f"rank-{rank}.out", ranks / f"rank-{rank}.err") if path.exists()]
-    _print_tails(files, f"rank {rank} of {name} (logs exist while it runs, and after failures)")
+    _print_tails(files, f"rank {rank} of {name} (a rank has logs while it runs, and after a failure)")
     return 0
 
 
 def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
-    """Return the newest submission and bundle of the case `name`, and its key.  Raises `ConfigError`."""
+    """Return the newest submission of the case `name`, its bundle and its key.  Raises `ConfigError` without one."""
     known: list[str] = []
     for submission in reversed(registry.all()):
         for bundle in registry.work(submission).bundles:
@@ -69,12 +69,12 @@ def find_case(registry: Registry, name: str) -> tuple[Submission, Bundle, str]:
                 if experiment.name == name:
                     return submission, bundle, experiment.key
                 known.append(experiment.name)
-    hint = list_names(name, known) if known else "none: nothing was submitted with these results"
+    hint = list_names(name, known) if known else "none: the results folder has no submission"
     raise ConfigError("case", name, f"a submitted case: {hint}")
 
 
 def list_names(name: str, known: list[str]) -> str:
-    """Return `known` in one line: all names if they are few, else those most similar to `name`, and their number."""
+    """Return the names `known` in one line; of more than `MAX_LISTED_NAMES`, those most similar to `name`."""
     names = list(dict.fromkeys(known))
     if len(names) <= MAX_LISTED_NAMES:
         return ", ".join(names)
@@ -93,9 +93,10 @@ def _print_tails(files: list[Path], what: str) -> None:
 
 
 def cancel_jobs(results: Path, what: str) -> int:
-    """Cancel the live jobs of `what`: a suite's name or file, a submission, a case or a glob of cases; empty: all.
+    """Cancel the waiting and running jobs that `what` selects; return the exit code 0.
 
-    SLURM cancels jobs, not cases. If a job has other cases too, they are cancelled with it and printed.
+    `what` is a suite's name or file, a submission's id, or a glob of cases; empty selects all jobs. SLURM cancels full
+    jobs, so other cases of such a job are cancelled too and printed.
     """
     registry, scheduler = Registry(results), Scheduler()
     if not registry.all():
@@ -123,9 +124,9 @@ def cancel_jobs(results: Path, what: str) -> int:
 
 
 def collect_records(results: Path, into: Path | None, json: bool) -> int:
-    """Record lost and cancelled cases, verify every record, and copy missing records to `into`.
+    """Record lost and cancelled cases, read all records, and copy those that the store `into` lacks.
 
-    Returns 0 if every case of the last submissions is done or not ended, 1 if some failed.
+    Returns the exit code: 1 if a case failed, was lost or was cancelled in its last submission, else 0.
     """
     registry = Registry(results)
     if not registry.all() and into is None:
@@ -161,7 +162,7 @@ def collect_records(results: Path, into: Path | None, json: bool) -> int:
 
 
 def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
-    """Return the record of a case whose job ended without one; it is never conclusive, so the case runs again."""
+    """Return a record for a case whose job ended without one. The record is not conclusive, so the case runs again."""
     submission = next(s for s in registry.all() if s.id == case.submission)
     work = registry.work(submission)
     experiment = next(e for b in work.bundles for e in b.experiments if e.key == case.key)
@@ -173,13 +174,13 @@ def lost_record(registry: Registry, case: CaseState) -> ExperimentRecord:
 
 
 def count_bad_nodes(cases: list[CaseState]) -> dict[str, int]:
-    """Return the number of failed cases of each node that a failure names: candidates for `slurm.exclude`."""
+    """Return the number of cases that failed because of each node: candidates for the profile's `slurm.exclude`."""
     failed = [case for case in cases if case.failure in ("node-failure", "lost-node", "wrong-hardware")]
     return dict(Counter(node for case in failed for node in _named_nodes(case)))
 
 
 def _named_nodes(case: CaseState) -> list[str]:
-    """Return the nodes of the case that the failure reason names; all its nodes if the reason names none."""
+    """Return the nodes of the case that its failure reason names, or all nodes of the case if it names none."""
     from submitit.slurm.slurm import _parse_node_list
 
     nodes = [node for node in _parse_node_list(case.nodes) if node] if case.nodes else []
@@ -198,7 +199,7 @@ def _print_collected(
     )
     print(f"{document['records']} records in {results}/records.")
     if into is not None:
-        print(f"{document['copied']} of them are new in {into}/records.")
+        print(f"{document['copied']} of these records are new in {into}/records.")
     for node, count in document["bad_nodes"].items():
         print(f"{count_noun(count, 'failure')} on node {node}: `repro submit --exclude {node}` excludes it.")
     failed = [case for case in cases if case.state != DONE and case.outcome]

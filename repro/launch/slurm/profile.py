@@ -1,6 +1,6 @@
-"""Profile of a site: the requests to its SLURM for the needs of a suite, as a TOML file.  `slurm/` has ready profiles.
+"""Profile of a SLURM site, a TOML file that says how its jobs request nodes.  The folder `slurm/` has ready profiles.
 
-Only the given keys become requests: an empty partition, account or constraint leaves the choice to the site.
+A key that is left out makes no request: without a partition or an account, for example, the site's default applies.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ class Slurm:
     """Requests to `sbatch`."""
 
     partition: str = ""
-    """Partition; empty: the site's default."""
+    """SLURM partition of the jobs; empty: the cluster's default."""
     account: str = ""
-    """Account that pays."""
+    """SLURM account that is charged; empty: the user's default."""
     qos: str = ""
-    """Quality of service."""
+    """SLURM quality of service of the jobs; empty: the site's default."""
     constraint: str = ""
-    """Features that nodes must have, as `sbatch --constraint` writes them."""
+    """Required features of nodes, in the syntax of `sbatch --constraint`."""
     exclude: list[str] = field(default_factory=list)
-    """Excluded nodes."""
+    """Names of nodes that jobs must not use."""
     gpus_per_node: int = 0
-    """GPUs of a node, one rank each; 0: processor cores only."""
+    """Number of GPUs of a node, each used by one rank; 0: ranks run on processor cores."""
     gpu_type: str = ""
-    """Name of the GPU type at the site, `v100`; empty: any."""
+    """Type of GPU to request, by its name at the site, for example `v100`; empty: any."""
     gpu_request: str = "gpus-per-node"
-    """Option for GPUs at the site, `gpus-per-node` or `gres`; `none`: it allocates full nodes."""
+    """Option that requests GPUs, `gpus-per-node` or `gres`; `none` for a site that always allocates full nodes."""
     tasks_per_node: int = 0
-    """Ranks of a node without GPUs; 0: as many as there are GPUs, or 1."""
+    """Number of ranks on a node without GPUs; 0: one."""
     cpus_per_task: int = 0
-    """Cores of a rank; 0: the site's default."""
+    """Number of processor cores of each rank; 0: the site's default."""
     memory: str = ""
-    """Host memory of a node (`0`: all, `64GB`); empty: the site's default."""
+    """Host memory of a job on each node, for example `64GB`; `0`: all; empty: the site's default."""
     exclusive: bool = True
-    """Whether jobs get full nodes: other jobs on a node would be measured too."""
+    """Whether a job gets its nodes alone. Other jobs on a node would disturb the measurement."""
     time_limit: str = "01:00:00"
-    """Time limit of one job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
+    """Time limit of each job: `HH:MM:SS`, `D-HH:MM:SS` or minutes."""
     array_parallelism: int = 4
-    """Elements of one job array that may run at once."""
+    """Maximum number of elements of a job array that run at once."""
     cases_per_job: int = 1
-    """Cases of one shape that run one after another in one allocation; its time limit is for all of them."""
+    """Number of experiments or comparisons with equal resources that one job runs in sequence within its time limit."""
     requeues: int = 10
-    """Number of requeues of a job that reaches its time limit before the job counts as failed."""
+    """Number of requeues after reaching the time limit, before a job counts as failed."""
     signal_delay_s: int = 90
-    """Time between SLURM's warning signal and the time limit, in seconds, for the running case to stop."""
+    """Time before the time limit at which SLURM signals the job to stop its experiment, in seconds."""
     options: dict[str, str] = field(default_factory=dict)
-    """Further options of `sbatch`: `{ reservation = "bench" }`."""
+    """Further options of `sbatch` by name, for example `{ reservation = "bench" }`."""
 
     def __post_init__(self) -> None:
         right = f"one of {', '.join(REQUESTS)}"
         require(self.gpu_request in REQUESTS, "gpu_request", self.gpu_request, right)
         for key, value in self._texts():
-            require(value.isprintable(), key, value, "text of one line, as it becomes a line of the script")
+            require(
+                value.isprintable(), key, value, "text of one line, because sbatch reads it from one line"
+            )
         parse_time_limit(self.time_limit)
         for key in ("gpus_per_node", "tasks_per_node", "cpus_per_task", "requeues"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "0 or more")
@@ -74,14 +76,14 @@ class Slurm:
         self.leave_time("time_limit", self.time_limit)
 
     def leave_time(self, key: str, time_limit: str) -> None:
-        """Raise `ConfigError` if a job of `time_limit`, named `key`, would get its stop signal at its start."""
+        """Raise `ConfigError` for the key `key` unless `time_limit` is longer than `signal_delay_s`."""
         delay = f"signal_delay_s = {self.signal_delay_s} s"
-        expected = f"longer than {delay}, the time from the stop signal to the end"
-        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # as in the request to sbatch
+        expected = f"longer than {delay}, because a job gets its stop signal that long before its end"
+        full_min = min(parse_time_limit(time_limit), 1e9) // 1  # sbatch receives the limit in full minutes
         require(60 * full_min > self.signal_delay_s, key, time_limit, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield the texts that become options of `sbatch`, with their keys."""
+        """Yield (key, text) of every setting whose text becomes an option of `sbatch`."""
         for key in ("partition", "account", "qos", "constraint", "gpu_type", "memory"):
             yield key, getattr(self, key)
         yield from (("exclude", node) for node in self.exclude)
@@ -96,46 +98,46 @@ class Environment:
     """Environment that a job sets up before its ranks start."""
 
     modules: list[str] = field(default_factory=list)
-    """Modules for `module load`."""
+    """Names of environment modules that a job loads with `module load`."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines, for example `source /shared/venv/bin/activate`."""
+    """Shell lines that a job runs first, for example `source /shared/venv/bin/activate`."""
     python: str = ""
-    """Interpreter on the nodes; empty: that of the submitting process."""
+    """Path of the Python interpreter on the nodes; empty: that of `repro submit`."""
     container: str = ""
-    """Image for `srun --container-image` (pyxis); empty: none.  The ranks run inside; the job's controller runs
-    outside, with the interpreter of the submitting process."""
+    """Container image of the ranks, for `srun --container-image` (pyxis); empty: none.  The controller of a job runs
+    outside the container, with the Python interpreter of `repro submit`."""
     container_mounts: str = ""
-    """Value of `srun --container-mounts`."""
+    """Mounts of the container, for `srun --container-mounts`."""
     interface: str = ""
-    """Network interface of collectives (`ib0`), for NCCL's sockets and for gloo; empty: their own choice."""
+    """Network interface (`ib0`) for gloo and NCCL's sockets; empty: gloo and NCCL choose."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every rank: `{ NCCL_IB_HCA = "mlx5" }`."""
+    """Environment variables of every rank, for example `{ NCCL_IB_HCA = "mlx5" }`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Storage of results."""
+    """Folder of results on the cluster, and the permissions of its files."""
 
     shared: str = ""
-    """Folder that every node has under this path; results must be below it.  Empty: the working folder is shared."""
+    """Shared folder with this path on every node; `--results` must be in it.  Empty: any folder counts as shared."""
     private: bool = True
-    """Whether only the user can read the written files."""
+    """Whether only the user can read the files that jobs write."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseClass:
-    """Settings for some cases: `[[case]]` tables, of which the first match counts."""
+    """Settings for some experiments, a `[[case]]` table. The first table that matches an experiment counts."""
 
     match: str
-    """Glob of experiment names."""
+    """Glob of the names of the experiments to which the table applies."""
     nodes: int = 0
-    """Nodes over which the ranks are spread; 0: the fewest that fit."""
+    """Minimum number of nodes over which the ranks are spread; 0: as few as possible."""
     time_limit: str = ""
-    """Replacement of `slurm.time_limit`; empty: none."""
+    """Time limit of each job, in place of `slurm.time_limit`; empty: unchanged."""
     partition: str = ""
-    """Replacement of `slurm.partition`; empty: none."""
+    """SLURM partition, in place of `slurm.partition`; empty: unchanged."""
     requeues: int | None = None
-    """Replacement of `slurm.requeues`; None: none.  A training of weeks resumes from its checkpoint each time."""
+    """Number of requeues, in place of `slurm.requeues`.  After each one, training resumes from its checkpoint."""
 
     def __post_init__(self) -> None:
         require(bool(self.match), "match", self.match, "a glob of names of experiments")
@@ -147,40 +149,40 @@ class CaseClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Profile of one site."""
+    """Profile of one SLURM site: its requests to `sbatch`, its environment and its storage."""
 
     system: str = "local"
-    """System of the nodes, a name of `repro systems`; `local`: processor cores, gloo."""
+    """System of the nodes, a name that `repro systems` lists; `local`: processor cores with gloo."""
     description: str = ""
-    """One line for people."""
+    """Description of the site in one line."""
     slurm: Slurm = field(default_factory=Slurm)
     environment: Environment = field(default_factory=Environment)
     storage: Storage = field(default_factory=Storage)
     price_per_gpu_hour: float = 0.0
-    """Price of a GPU for an hour, in any currency; 0 if unknown."""
+    """Price of one GPU for one hour, in any currency; 0 if unknown."""
     case: tuple[CaseClass, ...] = ()
     file: str = ""
-    """File of the profile."""
+    """Path from which the profile was read."""
 
     def __post_init__(self) -> None:
         price = self.price_per_gpu_hour
-        require(price >= 0, "price_per_gpu_hour", price, "0 (not known) or more")
+        require(price >= 0, "price_per_gpu_hour", price, "0 (unknown) or more")
         for entry in self.case:
             if entry.time_limit:
                 self.slurm.leave_time(f"case {entry.match}.time_limit", entry.time_limit)
 
     @property
     def ranks_per_node(self) -> int:
-        """Return the maximum number of ranks of a node."""
+        """Return the maximum number of ranks on a node."""
         return self.slurm.gpus_per_node or self.slurm.tasks_per_node or 1
 
     @property
     def umask(self) -> int:
-        """Return the file mode mask of a job's processes."""
+        """Return the umask of a job's processes."""
         return 0o077 if self.storage.private else 0o022
 
     def gpu_request(self, count: int) -> dict[str, str]:
-        """Return the option of sbatch and srun for `count` GPUs of a node; empty if the site has no such option."""
+        """Return the option of sbatch and srun that requests `count` GPUs per node; empty if none is needed."""
         slurm = self.slurm
         if not slurm.gpus_per_node or slurm.gpu_request == "none":
             return {}
@@ -189,19 +191,19 @@ class Profile:
         return {slurm.gpu_request.replace("-", "_"): f"{'gpu:' * by_gres}{kind}{count}"}
 
     def class_of(self, name: str) -> CaseClass:
-        """Return the settings for the experiment called `name`."""
+        """Return the first `[[case]]` table that matches the experiment `name`, or an empty table."""
         found = (entry for entry in self.case if fnmatchcase(name, entry.match))
         return next(found, CaseClass(match="*"))
 
 
 def load_profile(path: Path) -> Profile:
-    """Return the profile in a `.toml` file, or the packaged profile of this name.  Raises `ConfigError`."""
+    """Return the profile in the TOML file `path`, or the packaged profile of this name.  Raises `ConfigError`."""
     path = PROFILES.find(path)
     return parse_profile(read_toml(path), file=str(path))
 
 
 def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
-    """Return the profile in the tables of a file.  Raises `ConfigError`."""
+    """Return the profile in the parsed TOML document `data` of `file`.  Raises `ConfigError`."""
     if "file" in data:
         raise ConfigError("file", data["file"], says="unknown key", file=file)
     profile = build_dataclass(Profile, {**data, "file": file}, file=file)
@@ -210,7 +212,7 @@ def parse_profile(data: dict[str, Any], *, file: str) -> Profile:
 
 
 def _check_system(profile: Profile) -> None:
-    """Raise `ConfigError` unless the system exists and its nodes have the GPUs of the profile."""
+    """Raise `ConfigError` unless the profile's system exists and its nodes have `slurm.gpus_per_node` GPUs."""
     from repro.config.systems import LOCAL_SYSTEMS, load_system_file
 
     gpus = profile.slurm.gpus_per_node
@@ -221,6 +223,6 @@ def _check_system(profile: Profile) -> None:
     except ConfigError as error:
         raise error.within(file=profile.file) from None
     if gpus < 1 or (devices is not None and gpus > devices):
-        most = f"at most {devices:.0f}, what a node of {profile.system} has"
-        expected = f"the GPUs of a node of {profile.system}, 1 or more" if gpus < 1 else most
+        most = f"at most {devices:.0f}, the number of GPUs in a node of {profile.system}"
+        expected = f"the number of GPUs in a node of {profile.system}, 1 or more" if gpus < 1 else most
         raise ConfigError("gpus_per_node", gpus, expected, file=profile.file, where="slurm")

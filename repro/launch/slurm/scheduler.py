@@ -1,7 +1,7 @@
-"""Queries of SLURM: jobs, partitions, nodes and time limits, in a few calls for any number of jobs.
+"""Queries of SLURM: states of jobs, partitions and time limits, in a few commands for any number of jobs.
 
 `squeue` reports waiting and running jobs, and `sacct` ended jobs. On a site without accounting, `scontrol` reports jobs
-for a few minutes after their end (MinJobAge). The end of an older job is unknown, which a warning reports.
+for a few minutes after their end (MinJobAge), and a warning says that older ends are unknown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ COMMAND_TIMEOUT_S = 30.0
 WAITING = frozenset(
     ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
-"""States of a job that waits for nodes."""
+"""States in which SLURM has not started a job."""
 LIVE = WAITING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
-"""States of a job that may still run."""
+"""States of a job that has not ended."""
 UNKNOWN = "UNKNOWN"
 _MAX_IDS_PER_CALL = 200
 """Maximum number of job ids in one command line."""
@@ -33,22 +33,22 @@ UNLIMITED = math.inf
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job, or one element of an array."""
+    """State of one SLURM job, or of one element of a job array."""
 
     state: str
-    """State in SLURM: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, ..."""
+    """State that SLURM reports: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, PREEMPTED, ..."""
     reason: str = ""
-    """SLURM's reason for the wait (`Resources`) or for the end."""
+    """Reason that SLURM gives for the wait of a job, for example `Resources`, or for its end."""
     nodes: str = ""
-    """`n[1-2]`; empty before it runs."""
+    """Nodes of the job as SLURM writes them, `n[1-2]`; empty before the job starts."""
     exit_code: str = ""
-    """`code:signal`."""
+    """Exit code and signal, as `code:signal`; empty if SLURM did not report them."""
     restarts: int = 0
-    """Number of requeues."""
+    """Number of times that SLURM has requeued the job."""
 
     @property
     def live(self) -> bool:
-        """Return whether the job may still run."""
+        """Return whether the job has not ended."""
         return self.state in LIVE
 
     @property
@@ -59,50 +59,50 @@ class JobState:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """One line of `sinfo`."""
+    """A partition of the cluster and the resources of its nodes, from `sinfo`."""
 
     name: str
     default: bool
     available: bool
     limit_min: float
-    """Time limit of a job, in minutes."""
+    """Maximum time limit of a job, in minutes."""
     nodes: int
     gpus: int
-    """Maximum number of GPUs of a node."""
+    """Maximum number of GPUs in a node of the partition."""
     gpu_types: tuple[str, ...]
     cores: int
-    """Minimum number of cores of a node."""
+    """Minimum number of processor cores in a node of the partition."""
 
 
 class SchedulerError(RuntimeError):
-    """Failed query of SLURM; `str` names the command and its error in one line."""
+    """Error of a SLURM command. The message names the command and its error in one line."""
 
 
 def run_slurm_command(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Return the standard output of a command.  Raises `SchedulerError` if it is missing, fails or does not end."""
+    """Return the standard output of a command.  Raises `SchedulerError` if it is missing, fails or exceeds its time."""
     if shutil.which(command[0]) is None:
-        raise SchedulerError(f"{command[0]}: not found: is this a login node of the cluster?")
+        raise SchedulerError(f"{command[0]}: not found: run this on a login node of the cluster")
     try:
         silent: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         done = subprocess.run(command, timeout=timeout_s, **silent)
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]}: no answer in {timeout_s:g} s: is slurmctld up?") from None
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[-300:]
-        raise SchedulerError(f"{command[0]}: {said or f'exit code {done.returncode}'}")
+        error = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise SchedulerError(f"{command[0]}: {error or f'exit code {done.returncode}'}")
     return done.stdout
 
 
 class Scheduler:
-    """Queries of SLURM. `warnings` collects the queries that the site cannot answer."""
+    """Queries of SLURM. `warnings` names the information that the site cannot provide."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
     def jobs(self, ids: Iterable[str]) -> dict[str, JobState]:
-        """Return states of jobs by id, `12` or `12_3` for an array's element. Unknown jobs are absent.
+        """Return the states of the jobs in `ids`, without jobs that SLURM no longer lists.
 
-        Raises `SchedulerError` if the queue cannot be read.
+        An id is `12`, or `12_3` for an element of a job array. Raises `SchedulerError` if `squeue` fails.
         """
         wanted = set(ids)
         if not wanted:
@@ -114,7 +114,7 @@ class Scheduler:
         return found
 
     def _queue(self) -> dict[str, JobState]:
-        """Return the waiting and running jobs of this user."""
+        """Return the jobs of this user that `squeue` lists, by id."""
         command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%N"]
         rows = (line.split("|") for line in run_slurm_command(command).splitlines())
         complete = (row for row in rows if len(row) == 4)
@@ -126,7 +126,7 @@ class Scheduler:
         try:
             return _accounted_jobs(ids)
         except SchedulerError as error:
-            known = "how a job ended is known for a few minutes only, and by what it wrote itself"
+            known = "SLURM reports the end of a job for a few minutes only; later only its own files show it"
             self.warnings.append(f"no accounting on this cluster ({error}): {known}")
         return _remembered_jobs(ids)
 
@@ -157,7 +157,7 @@ class Scheduler:
 
 
 def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
-    """Return the last run of each job from the accounting database."""
+    """Return the state of the last run of each job in `ids` from the accounting database (`sacct`)."""
     found: dict[str, JobState] = {}
     arrays = sorted({key.split("_")[0] for key in ids})
     for start in range(0, len(arrays), _MAX_IDS_PER_CALL):
@@ -174,7 +174,7 @@ def _accounted_jobs(ids: set[str]) -> dict[str, JobState]:
 
 
 def _remembered_jobs(ids: set[str]) -> dict[str, JobState]:
-    """Return the jobs that slurmctld still has in memory."""
+    """Return the states of those jobs in `ids` that slurmctld still has in memory (`scontrol show job`)."""
     found: dict[str, JobState] = {}
     for line in run_slurm_command(["scontrol", "show", "job", "-o"]).splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
@@ -194,7 +194,7 @@ def _remembered_jobs(ids: set[str]) -> dict[str, JobState]:
 
 
 def expand(job_id: str) -> list[str]:
-    """Return the elements of a job id: `12_[0-2,5%4]` is `12_0 12_1 12_2 12_5`."""
+    """Return the ids of a job array's elements: `12_[0-2,5%4]` gives `12_0`, `12_1`, `12_2` and `12_5`."""
     found = re.fullmatch(r"(\d+)_\[?([\d,\-]+)(?:%\d+)?\]?", job_id)
     if found is None:
         return [job_id]
@@ -206,7 +206,7 @@ def expand(job_id: str) -> list[str]:
 
 
 def check_partition(partitions: dict[str, Partition], name: str, *, file: str, where: str) -> Partition:
-    """Return the partition called `name`, or the default one for an empty name.  Raises `ConfigError`."""
+    """Return the partition called `name`, or the cluster's default one for ''.  Raises `ConfigError` without one."""
     known = ", ".join(sorted(partitions))
     name = name or next((found.name for found in partitions.values() if found.default), "")
     if name in partitions:
@@ -217,7 +217,7 @@ def check_partition(partitions: dict[str, Partition], name: str, *, file: str, w
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """Return the GPUs of a node by type, from `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
+    """Return the number of GPUs of each type in SLURM's `gres`, `gpu:v100:8(S:0-1),nic:2`; `gpu:8` has the type ''."""
     found: dict[str, int] = {}
     for kind, count in re.findall(r"\bgpu:(?:([\w\-.]+):)?(\d+)", gres):
         found[kind] = found.get(kind, 0) + int(count)
@@ -225,14 +225,14 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 def _clean(text: str) -> str:
-    """Return a field of SLURM's output, empty for its placeholders."""
+    """Return a field of SLURM's output, or an empty text for placeholders such as `None` and `(null)`."""
     return "" if text in ("None", "None assigned", "(null)", "Unknown") else text
 
 
 def parse_time_limit(text: str) -> float:
-    """Return the minutes of a limit: `90` (minutes), `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
+    """Return a SLURM time limit in minutes: `90` (minutes), `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
 
-    `UNLIMITED` and `infinite` are infinity.  Raises `ConfigError` for anything else.
+    `UNLIMITED`, `infinite` and `N/A` give infinity.  Raises `ConfigError` for other text.
     """
     if text.upper() in ("UNLIMITED", "INFINITE", "N/A"):
         return UNLIMITED
@@ -249,7 +249,7 @@ def parse_time_limit(text: str) -> float:
 
 
 def format_time_limit(total_minutes: float) -> str:
-    """Return `HH:MM:SS`, with days if there are any: `1-02:30:00`."""
+    """Format a time limit in minutes as SLURM does: `HH:MM:SS`, or `1-02:30:00` from a day on."""
     if math.isinf(total_minutes):
         return "UNLIMITED"
     seconds = round(total_minutes * 60)

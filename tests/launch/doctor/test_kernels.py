@@ -52,7 +52,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 def test_without_a_gpu_it_says_how_to_compile_for_one() -> None:
     found = by_name(check_kernels(gpu((0, 0), present=False)))
     assert found["kernels"].state == "yes"
-    assert found["NVRTC"].found == "12.9, for sm_70 to sm_90"
+    assert found["NVRTC"].found == "12.9, compiles for sm_70 to sm_90"
     assert found["kernel cache"].found.endswith("cache: 0 programs, 0 B")
     assert "repro doctor --kernels sm_80" in found["CUDA kernels"].enables
 
@@ -63,7 +63,9 @@ def test_on_a_gpu_every_family_has_its_state() -> None:
     assert found["adamw (sm_80)"].found == "not compiled yet"
     compiler.compile_cached(families.FAMILIES["adamw"].examples()[0], CompileTarget("sm_80"))
     found = by_name(check_kernels(gpu((8, 0))))
-    assert found["adamw (sm_80)"].found == "compiled, 1 of 2 usual programs, 40 registers, nothing spilled"
+    assert (
+        found["adamw (sm_80)"].found == "compiled, 1 of 2 usual programs, 40 registers, no registers spilled"
+    )
     assert "1 programs" in found["kernel cache"].found
 
 
@@ -95,5 +97,5 @@ def test_a_compiler_that_is_missing_or_too_new(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiler, "nvrtc_version", version)
     found = by_name(check_kernels(gpu((8, 0))))
     assert found["CUDA kernels"].found.endswith(f": {install_command(*compiler.COMPILER_PACKAGES)}")
-    assert "torch's operators run on a GPU" in found["CUDA kernels"].enables
+    assert "GPUs run torch's operators instead" in found["CUDA kernels"].enables
     assert by_name(check_kernels(gpu((8, 0), present=False)))["CUDA kernels"].state == "limited"

@@ -180,7 +180,7 @@ def test_a_lost_task_is_named_and_the_rest_is_asked_for_again(submission: Submis
         assert job.wait() == 255, job.log()
         assert gone(ranks)
     assert classes(submission) == {"a": "lost-node"}
-    assert "lost node n2: its task ended without a word" in submission.reasons()["a"]
+    assert "lost node n2: its task ended without a report" in submission.reasons()["a"]
     assert submission.state["phase"] == "stopped"
     assert "requeue 7" in submission.calls.read_text()
     with running(submission, restarts=1) as job:

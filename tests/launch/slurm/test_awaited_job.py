@@ -97,7 +97,7 @@ def test_a_job_without_an_answer_ended_in_its_last_words(
 
 def test_a_slurm_that_is_silent_for_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "SCHEDULER_TIMEOUT_S", 0.01)
-    reason = "SLURM does not answer any more: squeue: down"
+    reason = "SLURM stopped answering: squeue: down"
     assert wait(monkeypatch, tmp_path, Answers(RUNNING, SchedulerError("squeue: down"))) == failed(reason)
 
 
@@ -132,7 +132,7 @@ def test_its_answer_is_below_the_shared_folder(site: Path, tmp_path: Path) -> No
     require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
     site.write_text(site.read_text() + f'[storage]\nshared = "{tmp_path}"\n')
     require_shared_folder(profile.load_profile(site), tmp_path / "below", option="--output", noun="file")
-    with pytest.raises(ConfigError, match=f"--output = '/elsewhere': must be a file below {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"--output = '/elsewhere': must be a file in {tmp_path}"):
         require_shared_folder(profile.load_profile(site), Path("/elsewhere"), option="--output", noun="file")
 
 

@@ -27,7 +27,7 @@ def test_a_case_waits_runs_and_is_done(submitted: ThreeCases, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("compare", "detail"), [(True, "takes turns with b"), (False, "its job runs, its turn comes")]
+    ("compare", "detail"), [(True, "takes turns with b"), (False, "its job runs other cases first")]
 )
 def test_cases_that_share_a_launch(
     submitted: ThreeCases, capsys: pytest.CaptureFixture[str], compare: bool, detail: str
@@ -76,7 +76,7 @@ def test_a_preempted_case_is_requeued_and_says_why(
             JobState(state="FAILED", exit_code="0:0", reason="NonZeroExitCode"),
             ("error", "the job ended as FAILED without a record"),
         ),
-        (None, ("error", "lost: SLURM does not know the job any more and it left no record")),
+        (None, ("error", "lost: SLURM no longer lists the job, and the job wrote no record")),
     ],
 )
 def test_all_that_slurm_says_of_an_end_is_in_the_reason(
@@ -107,7 +107,7 @@ def test_a_job_that_nobody_knows_is_lost(submitted: ThreeCases, capsys: pytest.C
     submitted.slurm.set(jobs={})
     found = submitted.status(capsys)
     assert {case["state"] for case in found.values()} == {"lost"}
-    assert "does not know the job any more" in found["a"]["detail"]
+    assert "no longer lists the job" in found["a"]["detail"]
 
 
 def test_older_records_do_not_speak_for_a_new_submission(
@@ -147,7 +147,7 @@ def test_all_that_is_known_of_a_case(submitted: ThreeCases, capsys: pytest.Captu
         "bundle": 0,
         "job": "12_0",
         "state": "pending",
-        "detail": "JobHeldUser, `scontrol release 12_0` lets it start",
+        "detail": "JobHeldUser, `scontrol release 12_0` releases it",
         "outcome": "",
         "recorded": False,
         "failure": "",

@@ -117,7 +117,7 @@ def test_every_node_is_waited_for_and_who_is_silent_is_named(
     assert controller.survey_nodes(half, folder, AllocationStop("7")) == (REPORTS[:1], lost)
     clock.now = 100.0
     never: Any = Looks([], polls=10**6)
-    lost = "lost node n0, n1: 0 of 2 tasks started: no word for 300 s"
+    lost = "lost node n0, n1: 0 of 2 tasks started: no report within 300 s"
     assert controller.survey_nodes(never, folder, AllocationStop("7")) == ([], lost)
     assert (
         controller.BOOT_TIMEOUT_S
@@ -259,5 +259,5 @@ def test_among_several_nodes_the_address_is_one_that_this_node_has(monkeypatch: 
     assert (
         controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5"}, "site.toml") == "10.0.0.5"
     )
-    with pytest.raises(ConfigError, match=r"the interface that reaches the other nodes; .* has lo, eth0"):
+    with pytest.raises(ConfigError, match=r"the network interface that reaches other nodes; .* has lo, eth0"):
         controller.node_address("", two | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.6"}, "site.toml")

@@ -94,7 +94,7 @@ class Started(ClusterLaunch):
 
     def hears(self, rank: int, say: str, **message: Any) -> None:
         self.listener.said.append((rank, {"say": say, **message}))
-        self._look()
+        self._receive()
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_no_rank_hangs_while_srun_waits_for_slurmctld(started: Started, clock: C
 
     restarts: Any = Restarts()
     started._step = restarts
-    started._look()
+    started._receive()
     assert [started.position(rank).seconds for rank in range(3)] == [100.0, 0.0, 0.0]
 
 
@@ -201,7 +201,7 @@ def test_who_is_gone_is_lost_at_once_or_when_no_signal_came(started: Started, cl
     assert started.stop._why == f"lost node n1: {TASK_ENDED}"
     assert started.stop.requeue
     assert not started.logs.exists()
-    started._look()  # there is nobody left to hear
+    started._receive()  # there is nobody left to hear
 
 
 def test_a_task_that_did_not_start_is_lost_with_sruns_words(started: Started, clock: Clock) -> None:

@@ -41,7 +41,7 @@ def test_what_logs_prints(submitted: ThreeCases, capsys: pytest.CaptureFixture[s
 
     assert printed("b") == ["no log: job 12_1 of b"]
     assert printed("b", "--rank", "0") == [
-        "no log: rank 0 of b (logs exist while it runs, and after failures)"
+        "no log: rank 0 of b (a rank has logs while it runs, and after a failure)"
     ]
     (submitted.folder / "submitit").mkdir()
     for end, text in (("out", "fine\n\n"), ("err", "x" * 8000)):

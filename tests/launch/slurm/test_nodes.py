@@ -75,7 +75,7 @@ def test_on_a_shared_node_a_task_has_the_gpu_of_its_place() -> None:
     assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == ""
     few[1] = replace(few[1], local=2)
     assert hardware_mismatch(few, systems.load_system_file("dgx2"), 16) == (
-        "wrong hardware: node n1 gives task 2 2 of its GPUs: not comparable; one GPU for each task, or all for all"
+        "wrong hardware: node n1 shows its task 2 only 2 GPUs: not comparable; give each task one GPU or all GPUs"
     )
     bare = [replace(report, gpus=[]) for report in node("n1", 0, V100, tasks=1)]
     assert hardware_mismatch(bare, systems.load_system_file("dgx2"), 16) == (
@@ -124,7 +124,7 @@ def test_a_task_of_an_allocation_looks_at_its_gpus(monkeypatch: pytest.MonkeyPat
 def test_a_ranks_gpu() -> None:
     assert [cuda_device_index(local, 8) for local in (0, 7)] == [0, 7]
     assert cuda_device_index(5, 1) == 0
-    with pytest.raises(RuntimeError, match="no GPU for local rank 4: 4 visible"):
+    with pytest.raises(RuntimeError, match="no GPU for local rank 4: this process sees 4 GPUs"):
         cuda_device_index(4, 4)
 
 

@@ -109,10 +109,15 @@ DGX2: dict[str, Any] = {"system": "dgx2", "slurm": {"gpus_per_node": 16}}
 def test_nodes_that_have_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "versions", lambda packages: {"torch": "2.6"})
     seen = [answer("n1"), answer("n2", versions={"torch": "2.6", "nvidia-nccl-cu13": "2.27"})]
-    has = "what the profile's system has"
+    has = "GPUs of the profile's system"
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
-        "nodes": ["yes", "n1, n2", "python 3.12.1 and the harness start there", False],
-        "shared folder": ["yes", "what was written here is read there", "results come back", False],
+        "nodes": ["yes", "n1, n2", "python 3.12.1 and this package start there", False],
+        "shared folder": [
+            "yes",
+            "nodes read and write files of this host",
+            "jobs return their results",
+            False,
+        ],
         "interface": ["yes", "ib0 10.0.0.1", "carries collectives", False],
         "torch": ["yes", "n1: torch 2.6; n2: torch 2.6", "ranks start", False],
         "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", has, False],
@@ -126,7 +131,7 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = answer("n2", folder="other contents", interfaces={"lo": "127.0.0.1"}, versions={}, gpus=[])
     seen = [answer("n1", versions={"torch": "2.6"}), bare]
     assert judged(seen, **DGX2, environment={"interface": "ib0"}) == {
-        "nodes": ["yes", "n1, n2", "python 3.12.1 and the harness start there", False],
+        "nodes": ["yes", "n1, n2", "python 3.12.1 and this package start there", False],
         "shared folder": ["no", "n2: other contents", "set storage.shared and --results", True],
         "interface": [
             *("no", "no ib0 with an address on n2; nodes have ib0 10.0.0.1, ib1"),
@@ -136,23 +141,23 @@ def test_nodes_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
             *(
                 "limited",
                 "n1: torch 2.6; n2: torch missing",
-                "2.6 is here: set environment.python or setup",
+                "this host has torch 2.6: set environment.python or environment.setup",
                 False,
             ),
         ],
-        "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", "what the profile's system has", False],
+        "GPUs there 4": ["yes", "n1: 16 x Tesla V100-SXM3-32GB", "GPUs of the profile's system", False],
         "GPUs there 5": ["no", "n2: 0 x none", "slurm.gpus_per_node is 16", True],
-        "NCCL": ["limited", "not a package; torch may carry its own", "collectives between GPUs", False],
+        "NCCL": ["limited", "no NCCL package; torch may contain NCCL", "collectives between GPUs", False],
     }
     without = judged([answer("n1")])
     assert without["interface"] == [
         *(
             "limited",
             "environment.interface is empty; nodes have ib0 10.0.0.1, ib1",
-            "NCCL and gloo choose",
+            "NCCL and gloo choose an interface",
             False,
         ),
     ]
     assert set(without) == {"nodes", "shared folder", "interface", "torch"}, "no GPUs were promised"
     anywhere = judged([answer("n1", gpus=[{"name": "any"}] * 2)], slurm={"gpus_per_node": 2})
-    assert anywhere["GPUs there 4"] == ["yes", "n1: 2 x any", "seen", False]
+    assert anywhere["GPUs there 4"] == ["yes", "n1: 2 x any", "usable", False]

@@ -27,7 +27,7 @@ def test_a_good_profile(
 ) -> None:
     code, checks = examine(site, tmp_path / "results", capsys)
     assert code == 0
-    assert checks["partition"] == "yes: debug: 4 nodes, limit 02:00:00"
+    assert checks["partition"] == "yes: debug: 4 nodes, time limit 02:00:00"
     assert checks["request"].startswith("yes")
 
 
@@ -56,7 +56,7 @@ def test_what_differs_for_some_cases_is_looked_at_too(
     code, checks = examine(site, tmp_path / "results", capsys)
     assert code == 0, "other cases can be submitted"
     assert "known are debug, old, short" in checks["case a*"]
-    assert checks["case b*"] == "limited: debug: 4 nodes, limit 02:00:00; case b*.time_limit is 3:00:00"
+    assert checks["case b*"] == "limited: debug: 4 nodes, time limit 02:00:00; case b*.time_limit is 3:00:00"
     assert checks["case c*"].startswith("yes: short")
 
 
@@ -127,7 +127,7 @@ def test_what_nodes_say_is_judged(
     node["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB", "compute_capability": "8.0"}] * 16
     other = {check.name: check for check in probe.check_nodes(profile.load_profile(path), [node])}
     assert other["GPUs there"].fatal
-    assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB: name another system")
+    assert other["GPUs there"].enables.startswith("dgx2 has NVIDIA V100 SXM3 32 GB, so no case would start")
     monkeypatch.setattr("sys.argv", ["probe", str(marker)])
     runpy.run_path(probe.__file__, run_name="__main__")
     assert json.loads(capsys.readouterr().out)["folder"] == ""

@@ -159,8 +159,8 @@ def test_what_the_controller_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert says.asked[-1] == ["scontrol", "show", "job", "-o"]
     assert asked.warnings == [
-        "no accounting on this cluster (sacct: disabled): how a job ended is known for a few minutes only,"
-        " and by what it wrote itself"
+        "no accounting on this cluster (sacct: disabled): SLURM reports the end of a job for a few minutes only;"
+        " later only its own files show it"
     ]
 
 

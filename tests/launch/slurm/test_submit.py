@@ -146,11 +146,11 @@ def test_a_refusal_of_slurm_leaves_what_was_submitted(
         ('partition = "old"', "slurm.partition = 'old': must be a partition that is up"),
         (
             'partition = "short"',
-            "slurm.time_limit = '01:00:00': must be at most 00:10:00, the limit of partition short",
+            "slurm.time_limit = '01:00:00': must be at most 00:10:00, the time limit of partition short",
         ),
         (
             "gpus_per_node = 17",
-            "slurm.gpus_per_node = 17: must be at most 16, what a node of partition debug has",
+            "slurm.gpus_per_node = 17: must be at most 16, the number of GPUs in a node of partition debug",
         ),
         ('gpus_per_node = 2\ngpu_type = "a100"', "slurm.gpu_type = 'a100': must be one of v100"),
         ("tasks_per_node = 2\ncpus_per_task = 64", "slurm.cpus_per_task = 64: must be at most 48"),
@@ -310,7 +310,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     assert "# array 0: 2 cases in 2 jobs of 1 node x 2 ranks, 01:00:00 each\n#   a\n#   large\n" in out
     # Whole nodes: one hour of 16 GPUs for each of two cases.
     assert "2 cases in 1 job array. Nothing is submitted.\n" in out
-    assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 an hour.\n" in out
+    assert "Upper bound from time limits: 32 GPU-hours, 64.00 at 2 per GPU-hour.\n" in out
     assert "No step time is predicted" in out
     with Store(results) as store:
         for entry in suites.load_suite(suite).entries:
@@ -323,7 +323,7 @@ def test_a_dry_run_counts_hours_and_says_what_will_not_fit(
     out = capsys.readouterr().out
     # Six steps of 30 s on two GPUs.
     assert "#   a (0.1 GPU-hours)\n#   large\n" in out
-    assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 an hour.\n" in out
+    assert "Predicted steps of 1 case: 0.1 GPU-hours, 0.20 at 2 per GPU-hour.\n" in out
     assert "1 case predicted to run out of memory: large\n" in out
 
 
@@ -347,7 +347,7 @@ def test_another_submit_at_work_is_respected_and_a_dead_one_is_not(
     lock = results / "jobs" / ".submitting"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
     assert submit(suite, site, results) == 2
-    assert "another `repro submit` is at work" in refused(capsys)
+    assert "another `repro submit` uses this store" in refused(capsys)
     now = time.time() // 1  # times of files are kept in full
     for age_s, code in ((600, 2), (601, 0)):  # of a host that nobody can ask
         lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))

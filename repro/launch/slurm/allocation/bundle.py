@@ -1,7 +1,7 @@
-"""Bundles of experiments that share one allocation, the work file of a submission, and the progress file of a bundle.
+"""Bundles of experiments that share one SLURM job, the work file of a submission, and the progress file of a bundle.
 
-The work file is written at submission, so that an allocation never reads a suite that was edited afterwards. `repro
-status` reads the progress file.
+`repro submit` writes the work file, so that a later edit of the suite does not change a job that waits. `repro status`
+reads the progress file.
 """
 
 from __future__ import annotations
@@ -26,40 +26,39 @@ from repro.util.files import read_json, write_json
 
 WORK_FILE = "work.json"
 WRITE_INTERVAL_S = 2.0
-"""Minimum time between two writes of positions, in seconds; other changes are written at once."""
+"""Minimum time between two writes of the current step to the progress file, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Tasks that share one allocation; all their experiments have the same world size."""
+    """Tasks that run one after another in one SLURM job; all their experiments have the same number of ranks."""
 
     index: int
-    """Index in `SubmissionWork.bundles`, over all arrays of the submission."""
+    """Index of the bundle in `SubmissionWork.bundles`, which lists the bundles of all job arrays."""
     tasks: tuple[Task, ...]
 
     @property
     def experiments(self) -> list[Experiment]:
-        """Return all experiments in execution order."""
+        """Return the experiments of all tasks in the order in which they run."""
         return [experiment for task in self.tasks for experiment in task.experiments]
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
         return self.tasks[0].experiments[0].layout.world
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionWork:
-    """The bundles of a submission and the part of the suite that recording needs."""
+    """Content of the work file: the bundles of a submission, and the part of the suite that their jobs need."""
 
     suite: Suite
-    """Submitted part of the suite: name, file and entries (experiment, expected outcome)."""
+    """Suite with its name, its file and the selected entries (experiment, expected outcome)."""
     bundles: tuple[Bundle, ...]
     rerun: bool
-    """Whether experiments with a record run again."""
+    """Whether experiments that already have a record run again."""
 
     def save(self, folder: Path) -> None:
-        """Write the work file to `folder`."""
+        """Write the work file `work.json` to `folder`."""
         entries = [{"experiment": e.experiment.as_dict(), "expect": e.expect} for e in self.suite.entries]
         document = {
             "suite": {"name": self.suite.name, "file": self.suite.file, "entries": entries},
@@ -70,7 +69,7 @@ class SubmissionWork:
 
     @staticmethod
     def load(folder: Path) -> SubmissionWork:
-        """Read the work file that `save` wrote to `folder`."""
+        """Return the content of the work file `work.json` in `folder`."""
         document = json.loads((folder / WORK_FILE).read_text(encoding="utf-8"))
         suite = document["suite"]
         rows = ((from_dict(row["experiment"]), row["expect"]) for row in suite["entries"])
@@ -96,12 +95,12 @@ def _task_from(row: dict[str, Any], known: dict[str, Experiment]) -> Task:
 
 
 class BundleProgress(Progress):
-    """Progress of one bundle over all starts of its job."""
+    """Progress of one bundle in a file, which survives each requeue of the bundle's SLURM job."""
 
     def __init__(self, folder: Path, bundle: Bundle, job: str, restarts: int):
         self.path = folder / f"bundle-{bundle.index}.json"
         before = read_json(self.path)
-        # A restarted job does not repeat the experiments that an earlier start has ended.
+        # A requeued job does not repeat the experiments that ended before the requeue.
         kept = [row for row in before.get("ended", []) if row["outcome"] != "interrupted"]
         self.ended_before = {row["name"]: row["outcome"] for row in kept}
         known = len(self.ended_before)
@@ -119,25 +118,25 @@ class BundleProgress(Progress):
         self.write()
 
     def remaining(self, tasks: tuple[Task, ...]) -> list[Task]:
-        """Return the tasks that no earlier start of the job has ended."""
+        """Return the parts of `tasks` that had not ended when SLURM last requeued the job."""
         return [rest for task in tasks for rest in _remaining_tasks(task, self.ended_before)]
 
     @property
     def open(self) -> int:
-        """Return the number of experiments without an outcome."""
+        """Return the number of experiments that have no outcome yet."""
         return self.total - self.done
 
     def count_outcomes(self) -> dict[str, int]:
-        """Return the number of ended experiments by outcome."""
+        """Return the number of ended experiments for each outcome."""
         return dict(Counter(row["outcome"] for row in self._state["ended"]))
 
     def set_nodes(self, nodes: list[str]) -> None:
-        """Record the nodes of the complete allocation."""
+        """Write the names of the allocated nodes to the progress file, after all nodes have reported."""
         self._state |= {"nodes": nodes, "phase": "running"}
         self.write()
 
     def launch(self, job: Job) -> None:
-        """Record the start of a launch."""
+        """Write the start of a launch, with the names of its experiments, to the progress file."""
         super().launch(job)
         experiments = job.experiments
         self._state["current"] = {
@@ -152,7 +151,7 @@ class BundleProgress(Progress):
         self.write()
 
     def tick(self, position: Position) -> None:
-        """Record the position of rank 0."""
+        """Write the experiment, step and phase of rank 0 to the progress file, at most every `WRITE_INTERVAL_S`."""
         super().tick(position)
         current, now = self._state["current"], time.monotonic()
         if not position.begun or current is None or self.running is None:
@@ -167,7 +166,7 @@ class BundleProgress(Progress):
             self.write()
 
     def ended(self, name: str, outcome: str, reason: str, seconds: float, *, expected: bool) -> None:
-        """Record the outcome of an experiment."""
+        """Write the outcome of an experiment to the progress file."""
         super().ended(name, outcome, reason, seconds, expected=expected)
         self._state["ended"].append({"name": name, "outcome": outcome, "reason": reason})
         if outcome == "interrupted":
@@ -175,14 +174,14 @@ class BundleProgress(Progress):
         self.write()
 
     def end(self, *, signal: str = "", reason: str = "") -> None:
-        """Record the end of the bundle, with the `reason` of an early end."""
+        """Write the end of the bundle to the progress file. An early end has a `reason`, and a `signal` if one came."""
         self._state["current"] = None
         self._state["phase"] = "stopped" if reason else "ended"
         self._state["stopped"] = {"signal": signal, "reason": reason} if reason else None
         self.write()
 
     def write(self) -> None:
-        """Write the file.  On a full disk the previous version remains, as results are in the records."""
+        """Write the progress file.  A full disk only prints a warning, because the results are in the store."""
         self._written = time.monotonic()
         written = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         try:
@@ -190,11 +189,11 @@ class BundleProgress(Progress):
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
-            print(f"disk full: {self.path} is not up to date", file=sys.stderr, flush=True)
+            print(f"disk full: {self.path} is out of date", file=sys.stderr, flush=True)
 
 
 def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
-    """Return the remaining part of `task`; the remaining subjects of a comparison need its baseline again."""
+    """Return the part of `task` that is not in `ended`. Remaining subjects of a comparison repeat its baseline."""
     left = tuple(experiment for experiment in task.experiments if experiment.name not in ended)
     if not left or len(left) == len(task.experiments):
         return [task] if left else []
@@ -202,7 +201,9 @@ def _remaining_tasks(task: Task, ended: dict[str, str]) -> list[Task]:
     if comparison is None:
         return [Task(experiments=left)]
     baseline = task.experiments[0]
-    if ended.get(baseline.name, "ok") != "ok":  # there is nothing to compare with
+    if (
+        ended.get(baseline.name, "ok") != "ok"
+    ):  # without a successful baseline, subjects run without a comparison
         return [Task(experiments=left)]
     members = left if baseline in left else (baseline, *left)
     return [Task(experiments=members, comparison=comparison)]

@@ -1,8 +1,7 @@
-"""TCP connections from the task of each rank to the controller, which report the rank's state and detect lost tasks.
+"""TCP connections from each rank's task to the controller of a SLURM job, for the rank's state and lost nodes.
 
-Messages are JSON lines from task to controller.  When the controller closes the connection or is lost, the task kills
-its rank and ends.  The kernel detects a host that does not answer (TCP keepalive).  A task authenticates with a token
-from a file that only the user can read.
+Tasks send JSON lines. When the controller closes the connection or dies, the task kills its rank and ends. TCP
+keepalive detects unreachable hosts, and a token from a file that only the user can read authenticates a task.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from typing import Any
 Message = dict[str, Any]
 
 KEEPALIVE_TIMEOUT_S = 15
-"""Timeout of an answer, in seconds, after which a host is lost: the node or the network has failed."""
+"""Time without an answer from a host after which the connection to it counts as lost, in seconds."""
 _MAX_UNAUTHENTICATED_BYTES = 1 << 16
-TASK_ENDED = "its task ended without a word"
+"""Maximum bytes that a connection may send before its token, so that a stranger cannot fill the memory."""
+TASK_ENDED = "its task ended without a report"
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Let the kernel end the connection when the other host does not answer for `KEEPALIVE_TIMEOUT_S`."""
+    """Configure TCP keepalive, so that the kernel ends a connection without answers for `KEEPALIVE_TIMEOUT_S`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT_S // 3),
@@ -35,21 +35,21 @@ def _notice_silence(sock: socket.socket) -> None:
 
 
 class Connection:
-    """Task's end of the connection."""
+    """End of a TCP connection in the task of a rank; the controller has the other end."""
 
     def __init__(self, address: str, port: int, *, token: str, rank: int):
-        """Connect to the controller.  Raises `OSError` if there is no controller."""
+        """Connect to the controller and send the token.  Raises `OSError` if no controller listens."""
         self._socket = socket.create_connection((address, port), timeout=KEEPALIVE_TIMEOUT_S)
         self._socket.settimeout(None)
         _notice_silence(self._socket)
         self.address = str(self._socket.getsockname()[0])
-        """Address of this host on the connection."""
+        """IP address of this host, from which it reaches the controller."""
         self.open = True
-        """Whether the controller is connected."""
+        """Whether the connection to the controller still exists."""
         self.send({"token": token, "rank": rank})
 
     def send(self, message: Message) -> None:
-        """Send one message; without effect on a lost connection."""
+        """Send one message to the controller; a lost connection only sets `open` to False."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             self._socket.sendall(line)
@@ -57,18 +57,18 @@ class Connection:
             self.open = False
 
     def wait(self, seconds: float) -> None:
-        """Wait until the time has passed or the connection ends."""
+        """Wait for `seconds`, or until the connection to the controller ends."""
         self._socket.settimeout(seconds)
         try:
             self.open &= self._socket.recv(1) != b""
         except OSError as error:
-            # The socket's own timeout has no error number, a timeout of the kernel has one.
+            # A timeout of this wait has no error number; a timeout of keepalive has one and ends the connection.
             self.open &= isinstance(error, TimeoutError) and not error.errno
         self._socket.settimeout(None)
 
 
 class Listener:
-    """Controller's end: connections of all tasks of one launch.  No method blocks."""
+    """The controller's server socket with the connections of all tasks of one launch.  No method blocks."""
 
     def __init__(self, address: str, *, token: str):
         self._token = token
@@ -80,10 +80,10 @@ class Listener:
         self._rank_of: dict[socket.socket, int] = {}
         self._unfinished: dict[socket.socket, bytearray] = {}
         self.ended: dict[int, str] = {}
-        """End of each rank's connection: `TASK_ENDED`, or the reason of its loss."""
+        """Reason of the end of each closed connection, by rank: `TASK_ENDED`, or why the connection was lost."""
 
     def messages(self) -> list[tuple[int, Message]]:
-        """Return the received messages with their ranks."""
+        """Return the messages received since the last call, each with the rank of its task."""
         found: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(0):
             sock = key.fileobj
@@ -95,11 +95,11 @@ class Listener:
         return found
 
     def has_connected(self, rank: int) -> bool:
-        """Return whether the task of `rank` has ever connected."""
+        """Return whether the task of `rank` has connected, even if the connection has ended."""
         return rank in self.ended or rank in self._rank_of.values()
 
     def close(self) -> None:
-        """Close all connections, which ends the ranks."""
+        """Close all connections, upon which every task kills its rank."""
         for sock in [*self._unfinished]:
             self._drop(sock)
         if self._server.fileno() >= 0:
@@ -110,7 +110,7 @@ class Listener:
         while True:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # no further connection, or one that has closed again
+            except OSError:  # no task waits for a connection, or the task has closed it
                 return
             sock.setblocking(False)
             _notice_silence(sock)
@@ -143,7 +143,7 @@ class Listener:
         return known
 
     def _known(self, sock: socket.socket, line: bytes) -> tuple[int, Message] | None:
-        """Return a message of an authenticated task; the first message of a connection has its token and rank."""
+        """Return the rank and message of an authenticated task, None otherwise. The first line has token and rank."""
         try:
             message = json.loads(line)
             if sock in self._rank_of:

@@ -1,7 +1,7 @@
-"""The controller of a SLURM job: the single task that submitit starts, which runs each launch as a job step.
+"""The controller of a SLURM job: the process that submitit starts, which runs each launch as a job step.
 
-The controller alone writes records. submitit pickles its entry points at submission and calls them in the allocation.
-`RunBundle` runs a bundle of a suite. `RunAwaitedJob` runs one job whose answer the submitting process waits for.
+submitit pickles one of two callables at submission and calls it in the job. `RunBundle` runs a bundle of a suite and
+writes its records. `RunAwaitedJob` runs one launch whose result the submitting process waits for.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 JOB_FILE, ANSWER_FILE = "job.json", "answer.json"
 MIN_OPEN_FILES = 16384
 BOOT_TIMEOUT_S = 300.0
-"""Timeout of the first tasks of all nodes, in seconds; a site may boot nodes one by one."""
+"""Time in which all nodes of an allocation must report, in seconds; some sites boot nodes on demand."""
 POLL_INTERVAL_S = 0.05
 REQUEUE_SIGNAL_TIMEOUT_S = 2.0
-"""Maximum delay of submitit's signal after SIGTERM, in seconds: a preemption sends both, `scancel` SIGTERM only."""
+"""Maximum time from SIGTERM to SIGUSR2, in seconds. A preemption sends both signals, and `scancel` only SIGTERM."""
 
 
 def slurm_job_id(environment: dict[str, str]) -> str:
-    """Return the id of this job: `12_3`, or `12` outside a job array."""
+    """Return the SLURM id of this job: `12_3` in a job array, else `12`."""
     array, index = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environment.get("SLURM_JOB_ID", "0")
 
 
 def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict[str, str]) -> BundleProgress:
-    """Run bundle `index` of the submission in `folder` until it is done or `stop`.
+    """Run bundle `index` of the submission in `folder` until it ends or `stop` is set, and return its progress.
 
-    Returns the progress of the bundle.  Raises `DiskFull` and `ConfigError`.
+    Raises `DiskFull` and `ConfigError`.
     """
     allocation = read_allocation(folder, environment)
     site = allocation.site
@@ -92,14 +92,14 @@ def run_bundle(folder: Path, index: int, stop: AllocationStop, environment: dict
 
 
 def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
-    """Return the allocation of this job from its environment and the profile in `folder`.  Raises `ConfigError`.
+    """Return this job's allocation from its environment and the profile in `folder`.  Raises `ConfigError`.
 
-    Sets this process's umask, and its limit of open files.
+    Sets the umask of this process and its limit on open files.
     """
     site = profile.load_profile(folder / "profile.toml")
     os.umask(site.umask)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:  # a connection for each of many ranks
+    if soft < MIN_OPEN_FILES:  # the controller has an open connection for each rank
         wanted = min(MIN_OPEN_FILES, hard) if hard > 0 else MIN_OPEN_FILES
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return Allocation(
@@ -112,7 +112,7 @@ def read_allocation(folder: Path, environment: dict[str, str]) -> Allocation:
 
 
 def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> tuple[list[NodeReport], str]:
-    """Return the report of every task on its node, by rank, and the reason for missing reports, or an empty one."""
+    """Start a task per rank and return its `NodeReport`s by rank, and the reason why reports are missing, else ''."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     step = allocation.step(allocation.tasks, nodes.__name__, folder)
@@ -128,7 +128,7 @@ def survey_nodes(allocation: Allocation, folder: Path, stop: AllocationStop) -> 
 
 
 def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
-    """Return the reason that names the nodes without a report; empty if there are none."""
+    """Return the reason why reports are missing, with the names of the silent nodes; empty if all tasks reported."""
     if len(reports) == tasks:
         return ""
     from submitit.slurm.slurm import SlurmJobEnvironment
@@ -136,14 +136,14 @@ def _missing(reports: list[NodeReport], tasks: int, srun_error: str) -> str:
     expected = SlurmJobEnvironment().hostnames
     silent = [name for name in expected if name not in {report.node for report in reports}]
     who = ", ".join(silent) or "of the allocation"
-    reason = srun_error or f"no word for {BOOT_TIMEOUT_S:g} s"
+    reason = srun_error or f"no report within {BOOT_TIMEOUT_S:g} s"
     return f"{LOST_NODE}{who}: {len(reports)} of {tasks} tasks started: {reason}"
 
 
 def node_address(interface: str, environment: dict[str, str], file: str) -> str:
-    """Return the address at which the other nodes reach this one: the interface's, or the node name's.
+    """Return the IP address at which other nodes reach this node: that of `interface`, else that of the node's name.
 
-    Raises `ConfigError` if only the profile can name the interface.
+    Raises `ConfigError` if neither has an address of this node, so that the profile must name an interface.
     """
     import psutil
 
@@ -153,11 +153,13 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     }
     if interface:
         first = interface.removeprefix("=").split(",")[0]
-        # NCCL uses a name as a prefix; the interface with exactly that name has precedence.
+        # NCCL matches interfaces by prefix, so an interface with exactly this name comes first.
         names = sorted((name for name in ours if name.startswith(first)), key=lambda name: name != first)
         found = [address for name in names for address in ours[name]]
         if not found:
-            expected = f"an interface of {socket.gethostname()} with an IPv4 address: {', '.join(ours)}"
+            expected = (
+                f"an interface of {socket.gethostname()} with an IPv4 address, one of {', '.join(ours)}"
+            )
             raise ConfigError("interface", interface, expected, file=file, where="environment")
         return found[0]
     if int(environment.get("SLURM_JOB_NUM_NODES", "1")) == 1:
@@ -170,36 +172,37 @@ def node_address(interface: str, environment: dict[str, str], file: str) -> str:
     launch = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if launch in known:
         return launch
-    expected = f"the interface that reaches the other nodes; {socket.gethostname()} has {', '.join(ours)}"
+    expected = f"the network interface that reaches other nodes; {socket.gethostname()} has {', '.join(ours)}"
     raise ConfigError("interface", "", expected, file=file, where="environment")
 
 
 def describe_wrong_hardware(reports: list[NodeReport], site: Profile) -> str:
-    """Return the reason why these nodes are not the profile's system; empty if they are."""
+    """Return how the nodes' hardware differs from the profile's system; empty if it matches or the system is local."""
     if site.system in systems.LOCAL_SYSTEMS:
         return ""
     return nodes.hardware_mismatch(reports, systems.load_system_file(site.system), site.slurm.gpus_per_node)
 
 
 def _refuse(recorder: Recorder, tasks: list[Task], reason: str) -> None:
-    """Record `reason` as the error of every experiment of `tasks`.  Raises `DiskFull`."""
+    """Record the outcome `error` with `reason` for every experiment of `tasks`.  Raises `DiskFull`."""
     for experiment in {e.name: e for task in tasks for e in task.experiments}.values():
         recorder.outcome(experiment, 0.0, outcome="error", reason=reason)
 
 
 @dataclass(frozen=True)
 class RunBundle:
-    """Callable that runs one bundle of a submission in its job.  submitit pickles it."""
+    """Callable that submitit pickles and calls in a SLURM job, to run one bundle of a submission."""
 
     submission: str
     """Folder of the submission."""
     bundle: int
+    """Index of the bundle in the work file."""
 
     def __call__(self) -> dict[str, Any]:
         """Run the bundle and return the number of experiments by outcome.
 
-        During the run, the handlers of SIGTERM and of submitit's SIGUSR2 only set a flag. The watching loop ends the
-        running case. This method then calls submitit's own handler from the main thread.
+        During the run, SIGTERM and SIGUSR2 only set a flag, upon which the running experiment ends. Then this method
+        calls submitit's own handler of SIGUSR2, which requeues the job.
         """
         environment = dict(os.environ)
         stop = AllocationStop(slurm_job_id(environment), int(environment.get("SLURM_RESTART_COUNT", "0")))
@@ -213,21 +216,23 @@ class RunBundle:
                 signal.signal(number, handler)
         if state.open and stop.requeue:
             if callable(requeue := previous[REQUEUE]):
-                requeue(REQUEUE, None)  # submitit ends this process, or raises after the last requeue
+                requeue(
+                    REQUEUE, None
+                )  # submitit's handler ends this process, or raises if no requeue is left
             sys.exit(128 + REQUEUE)
         if state.open and stop:
             sys.exit(128 + signal.SIGTERM)
         return state.count_outcomes()
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the callable that submitit requeues; a bundle skips its recorded experiments."""
+        """Return the callable for the requeued job. It skips the experiments that have already ended."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(RunBundle(self.submission, self.bundle))
 
 
 def _wait_for_requeue_signal(stop: AllocationStop) -> None:
-    """Wait for submitit's signal to follow SIGTERM."""
+    """Wait up to `REQUEUE_SIGNAL_TIMEOUT_S` for the SIGUSR2 that follows SIGTERM at a preemption."""
     end = time.monotonic() + REQUEUE_SIGNAL_TIMEOUT_S
     while time.monotonic() < end and not stop.requeue:
         time.sleep(POLL_INTERVAL_S)
@@ -235,18 +240,15 @@ def _wait_for_requeue_signal(stop: AllocationStop) -> None:
 
 @dataclass(frozen=True)
 class RunAwaitedJob:
-    """Callable that runs one job on all nodes of an allocation and writes its answer to a file.
-
-    submitit pickles it. The job cannot be requeued.
-    """
+    """Callable that submitit pickles and calls in a SLURM job, to run one launch and write its results to a file."""
 
     folder: str
-    """Shared folder with the job, the profile, and the answer."""
+    """Shared folder with the launch's `job.json`, the profile, and the written `answer.json`."""
     target: str
-    """Function that a rank calls, `module:function`."""
+    """Function that each rank calls, as `module:function`."""
 
     def __call__(self) -> str:
-        """Run the job and return its outcome."""
+        """Run the launch and return its outcome. SLURM cannot requeue the job."""
         environment, folder = dict(os.environ), Path(self.folder)
         stop = AllocationStop(slurm_job_id(environment))
         for number in (REQUEUE, signal.SIGTERM):
@@ -259,7 +261,7 @@ class RunAwaitedJob:
 def _run_awaited_job(
     folder: Path, target: str, stop: AllocationStop, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the answer: outcome, reason, nodes, prior load of this node, and the results of the ranks."""
+    """Return outcome, reason, nodes, load average of this node before the start, and the results of the ranks."""
     answer: dict[str, Any] = {"outcome": "error", "load": round(os.getloadavg()[0], 2), "results": []}
     allocation = read_allocation(folder, environment)
     reports, missing = survey_nodes(allocation, folder / "nodes", stop)

@@ -1,4 +1,4 @@
-"""A launch whose ranks are spread over the nodes of an allocation, as one job step."""
+"""A launch of ranks on the nodes of a SLURM allocation, as one job step with a task per rank."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ from repro.results.store import DISK_FULL
 
 POLL_INTERVAL_S = 0.05
 REAP_TIMEOUT_S = 20.0
-"""Timeout of tasks after the end of their connection, in seconds."""
+"""Time in which tasks must end after the controller has closed their connections, in seconds."""
 LOST_NODE_REAP_TIMEOUT_S = 3.0
-"""Value of `REAP_TIMEOUT_S` with a lost node, whose tasks never end, in seconds."""
+"""Replacement of `REAP_TIMEOUT_S` after the loss of a node, whose tasks never report their end, in seconds."""
 LOST_TASK_GRACE_S = 5.0
-"""Time after an unexplained end of a task, in seconds, in which the signal of an ending job may arrive."""
+"""Time in which a signal of SLURM may explain the end of a task, before the task counts as lost, in seconds."""
 MAX_PORT_ATTEMPTS = 3
-"""Maximum number of ports that a launch tries while other processes take them."""
-_TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
+"""Maximum number of rendezvous ports that a launch tries if other processes occupy them."""
+_ADDRESS_IN_USE = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 _NO_POSITION = Position(0, 0, Phase.START, 0, "", "", 0.0)
 
 
 @dataclass
 class _RankStatus:
-    """State of one rank."""
+    """State of one rank, from the messages of its task."""
 
     code: int | None = None
     report: dict[str, Any] | None = None
     errors: str = ""
     position: Position = _NO_POSITION
-    said: float = 0.0
-    """Time of its last message by its node's clock."""
+    reported_s: float = 0.0
+    """`position.seconds` as the rank reported it, by the clock of its node."""
     stopped: bool = False
     dumped: bool = False
-    """Whether its stacks are in its log."""
+    """Whether the rank has written its Python stacks to its log."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     full: str = ""
-    """File that did not fit on the disk of its node."""
+    """Path of the file that could not be written because a disk was full; empty otherwise."""
     loss_reason: str = ""
-    """Reason of the task's loss; empty while it is connected."""
+    """Reason why the connection to the task ended; empty while it is connected."""
     lost_at: float = 0.0
+    """`time.monotonic()` at the end of the connection."""
     ended_alone: bool = False
-    """Whether its task has ended on a node that answers."""
+    """Whether the task ended although its node is still reachable."""
 
 
 class ClusterLaunch:
-    """A running job: one step with one task per rank."""
+    """A running job whose ranks are the tasks of one SLURM job step."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class ClusterLaunch:
         target: str,
         stop: AllocationStop,
     ):
-        """`nodes`: node of every rank.  `stop` is notified of a lost node, after which no other launch is possible."""
-        assert len(nodes) >= job.world, "fewer places than ranks"
+        """`nodes`: name of each rank's node.  The launch reports a lost node to `stop`, which ends the allocation."""
+        assert len(nodes) >= job.world, "fewer tasks than ranks"
         self.job, self.world, self.logs = job, job.world, logs
         self._allocation, self._nodes, self._target, self._stop = allocation, nodes, target, stop
         self._ranks = [_RankStatus() for _ in range(self.world)]
@@ -86,14 +87,14 @@ class ClusterLaunch:
         self._loss = ""
 
     def start(self) -> None:
-        """Start all ranks.  Raises `OSError` if their logs do not fit on the shared folder."""
+        """Start all ranks.  Raises `OSError` if the shared folder cannot store their logs."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.job.save(self.logs / task.JOB_FILE)
         self._begin()
 
     def _begin(self) -> None:
-        """Start a step with new ranks and a free port of this node for rank 0."""
+        """Start a job step with one task per rank, and choose a free port of this node for the rendezvous."""
         site, address = self._allocation.site, self._allocation.address
         token = secrets.token_hex(16)
         self._ports += 1
@@ -114,20 +115,20 @@ class ClusterLaunch:
         ).save(self.logs)
         self._step = self._allocation.step(self.world, task.__name__, self.logs)
 
-    # -- interface of supervise --------------------------------------------------------------------
+    # -- methods of `supervise.WatchedLaunch` ------------------------------------------------------
 
     def poll(self, rank: int) -> int | None:
         """Return the exit code of `rank`, negative for a signal; 1 if its task is lost; None while it runs."""
         if rank == 0:
-            self._look()
-            if self._taken():
+            self._receive()
+            if self._port_in_use():
                 self.kill()
                 self._begin()
         seen = self._ranks[rank]
         return 1 if seen.code is None and self._lost(rank) else seen.code
 
     def position(self, rank: int) -> Position:
-        """Return the last reported position of `rank`, about a second old or newer, in the time of this host."""
+        """Return the last reported position of `rank`, at most about a second old, in times of this host's clock."""
         return self._ranks[rank].position
 
     def stopped(self, rank: int) -> bool:
@@ -135,10 +136,10 @@ class ClusterLaunch:
         return self._ranks[rank].stopped
 
     def report(self, rank: int) -> dict[str, Any] | None:
-        """Return the report of the end of `rank`, or of the loss of its node."""
+        """Return the report that `rank` wrote at its end, or a report of the loss of its node; None without either."""
         seen = self._ranks[rank]
         if seen.code is None and (lost := self._lost(rank)):
-            # After a stop request, SLURM may end the rank before the rank ends: this is no failure of a node.
+            # After a stop request, SLURM may kill the task before it reports. This is no failure of the node.
             outcome = "interrupted" if self._asked_to_stop else "error"
             return {"rank": rank, "outcome": outcome, "reason": f"{LOST_NODE}{lost}"}
         if seen.full:
@@ -147,39 +148,39 @@ class ClusterLaunch:
         return seen.report
 
     def results(self, index: int) -> list[dict[str, Any]] | None:
-        """Return all ranks' results of the job's experiment `index`; None unless every rank finished it."""
-        self._look()
+        """Return the results of all ranks for experiment `index` of the job; None unless every rank has finished it."""
+        self._receive()
         found = [seen.results.get(index) for seen in self._ranks]
         complete = [result for result in found if result is not None]
         return complete if len(complete) == self.world else None
 
     def error_text(self, rank: int) -> str:
-        """Return the end of the standard error of `rank`, once it has ended."""
+        """Return the end of the standard error of `rank`; empty before the rank ends."""
         return self._ranks[rank].errors
 
     def dump_stacks(self) -> None:
-        """Request the stacks of every rank in its log and wait for them; write all positions to `positions.txt`."""
+        """Have every rank write its Python stacks to its log and wait for them; write `positions.txt` of all ranks."""
         if self._step is not None:
             self._step.signal(rank_process.STACKS_SIGNAL)
         lines = [f"rank {rank} on {self._nodes[rank]}: {self.position(rank)}" for rank in range(self.world)]
         (self.logs / "positions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         end = time.monotonic() + rank_process.STACKS_TIMEOUT_S + task.POSITION_INTERVAL_S
         while time.monotonic() < end:
-            self._look()
+            self._receive()
             if all(seen.dumped or seen.stopped or seen.code is not None for seen in self._ranks):
                 return
             time.sleep(POLL_INTERVAL_S)
 
     def ask_to_stop(self) -> None:
-        """Request a checkpoint after the current step, and the end of the ranks."""
+        """Request that the ranks write a checkpoint after the current step and end."""
         self._asked_to_stop = True
-        with contextlib.suppress(OSError):  # they are then killed, and resume from their last checkpoint
+        with contextlib.suppress(OSError):  # without the file, the ranks are killed and lose a few steps
             (self.logs / STOP_FILE).touch()
 
     def kill(self) -> None:
-        """Kill the running ranks and wait for their end; ranks of a lost node may remain."""
+        """Kill the running ranks and wait until their tasks end. Ranks of a lost node may survive."""
         if self._listener is not None:
-            self._look()
+            self._receive()
             self._listener.close()
             self._listener = None
         if self._step is not None:
@@ -188,37 +189,37 @@ class ClusterLaunch:
             self._step = None
 
     def close(self, *, keep_logs: Path | None) -> None:
-        """End the launch; after a failure, move the logs to `keep_logs`."""
+        """Kill the ranks and move their logs to `keep_logs`, or remove them if it is None."""
         self.kill()
         (self.logs / task.LAUNCH_FILE).unlink(missing_ok=True)
         rank_process.move_logs(self.logs, keep_logs)
         if self._loss:
             self._stop.give_up(f"{LOST_NODE}{self._loss}")
 
-    # -- the tasks ---------------------------------------------------------------------------------
+    # -- messages of the tasks ---------------------------------------------------------------------
 
     def _lost(self, rank: int) -> str:
-        """Return the loss of the task of a rank that has not ended, with its node; empty while it is connected."""
+        """Return node and reason if the connection to the task of an unfinished rank is lost; empty otherwise."""
         seen = self._ranks[rank]
         patience = LOST_TASK_GRACE_S if seen.ended_alone else 0.0
         if seen.code is not None or not seen.loss_reason or time.monotonic() - seen.lost_at < patience:
             return ""
         return f"{self._nodes[rank]}: {seen.loss_reason}"
 
-    def _taken(self) -> bool:
-        """Return whether rank 0 found its port in use and another port may be tried."""
+    def _port_in_use(self) -> bool:
+        """Return whether rank 0 failed because its port was in use, and the launch may try another port."""
         first = self._ranks[0]
         has_failed = first.code not in (None, 0) and not first.position.begun
         stderr = f"{(first.report or {}).get('reason', '')} {first.errors}"
-        return has_failed and self._ports < MAX_PORT_ATTEMPTS and _TAKEN.search(stderr) is not None
+        return has_failed and self._ports < MAX_PORT_ATTEMPTS and _ADDRESS_IN_USE.search(stderr) is not None
 
-    def _look(self) -> None:
-        """Read the messages of the tasks, and record lost tasks."""
+    def _receive(self) -> None:
+        """Receive the messages of all tasks, and record tasks whose connection has ended."""
         if self._listener is None or self._step is None:
             return
         now, starts = time.monotonic(), self._step.starts
         over = self._step.code is not None
-        if self._step.starts != starts:  # a restart of srun is no hang of the ranks
+        if self._step.starts != starts:  # time until srun has restarted does not count as a hang
             self._ranks[0].position = _NO_POSITION._replace(seconds=now)
         for rank, message in self._listener.messages():
             if rank < self.world:
@@ -236,9 +237,9 @@ class ClusterLaunch:
         seen, what = self._ranks[rank], message["say"]
         if what == "position":
             position = Position(*message["at"])
-            # A repeated report keeps its time: only a new one is progress.
-            if position.seconds != seen.said:
-                seen.said = position.seconds
+            # A task also reports an unchanged position. Only a new one is progress, so only it gets a new time.
+            if position.seconds != seen.reported_s:
+                seen.reported_s = position.seconds
                 seen.position = position._replace(seconds=now - message["age"])
             seen.stopped = message["stopped"]
         elif what == "stacks":
@@ -254,6 +255,6 @@ class ClusterLaunch:
 
 
 def free_port(address: str) -> int:
-    """Return a free port of `address`; the launch is repeated if another process takes the port before rank 0."""
+    """Return a TCP port of `address` that is free now. Another process may still take it before rank 0 does."""
     with socket.create_server((address, 0)) as server:
         return int(server.getsockname()[1])

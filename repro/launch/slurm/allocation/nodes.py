@@ -1,4 +1,4 @@
-"""Hardware reports of an allocation's nodes, their topology, and the comparison with the profile's system."""
+"""Reports of the hardware and topology of a SLURM allocation's nodes, and their comparison with a system file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from repro.util.files import write_json
 _FAMILY = re.compile(r"\b(?:Tesla |NVIDIA |GeForce |Quadro )*((?:RTX |GTX )?[A-Z]{1,2}\d{1,4}[A-Z]?)\b")
 _FORM = re.compile(r"\b(SXM\d?|PCIe?|NVL|HGX)\b", re.IGNORECASE)
 GPU_FACTS = ("name", "memory_bytes", "driver", "max_sm_mhz", "memory_mhz", "power_limit_w")
-"""Facts of a GPU in the provenance."""
+"""Properties of each GPU that a record's provenance contains."""
 _MEMORY_SLACK = 0.08
-"""Relative tolerance of a card's memory size; drivers and ECC reserve a part."""
+"""Relative tolerance of a GPU's memory size, because the driver and ECC reserve a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """Report of one task on itself and its node, in bytes and MHz."""
+    """Report of one SLURM task on itself and the hardware of its node."""
 
     node: str
     """Name of the node in SLURM."""
     local: int
     """Index of the task on its node (`SLURM_LOCALID`)."""
     task: int
-    """`SLURM_PROCID`."""
+    """Index of the task in the job step (`SLURM_PROCID`)."""
     cores: int = 0
     """Number of cores that the task may use."""
     memory_bytes: int = 0
@@ -42,14 +42,15 @@ class NodeReport:
     gpus: list[dict[str, Any]] = field(default_factory=list)
     """GPUs that the task may use: `uuid` and the fields of `repro.measure.provenance.gpus`."""
     processor: str = ""
+    """Model name of the node's processor."""
     switches: str = ""
-    """Path of switches above the node (`switch_path`)."""
+    """Network switches above the node, `core.rack1`; empty if SLURM does not report them."""
     links: dict[str, Any] = field(default_factory=dict)
-    """Links between the GPUs of the node (`gpu_links`)."""
+    """Links between the GPUs of the node, as `gpu_links` returns them."""
 
 
 def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
-    """Return the report of this task.  `environment` is SLURM's; GPUs are queried only with `gpus`."""
+    """Return the report of this task from the variables that SLURM set in `environment`; GPUs only with `gpus`."""
     import psutil
 
     from repro.measure.provenance import cpu
@@ -69,9 +70,9 @@ def report_node(environment: dict[str, str], *, gpus: bool) -> NodeReport:
 
 
 def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
-    """Return the GPUs that a rank of this task will see; `visible` is CUDA_VISIBLE_DEVICES, which NVML ignores.
+    """Return the GPUs that CUDA will show to this task, for the value `visible` of CUDA_VISIBLE_DEVICES.
 
-    An index counts in the driver's order. A UUID may be a prefix.
+    NVML lists all GPUs, so its list is filtered. An entry is an index in NVML's order or a prefix of a UUID.
     """
     from repro.measure.provenance import gpus, nvml
 
@@ -89,14 +90,14 @@ def visible_gpus(visible: str | None) -> list[dict[str, Any]]:
             match = found[int(entry)] if int(entry) < len(found) else None
         else:
             match = next((gpu for gpu in found if gpu["uuid"].startswith(entry)), None)
-        if match is None:  # CUDA stops at the first unknown entry
+        if match is None:  # CUDA ignores all entries after the first unknown one
             break
         seen.append(match)
     return seen
 
 
 def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_node: int) -> str:
-    """Return why runs on these nodes are not runs of `system`, from `WRONG_HARDWARE` on; empty if they are."""
+    """Return why the reported nodes are not nodes of `system`, a text that begins with `WRONG_HARDWARE`; else ''."""
     nodes: dict[str, list[NodeReport]] = {}
     for entry in reports:
         nodes.setdefault(entry.node, []).append(entry)
@@ -111,8 +112,8 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
             return f"{WRONG_HARDWARE}node {node} has {has} where {system.name} has {need}: not comparable"
         for task in tasks:
             if len(task.gpus) > 1 and task.local >= len(task.gpus):
-                gives = f"node {node} gives task {task.local} {len(task.gpus)} of its GPUs"
-                return f"{WRONG_HARDWARE}{gives}: not comparable; one GPU for each task, or all for all"
+                gives = f"node {node} shows its task {task.local} only {len(task.gpus)} GPUs"
+                return f"{WRONG_HARDWARE}{gives}: not comparable; give each task one GPU or all GPUs"
         alone = [task.gpus[0]["uuid"] for task in tasks if len(task.gpus) == 1]
         if len(set(alone)) < len(alone):
             return f"{WRONG_HARDWARE}node {node} gives one GPU to several of its {len(tasks)} tasks: not comparable"
@@ -120,7 +121,7 @@ def hardware_mismatch(reports: Iterable[NodeReport], system: System, gpus_per_no
 
 
 def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
-    """Return whether generation, form or memory size of a card differ from the system's."""
+    """Return whether a GPU differs from the system's GPU in model name, form factor, capability or memory size."""
     device = system.device
     capability = gpu.get("compute_capability")
     if capability and device.compute_capability and capability != device.compute_capability:
@@ -129,11 +130,13 @@ def is_other_gpu(gpu: dict[str, Any], system: System) -> bool:
     if _word(_FAMILY, name) != _word(_FAMILY, device.name):
         return True
     form, expected_form = _word(_FORM, name), _word(_FORM, device.name)
-    if form and expected_form and form != expected_form:  # "NVIDIA H100 80GB HBM3" names none
+    if (
+        form and expected_form and form != expected_form
+    ):  # some names, as "NVIDIA H100 80GB HBM3", have no form factor
         return True
     try:
         expected = device.memory_bytes.known("device.memory_bytes", system=system.name)
-    except ConfigError:  # the size is not published
+    except ConfigError:  # the system file has no memory size to compare with
         return False
     memory = gpu.get("memory_bytes")
     return memory is not None and abs(memory - expected) > _MEMORY_SLACK * expected
@@ -151,7 +154,7 @@ def _count(gpus: list[dict[str, Any]]) -> str:
 
 
 def slurm_provenance(reports: list[NodeReport], environment: dict[str, str]) -> dict[str, Any]:
-    """Return `provenance["slurm"]`: the job and the hardware of its nodes, without addresses and user names."""
+    """Return the provenance of a SLURM job: its ids and the hardware of its nodes, without addresses and user names."""
     names = list(dict.fromkeys(entry.node for entry in reports))
     above = {entry.node: entry.switches for entry in reports if entry.switches}
     kinds: dict[str, dict[str, Any]] = {}
@@ -185,14 +188,13 @@ def _text(value: Any) -> str:
 
 
 def report_path(folder: Path, task: int) -> Path:
-    """Return the path of a task's report."""
     return folder / f"report-{task}.json"
 
 
 def switch_path(environment: dict[str, str]) -> str:
-    """Return the path of switches above this node, `core.rack1`; empty if SLURM has none.
+    """Return the network switches above this node, `core.rack1`; empty if SLURM does not report them.
 
-    SLURM sets `SLURM_TOPOLOGY_ADDR` to `core.rack1.n1` and its pattern to `switch.switch.node`.
+    SLURM sets `SLURM_TOPOLOGY_ADDR` (`core.rack1.n1`) and `SLURM_TOPOLOGY_ADDR_PATTERN` (`switch.switch.node`).
     """
     names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -202,9 +204,9 @@ def switch_path(environment: dict[str, str]) -> str:
 
 
 def gpu_links() -> dict[str, Any]:
-    """Return `nvlinks`, the active NVLinks of each GPU, and `pcie`, the number of GPU pairs by crossed PCIe component.
+    """Return the links between this node's GPUs; empty without an NVIDIA driver.
 
-    The result is empty without a driver or without its answer.
+    `nvlinks` is the number of active NVLinks of each GPU. `pcie` counts pairs of GPUs by the component that joins them.
     """
     from repro.measure.provenance import count_nvlinks, nvml
 

@@ -1,7 +1,7 @@
-"""A job step: tasks that SLURM places, starts, signals and reaps on the nodes of this job, by `srun --overlap`.
+"""Job steps: tasks that `srun --overlap` starts, signals and reaps on the nodes of this SLURM job.
 
-Steps overlap, so that the controller, which is also a task, takes no core or GPU from the ranks.  A step on an
-unreachable node then does not block the next step on other nodes.
+The controller runs in a job step too. With `--overlap`, it takes no core or GPU from the steps of the ranks, and a step
+that hangs on an unreachable node does not block the next step.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ _CONTROLLER_VARIABLES = (
     *("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
     *("SLURM_DISTRIBUTION", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_WAIT", "SLURM_OVERLAP"),
 )
-"""Prefixes of variables of the controller's own step that srun would read as options of the next step."""
+"""Prefixes of variables that SLURM sets for the controller's job step, and that a nested srun would read as options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Nodes of this job, and the settings of steps on them."""
+    """Nodes of this SLURM job, and the settings of job steps on them."""
 
     nodes: int
     per_node: int
-    """Ranks of a node."""
+    """Maximum number of ranks on each node."""
     site: Profile
     address: str
-    """Address of the first node, where the controller and rank 0 are."""
+    """IP address of the first node, where the controller and rank 0 run."""
     umask: int
 
     @property
     def tasks(self) -> int:
-        """Return the number of ranks on all nodes."""
+        """Return the number of tasks that all nodes have together, one per rank."""
         return self.nodes * self.per_node
 
     def step(self, tasks: int, module: str, folder: Path) -> SrunStep:
-        """Start `python -m MODULE FOLDER` in `tasks` tasks, neighbours on one node; srun's errors go to `folder`."""
+        """Start `python -m MODULE FOLDER` as `tasks` tasks, consecutive ones on one node; errors go to `folder`."""
         command = srun_command(self.site, tasks, self.per_node, [module, str(folder)])
         return SrunStep(command, folder / "srun.err")
 
 
 def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) -> list[str]:
-    """Return the full command line of the step."""
+    """Return the srun command that starts `python -m` with the words of `module` as `tasks` tasks."""
     environment = site.environment
     wanted = {
-        "relative": "0",  # from the first node, where the controller is
+        "relative": "0",  # rank 0 must be on the first node, where the controller listens
         "nodes": str(-(-tasks // per_node)),
         "ntasks": str(tasks),
-        # Neighbours by rank share a node, in any distribution of the site: layouts rely on this.
+        # Consecutive ranks share a node, as layouts assume. A site's default distribution may differ.
         "distribution": f"plane={per_node}",
-        # The supervisor judges the end of a launch: after a failure the other ranks may still report.
+        # srun must not kill the other ranks after a failure, because their reports help to find its cause.
         "kill-on-bad-exit": "0",
         "wait": "0",
         "cpus-per-task": str(site.slurm.cpus_per_task or ""),
@@ -68,12 +68,12 @@ def srun_command(site: Profile, tasks: int, per_node: int, module: list[str]) ->
 
 
 class SrunStep:
-    """One `srun` process, a child of this process."""
+    """One running job step, as an `srun` child process of the controller."""
 
     def __init__(self, command: list[str], errors: Path):
         self._command, self._errors = command, errors
         self.starts = 0
-        """Number of starts of srun, which restarts for `SLURMCTLD_TIMEOUT_S` while slurmctld does not answer."""
+        """Number of starts of srun. It is started again for `SLURMCTLD_TIMEOUT_S` while slurmctld is unreachable."""
         self._until = time.monotonic() + SLURMCTLD_TIMEOUT_S
         self._process = self._start()
 
@@ -92,7 +92,7 @@ class SrunStep:
 
     @property
     def code(self) -> int | None:
-        """Return the worst exit code of the tasks; None while a task runs or has not started."""
+        """Return srun's exit code, which is the highest one of its tasks; None while a task runs or has not started."""
         code = self._process.poll()
         if code and time.monotonic() < self._until and _UNREACHABLE in self._words():
             self._process = self._start()
@@ -100,12 +100,12 @@ class SrunStep:
         return code
 
     def signal(self, number: int) -> None:
-        """Send `SIGUSR1` or `SIGUSR2` to all tasks: srun forwards these signals to the nodes."""
+        """Send `SIGUSR1` or `SIGUSR2` to srun, which forwards the signal to all tasks."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, seconds: float) -> None:
-        """Wait for the end of all tasks; after `seconds` srun is killed, and SLURM kills the reachable tasks."""
+        """Wait for the end of all tasks. After `seconds`, kill srun, upon which SLURM kills the reachable tasks."""
         self._until = 0.0
         try:
             self._process.wait(seconds)
@@ -114,7 +114,7 @@ class SrunStep:
             self._process.wait()
 
     def last_error_line(self) -> str:
-        """Return the last line of srun and its tasks on standard error."""
+        """Return the last line that srun or one of its tasks wrote to standard error; empty without one."""
         lines = self._words().strip().splitlines()
         return lines[-1][:300] if lines else ""
 

@@ -1,4 +1,4 @@
-"""Reasons to stop an allocation: SLURM's signals as a flag, and their meaning."""
+"""Stop of a SLURM job: the signals that SLURM sends before it ends a job, and the reason why it ends the job."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from types import FrameType
 from repro.launch.failures import CANCELLED, NODE_FAILURE, PREEMPTED, TIME_LIMIT
 
 REQUEUE = signal.SIGUSR2
-"""submitit's signal: the job is preempted or near its time limit, and should be requeued."""
+"""Signal that SLURM sends, as submitit requests, before a preemption or the time limit. The job should be requeued."""
 SIGNALS = (signal.SIGTERM, REQUEUE)
-"""Signals that SLURM may send to all processes of a job, ranks and commands too; only the controller acts."""
+"""Signals that SLURM may send to every process of an ending job. Only the controller acts on them."""
 SLURM_QUERY_TIMEOUT_S = 5.0
 ACCOUNTING_DELAY_S = 3.0
-"""Maximum delay of the accounting, in seconds."""
+"""Maximum time until `sacct` lists the end of a job, in seconds."""
 MIN_KILL_WAIT_S = 10.0
-"""Time between SIGTERM and SIGKILL that almost every site allows (`KillWait`, 30 s by default), in seconds."""
+"""Time between SIGTERM and SIGKILL on which a stop relies, in seconds; SLURM's default (`KillWait`) is 30 s."""
 TIME_LIMIT_WARNING_S = 120.0
-"""Time before the end, in seconds, in which a signal means the time limit.  SLURM may warn a minute early."""
+"""Tolerance for a warning signal before the time limit, in seconds; SLURM may send it a minute early."""
 _REASONS = {"TimeLimit": TIME_LIMIT, "NodeDown": NODE_FAILURE, "Preempted": PREEMPTED}
-"""Reason in SLURM of a completing job that did not end by itself; `scancel` leaves no reason."""
+"""Cause that a record names, by SLURM's field `Reason` of a completing job. `scancel` sets no reason."""
 
 
 class AllocationStop:
-    """Flag that a signal or `give_up` sets; the watching loop acts on it."""
+    """Request to stop this SLURM job. It is true after a signal to this process or to a task, and after `give_up`."""
 
     def __init__(self, job: str, restarts: int = 0):
-        """`restarts`: number of restarts of the job by SLURM."""
+        """`restarts`: how often SLURM has requeued the job `job`."""
         self._job, self._restarts = job, restarts
         self.delay_s = 90.0
-        """Requested time between SLURM's signal and the time limit, in seconds."""
+        """Time before the job's time limit at which SLURM sends `REQUEUE`, in seconds."""
         self._seen: list[int] = []
         self._why = ""
         self._terminated_node = ""
-        """Node where a rank's task got SIGTERM."""
+        """Name of the node where SLURM sent SIGTERM to a rank's task; empty without one."""
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal, as its handler."""
+        """Record that this process received signal `number`; use this method as the signal handler."""
         self._seen.append(number)
 
     def terminate(self, node: str) -> None:
-        """Record that SLURM ends the job, as a task on `node` reported."""
+        """Record that a task on `node` received SIGTERM, which means that SLURM ends the job."""
         self._terminated_node = node
 
     def give_up(self, why: str) -> None:
-        """Request a stop for a reason of our own, after the running work."""
+        """Request a stop for the reason `why`, such as a lost node. The first reason counts."""
         self._why = self._why or why
 
     def __bool__(self) -> bool:
@@ -59,30 +59,30 @@ class AllocationStop:
 
     @property
     def stop_s(self) -> float:
-        """Return the time for a checkpoint, in seconds: SLURM kills soon after SIGTERM, and `delay_s` after SIGUSR2."""
+        """Return the seconds in which ranks may write a checkpoint before SLURM kills them, by the signal received."""
         delay_s = 0.0 if self.terminated else self.delay_s - 2 * MIN_KILL_WAIT_S
         return max(MIN_KILL_WAIT_S, delay_s)
 
     @property
     def requeue(self) -> bool:
-        """Return whether submitit should requeue the job: SLURM requested it, or only a new allocation can continue."""
+        """Return whether submitit should requeue the job: after SIGUSR2, or if this allocation cannot continue."""
         return REQUEUE in self._seen or (bool(self) and not self.terminated)
 
     @property
     def terminated(self) -> bool:
-        """Return whether SLURM is ending the job and itself decides about a requeue."""
+        """Return whether SLURM ends the job with SIGTERM, so that SLURM and not submitit decides about a requeue."""
         return signal.SIGTERM in self._seen or bool(self._terminated_node)
 
     @property
     def signal(self) -> str:
-        """Return the name of the first signal; empty without one."""
+        """Return the name of the first received signal, for example `SIGTERM`; empty without one."""
         if self._seen:
             return signal.Signals(self._seen[0]).name
         return "SIGTERM" if self._terminated_node else ""
 
     @property
     def reason(self) -> str:
-        """Return the reason for a record; empty without a stop.  SLURM is queried once."""
+        """Return the reason of the stop, for the records; empty without a stop.  The first call queries SLURM."""
         if self and not self._why:
             reason = stop_reason(self._job, self.delay_s, self._restarts)
             self._why = f"stopped by SLURM ({self.signal}): {reason}"
@@ -90,7 +90,7 @@ class AllocationStop:
 
 
 def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
-    """Return SLURM's reason to end `job`, as far as it is known, after `restarts` restarts."""
+    """Return why SLURM ends `job`, which it has requeued `restarts` times. The reason may name two alternatives."""
     fields = dict(re.findall(r"(\w+)=(\S*)", _query_slurm(["scontrol", "show", "job", "-o", job])))
     state, started = fields.get("JobState", ""), _time(fields.get("StartTime", ""))
     if state.startswith("CANCELLED"):
@@ -102,8 +102,8 @@ def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
         return PREEMPTED
     if state.startswith(("TIMEOUT", "DEADLINE")):
         return TIME_LIMIT
-    if state.startswith("COMPLETING"):  # the state hides the final one and is no reason
-        if int(fields.get("Restarts", "0")) > restarts:  # on its way back into the queue
+    if state.startswith("COMPLETING"):  # this state does not show how the job ends
+        if int(fields.get("Restarts", "0")) > restarts:  # SLURM has just requeued the job
             return _why_requeued(job, restarts)
         return _REASONS.get(fields.get("Reason", ""), CANCELLED)
     ends = _time(fields.get("EndTime", ""))
@@ -113,37 +113,37 @@ def stop_reason(job: str, delay_s: float, restarts: int = 0) -> str:
 
 
 def _why_requeued(job: str, restarts: int) -> str:
-    """Return SLURM's reason to requeue `job`, from the accounting of its runs if there is one."""
+    """Return why SLURM requeued `job`: from the states of its nodes, and from the accounting if the site has it."""
     until = time.monotonic() + ACCOUNTING_DELAY_S
     while True:
         runs = _query_slurm(["sacct", "-n", "-X", "-P", "-D", "-j", job, "-o", "State"]).split()
         ended = [state for state in runs if state not in ("PENDING", "RUNNING")]
         down = _down(os.environ.get("SLURM_JOB_NODELIST", ""))
-        accounted = len(ended) > restarts  # the accounting includes this run
+        accounted = len(ended) > restarts  # `sacct` already lists the end of this run
         if down or accounted or not runs or time.monotonic() > until:
             break
-        time.sleep(ACCOUNTING_DELAY_S / 10)  # the accounting has no notification, so it is polled
+        time.sleep(ACCOUNTING_DELAY_S / 10)  # SLURM does not notify of new accounting, so it is polled
     if down:
         return f"{NODE_FAILURE} of {', '.join(down)}"
     if accounted and ended[-1] == "PREEMPTED":
         return PREEMPTED
     if accounted and ended[-1] != "NODE_FAIL":
         return f"{PREEMPTED}, or requeued by hand"
-    # A node that was down for a moment is up again; a preemption would have left its time.
+    # The failed node is up again. A preemption would have set PreemptTime, and the caller has checked it.
     return NODE_FAILURE if accounted else f"{NODE_FAILURE}, or requeued by hand"
 
 
 def _down(nodes: str) -> list[str]:
-    """Return the nodes of `nodes`, written as in SLURM, that are down."""
+    """Return the names of the nodes in the SLURM node list `nodes` that are down."""
     lines = _query_slurm(["sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"]).splitlines() if nodes else []
     states = (line.partition(" ") for line in lines)
     return sorted({name for name, _, state in states if state.startswith(("down", "fail"))})
 
 
 def _query_slurm(command: list[str]) -> str:
-    """Return the answer of SLURM; empty without an answer."""
+    """Return the standard output of a SLURM command; empty if it is missing or exceeds `SLURM_QUERY_TIMEOUT_S`."""
     try:
-        with signals_blocked():  # otherwise the signal could end the query itself
+        with signals_blocked():  # SLURM also signals the query, which would end it
             done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -151,7 +151,7 @@ def _query_slurm(command: list[str]) -> str:
 
 
 def _time(text: str) -> float | None:
-    """Return a time of SLURM in seconds since 1970; None for `None`, `Unknown` and no answer."""
+    """Return a time that SLURM printed, in seconds since 1970; None for text without a time, such as `Unknown`."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -160,7 +160,7 @@ def _time(text: str) -> float | None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block `SIGNALS` for processes that start in this context: they inherit the mask at once and keep it."""
+    """Block `SIGNALS` inside the context. Processes that start there inherit the mask, so `SIGNALS` cannot end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

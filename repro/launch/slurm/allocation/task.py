@@ -1,7 +1,7 @@
-"""The task of one rank, which srun starts: it runs the rank as a child process and reports its state.
+"""The task of one rank: `srun` starts `python -m repro.launch.slurm.allocation.task FOLDER` once per rank.
 
-`python -m repro.launch.slurm.allocation.task FOLDER`. The task reports for a rank that was killed, stopped or ran out
-of memory. It kills the rank and ends when the controller closes the connection or is lost.
+The task runs the rank as a child process and reports its state to the controller, also after the rank was killed. When
+the controller closes the connection or dies, the task kills the rank and ends.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ POLL_INTERVAL_S = 0.1
 
 
 class RankProcess:
-    """A rank's process, its short-lived files on this node, and its logs on the shared folder."""
+    """A rank's process, its short-lived files on this node, and its logs in the shared folder."""
 
     def __init__(self, rendezvous: str, device: str, target: str, logs: Path, rank: int, world: int):
-        """`logs` also holds the job file."""
+        """`logs`: shared folder for the rank's logs, which also contains `job.json`."""
         self.number, self._world, self._logs = rank, world, logs
+        self._error_log = rank_process.error_log_path(logs, rank)
         self._device, self._rendezvous, self._target = device, rendezvous, target
         self.code: int | None = None
-        """Exit code at the last `news`; None while the rank runs."""
+        """Exit code of the rank, set by `news`; None while the rank runs."""
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._lock = -1
@@ -56,11 +57,11 @@ class RankProcess:
         self._next = 0
         self._failure: Message | None = None
         self._stacks_before: int | None = None
-        """Number of stacks in the log at the last request; None without a pending request."""
+        """Number of stacks in the log before `dump_stacks` requested more; None without a pending request."""
         self._oom_kills = count_kernel_oom_kills()
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the rank; the first `news` reports an error of the start."""
+        """Start the rank. If that fails, the first call of `news` reports the error."""
         try:
             self._start(environment)
         except OSError as error:
@@ -84,7 +85,7 @@ class RankProcess:
             self._process = rank_process.start_rank(command, self._logs, self.number, environment)
 
     def news(self, now: float) -> Iterator[Message]:
-        """Yield the messages that the controller has not received; the last one reports the end."""
+        """Yield new messages for the controller at time `now`; the last message reports the end of the rank."""
         if self._process is None:
             self.code = 1
             yield {"say": "ended", "errors": "", **(self._failure or {"code": 1, "report": None})}
@@ -98,7 +99,7 @@ class RankProcess:
                 yield from self._position(now)
             yield from self._results()
             before = self._stacks_before
-            if before is not None and rank_process.count_stacks(self._errors_file) > before:
+            if before is not None and rank_process.count_stacks(self._error_log) > before:
                 self._stacks_before = None
                 yield {"say": "stacks"}
             return
@@ -108,13 +109,13 @@ class RankProcess:
         self.code = code
 
     def _pass_on_stop(self) -> None:
-        """Forward the stop request. Ranks follow rank 0, whose task shares a node with the controller."""
+        """Forward the controller's stop request to the rank. Rank 0 forwards it to the other ranks."""
         if self._folder is not None and (self._logs / STOP_FILE).exists():
-            with contextlib.suppress(OSError):  # it is then killed, and resumes from its last checkpoint
+            with contextlib.suppress(OSError):  # without the file, the rank is killed and loses a few steps
                 (self._folder / STOP_FILE).touch()
 
     def _read_position(self) -> tuple[Position, int]:
-        """Return the rank's position, and the index of its current experiment; -1 before the first."""
+        """Return the rank's position and the index of its experiment in the job; -1 before the first experiment."""
         assert self._heartbeats is not None
         position = self._heartbeats.position(self.number)
         return position, position.experiment if position.begun else -1
@@ -126,7 +127,7 @@ class RankProcess:
         if position.seconds == self._said and stopped == self._stopped:
             return
         self._said, self._stopped, self._experiment = position.seconds, stopped, experiment
-        # Each node has its own clock: the age is sent, and the controller converts it to its own time.
+        # Clocks of nodes differ, so the message has the age of the position, not its time.
         yield {"say": "position", "at": list(position), "age": now - position.seconds, "stopped": stopped}
 
     def _results(self, last: bool = False) -> Iterator[Message]:
@@ -148,17 +149,13 @@ class RankProcess:
         errors = rank_process.read_error_log(self._logs, self.number)
         return {"say": "ended", "code": code, "report": report, "errors": errors}
 
-    @property
-    def _errors_file(self) -> Path:
-        return rank_process.error_log_path(self._logs, self.number)
-
     def _signal(self, number: int) -> None:
         if self._process is not None:
             rank_process.signal_rank(self._process, number)
 
     def dump_stacks(self) -> None:
-        """Have the rank write its stacks to its log; `news` reports their arrival."""
-        self._stacks_before = rank_process.count_stacks(self._errors_file)
+        """Have the rank write its Python stacks to its log; `news` reports when the log has them."""
+        self._stacks_before = rank_process.count_stacks(self._error_log)
         self._signal(rank_process.STACKS_SIGNAL)
 
     def close(self) -> None:
@@ -177,9 +174,9 @@ class RankProcess:
 
 
 def claim_rank_folder() -> tuple[Path, int]:
-    """Return a folder in this node's memory and its lock, and remove the folders of killed tasks."""
+    """Create a locked folder in this node's shared memory, remove folders of killed tasks; return path and lock."""
     for path in scratch_parent().glob(f"{RANK_FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # of another user, or in use
+        with contextlib.suppress(OSError):  # the folder is in use, or another user owns it
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,34 +193,34 @@ def claim_rank_folder() -> tuple[Path, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLaunch:
-    """Parameters of the tasks of one launch, in a file that only the user can read."""
+    """Parameters that all tasks of one launch read from a file that only the user can read."""
 
     address: str
-    """Address of the first node."""
+    """IP address of the first node, where the controller and rank 0 run."""
     port: int
-    """Port of the controller."""
+    """TCP port on which the controller accepts tasks."""
     token: str
+    """Secret that authenticates a task."""
     rendezvous: int
-    """Port of rank 0."""
+    """TCP port on which rank 0 accepts the other ranks."""
     per_node: int
     device: str
     target: str
     limited: bool
     """Whether the ranks have a memory limit."""
     interface: str
-    """Interface of the profile; empty for the interface that reaches the controller."""
+    """Network interface of collectives, from the profile; empty for the one that reaches the controller."""
     variables: dict[str, str]
+    """Environment variables of every rank, from the profile."""
     umask: int
 
     def save(self, folder: Path) -> None:
-        """Write the parameters to `folder`."""
         descriptor = os.open(folder / LAUNCH_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
 
     @staticmethod
     def load(folder: Path) -> TaskLaunch:
-        """Read the parameters that `save` wrote."""
         return TaskLaunch(**json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8")))
 
     def local_world(self, rank: int, world: int) -> int:
@@ -233,9 +230,9 @@ class TaskLaunch:
 
 
 def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) -> dict[str, str]:
-    """Return the environment of the rank: the task's own, the profile's, and the rank's variables.
+    """Return the environment of the rank: that of this task, the profile's variables, and the rank's own variables.
 
-    `address` is the address of this node.
+    `address` is this node's IP address.
     """
     interface = launch.interface or interface_name(address)
     local_world = launch.local_world(rank, world)
@@ -258,13 +255,13 @@ def task_environment(launch: TaskLaunch, rank: int, world: int, address: str) ->
         chosen |= threads
     else:
         defaults |= threads
-    if launch.interface:  # otherwise NCCL finds the fastest interface itself
+    if launch.interface:  # without the variables, NCCL finds the fastest interface itself
         chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {**defaults, **os.environ, **chosen, **launch.variables, **ours}
 
 
 def interface_name(address: str) -> str:
-    """Return the name of this node's interface with `address`; empty if there is none."""
+    """Return the name of this node's network interface with the IP address `address`; empty if there is none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -274,7 +271,7 @@ def interface_name(address: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank and return its exit code in the convention of a shell."""
+    """Run one rank and return its exit code, or 128 plus the number of the signal that killed it."""
     folder = Path(arguments[0])
     seen: list[int] = []
     for sort in (*SIGNALS, rank_process.STACKS_SIGNAL):

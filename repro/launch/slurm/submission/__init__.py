@@ -1,1 +1,1 @@
-"""Submission of a suite as job arrays: the plan, checks of the profile against the cluster, and the batch scripts."""
+"""Submission of a suite to SLURM as job arrays: the plan, the checks of the profile, and the batch scripts."""

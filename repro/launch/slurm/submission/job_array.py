@@ -1,4 +1,4 @@
-"""Job arrays: tasks packed by shape, and the sbatch script of an array. submitit writes the script."""
+"""Job arrays of a submission: packs tasks with equal resources into arrays, and derives an array's sbatch script."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from repro.launch.slurm.scheduler import parse_time_limit
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ArrayShape:
-    """Resources of each element of an array."""
+    """Resources that each element of a job array requests."""
 
     nodes: int
     tasks_per_node: int
     time_min: float
     partition: str
     requeues: int = 0
-    """Number of restarts of an element that reaches its time limit."""
+    """Maximum number of requeues of an element that reaches its time limit."""
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
         return self.nodes * self.tasks_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobArray:
-    """Bundles of one shape, which one `sbatch` submits."""
+    """Bundles with equal resources, which one `sbatch` submits as a job array with one element per bundle."""
 
     shape: ArrayShape
     bundles: tuple[Bundle, ...]
 
     def node_hours(self) -> float:
-        """Return the node-hours of all elements at the time limit."""
+        """Return the node-hours of the array if every element runs up to its time limit."""
         return len(self.bundles) * self.shape.nodes * self.shape.time_min / 60
 
 
 def count_nodes(world: int, per_node: int, at_least: int = 0) -> int:
-    """Return the fewest nodes, `at_least` or more, that hold `world` ranks evenly with at most `per_node` each.
+    """Return the smallest number of nodes, `at_least` or more, that run `world` ranks with at most `per_node` each.
 
-    SLURM starts the same number of tasks on every node, and the papers' layouts rely on neighbours by rank.
+    Every node gets the same number of ranks, because SLURM starts the same number of tasks on every node.
     """
     least = max(at_least, -(-world // per_node), 1)
     return next(nodes for nodes in range(min(least, world), world + 1) if world % nodes == 0)
 
 
 def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
-    """Return the nodes and the time limit that `profile` assigns to `experiment`."""
+    """Return the resources that jobs of `profile` request for `experiment`."""
     case = profile.class_of(experiment.name)
     world = experiment.layout.world
     nodes = count_nodes(world, profile.ranks_per_node, case.nodes)
@@ -69,7 +68,7 @@ def array_shape(experiment: Experiment, profile: Profile) -> ArrayShape:
 
 
 def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
-    """Return job arrays for `tasks`, largest first, as large jobs wait longest for nodes."""
+    """Pack `tasks` into job arrays and return them, largest first, because large jobs wait longest for nodes."""
     groups: dict[ArrayShape, list[Task]] = {}
     for task in tasks:
         groups.setdefault(array_shape(task.experiments[0], profile), []).append(task)
@@ -83,7 +82,7 @@ def pack_arrays(tasks: list[Task], profile: Profile) -> list[JobArray]:
 
 
 def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dict[str, Any]:
-    """Return submitit's parameters (`SlurmExecutor.update_parameters`) for `array`."""
+    """Return the arguments of submitit's `SlurmExecutor.update_parameters` for `array`."""
     slurm, shape = profile.slurm, array.shape
     wanted: dict[str, Any] = {
         "job_name": job_name,
@@ -100,19 +99,19 @@ def submitit_parameters(array: JobArray, profile: Profile, job_name: str) -> dic
         "signal_delay_s": slurm.signal_delay_s,
         "array_parallelism": slurm.array_parallelism,
         "setup": setup_lines(profile),
-        # One task, the controller; it starts the ranks, and has no GPU or core for itself.
+        # The first job step has one task, the controller. It starts the ranks and reserves no GPU or core.
         "srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", "--overlap"],
         "exclusive": slurm.exclusive,
-        # Neighbours by rank share a node, in the layout's order.
+        # Consecutive ranks share a node, as layouts assume.
         "additional_parameters": {"requeue": True, "distribution": "block", **slurm.options},
     }
-    # All GPUs of exclusive nodes; otherwise one for each rank.
+    # A job with exclusive nodes requests all their GPUs. Other jobs request one GPU for each rank.
     wanted |= profile.gpu_request(slurm.gpus_per_node if slurm.exclusive else shape.tasks_per_node)
     return {key: value for key, value in wanted.items() if value not in ("", 0, False, [], None)}
 
 
 def setup_lines(profile: Profile) -> list[str]:
-    """Return the shell lines that run before the ranks start."""
+    """Return the shell lines of a job that run before its ranks start."""
     environment = profile.environment
     lines = ["umask 077"] if profile.storage.private else []
     lines += [f"module load {shlex.quote(module)}" for module in environment.modules]
@@ -121,13 +120,13 @@ def setup_lines(profile: Profile) -> list[str]:
 
 
 def python_command(profile: Profile) -> str:
-    """Return the controller's interpreter as a shell word.  A container has no srun: the controller is outside."""
+    """Return the controller's Python interpreter, quoted for a shell.  A container has no srun, so it runs outside."""
     inside = profile.environment.container
     return shlex.quote(sys.executable if inside else profile.environment.python or sys.executable)
 
 
 def batch_script(array: JobArray, profile: Profile, job_name: str, folder: Path) -> str:
-    """Return the script that submitit writes for `sbatch` with its folder `folder`."""
+    """Return the script that submitit passes to `sbatch`, with log files in `folder`."""
     from submitit.slurm import slurm
 
     jobs = len(array.bundles) if len(array.bundles) > 1 else None

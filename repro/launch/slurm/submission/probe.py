@@ -1,4 +1,4 @@
-"""Inspection of nodes: `python -m repro.launch.slurm.submission.probe FOLDER` in a short job prints JSON."""
+"""Inspection of cluster nodes for `repro doctor --profile`: a short job runs this module on each node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from repro.launch.slurm.submission import job_array
 from repro.measure.provenance import versions
 
 PROBE_TIMEOUT_S = 300.0
-"""Timeout of the inspection job, in seconds."""
+"""Time in which the inspection job must start and end, in seconds."""
 
 
 def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]]:
-    """Return the output of `inspect_node` on each of `nodes` nodes.  Raises `SchedulerError`."""
+    """Run `inspect_node` on `nodes` nodes in a job of the profile; return the results.  Raises `SchedulerError`."""
     token = secrets.token_hex(8)
     marker = results / f".probe-{token}"
     marker.write_text(token, encoding="utf-8")
@@ -53,7 +53,7 @@ def probe_nodes(site: Profile, results: Path, nodes: int) -> list[dict[str, Any]
 
 
 def inspect_node(marker: Path) -> dict[str, Any]:
-    """Return the resources of this node as plain JSON data."""
+    """Return this node's GPUs, network interfaces, package versions, and access to the shared file `marker`."""
     import psutil
 
     from repro.measure.provenance import gpus
@@ -63,7 +63,7 @@ def inspect_node(marker: Path) -> dict[str, Any]:
         answer = marker.with_name(f"{marker.name}-{socket.gethostname()}")
         answer.write_text("", encoding="utf-8")
         answer.unlink()
-        folder = "" if shared else "the file written by the submitting host has other contents"
+        folder = "" if shared else "a file of the submitting host has other content here"
     except OSError as error:
         folder = f"{error.strerror}: {error.filename}"
     interfaces = {
@@ -81,19 +81,23 @@ def inspect_node(marker: Path) -> dict[str, Any]:
 
 
 def check_nodes(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
-    """Yield checks of the inspected nodes `seen`."""
+    """Yield checks of the nodes whose inspection returned `seen`."""
     hosts = ", ".join(node["host"] for node in seen)
-    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and the harness start there")
+    yield Check("nodes", YES, hosts, f"python {seen[0]['python']} and this package start there")
     blind = [f"{node['host']}: {node['folder']}" for node in seen if node["folder"]]
     if blind:
         yield Check("shared folder", NO, "; ".join(blind), "set storage.shared and --results", fatal=True)
     else:
-        yield Check("shared folder", YES, "what was written here is read there", "results come back")
+        yield Check(
+            "shared folder", YES, "nodes read and write files of this host", "jobs return their results"
+        )
     yield _interface(site, seen)
     here = versions(("torch",)).get("torch")
     other = [f"{node['host']}: torch {node['versions'].get('torch', 'missing')}" for node in seen]
     same = all(node["versions"].get("torch") == here for node in seen)
-    meaning = "ranks start" if same else f"{here} is here: set environment.python or setup"
+    meaning = (
+        "ranks start" if same else f"this host has torch {here}: set environment.python or environment.setup"
+    )
     yield Check("torch", YES if same else LIMITED, "; ".join(other), meaning)
     if site.slurm.gpus_per_node:
         yield from _devices(site, seen)
@@ -105,7 +109,7 @@ def _interface(site: Profile, seen: list[dict[str, Any]]) -> Check:
     text = ", ".join(f"{name} {address}".strip() for name, address in known.items())
     if not wanted:
         found = f"environment.interface is empty; nodes have {text}"
-        return Check("interface", LIMITED, found, "NCCL and gloo choose")
+        return Check("interface", LIMITED, found, "NCCL and gloo choose an interface")
     lacking = [node["host"] for node in seen if not node["interfaces"].get(wanted)]
     if lacking:
         found = f"no {wanted} with an address on {', '.join(lacking)}; nodes have {text}"
@@ -124,12 +128,14 @@ def _devices(site: Profile, seen: list[dict[str, Any]]) -> Iterator[Check]:
             meaning = f"slurm.gpus_per_node is {site.slurm.gpus_per_node}"
             yield Check("GPUs there", NO, text, meaning, fatal=True)
         elif system is not None and any(is_other_gpu(gpu, system) for gpu in gpus):
-            meaning = f"{system.name} has {system.device.name}: name another system, no case would start"
+            meaning = (
+                f"{system.name} has {system.device.name}, so no case would start: change the profile's system"
+            )
             yield Check("GPUs there", NO, text, meaning, fatal=True)
         else:
-            yield Check("GPUs there", YES, text, "what the profile's system has" if system else "seen")
+            yield Check("GPUs there", YES, text, "GPUs of the profile's system" if system else "usable")
     nccl = {v for node in seen for k, v in node["versions"].items() if "nccl" in k}
-    found = ", ".join(sorted(nccl)) or "not a package; torch may carry its own"
+    found = ", ".join(sorted(nccl)) or "no NCCL package; torch may contain NCCL"
     yield Check("NCCL", YES if nccl else LIMITED, found, "collectives between GPUs")
 
 

@@ -1,4 +1,4 @@
-"""Checks of a profile against the cluster: errors before a submission, and the rows of `repro doctor --profile`."""
+"""Checks of a profile against its cluster, for `repro submit` (errors) and `repro doctor --profile` (a table)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol")
 def require_shared_folder(
     site: Profile, path: Path, *, option: str = "--results", noun: str = "folder"
 ) -> None:
-    """Raise `ConfigError` if `path`, the value of `option`, is not below the shared folder of the site."""
+    """Raise `ConfigError` if `path`, the value of `option`, is not in the profile's shared folder."""
     if not site.storage.shared:
         return
     shared = Path(site.storage.shared).expanduser()
     if not path.resolve().is_relative_to(shared.resolve()):
-        raise ConfigError(option, str(path), f"a {noun} below {shared}, the shared folder of {site.file}")
+        raise ConfigError(option, str(path), f"a {noun} in {shared}, the shared folder of {site.file}")
 
 
 def require_writable_folder(site: Profile, results: Path) -> None:
-    """Raise `ConfigError` if the results cannot be written to the shared folder."""
+    """Raise `ConfigError` if the shared folder is missing or the folder `results` is not writable."""
     place = Path(site.storage.shared).expanduser() if site.storage.shared else results
     try:
         if site.storage.shared and not place.is_dir():
@@ -57,7 +57,7 @@ def require_writable_folder(site: Profile, results: Path) -> None:
 
 
 def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> None:
-    """Raise `ConfigError` for an array that its partition refuses, `SchedulerError` if SLURM does not answer."""
+    """Raise `ConfigError` if a partition is too small for a job array, `SchedulerError` if SLURM does not answer."""
     partitions = scheduler.partitions()
     for array in planned.arrays:
         shape, site = array.shape, planned.profile
@@ -66,7 +66,7 @@ def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> N
         require_node_resources(site, partition)
         if shape.time_min > partition.limit_min:
             limit = format_time_limit(partition.limit_min)
-            expected = f"at most {limit}, the limit of partition {partition.name}"
+            expected = f"at most {limit}, the time limit of partition {partition.name}"
             raise _refusal(site, "time_limit", format_time_limit(shape.time_min), expected)
         if shape.nodes > partition.nodes:
             expected = (
@@ -77,12 +77,12 @@ def require_partition_limits(planned: SubmissionPlan, scheduler: Scheduler) -> N
 
 
 def require_node_resources(site: Profile, partition: Partition) -> None:
-    """Raise `ConfigError` if the partition is down or its nodes lack the resources of the profile."""
+    """Raise `ConfigError` if the partition is down or its nodes lack the GPUs or cores that the profile requests."""
     slurm = site.slurm
     if not partition.available:
         raise _refusal(site, "partition", partition.name, "a partition that is up")
     if slurm.gpus_per_node > partition.gpus and slurm.gpu_request != "none":
-        expected = f"at most {partition.gpus}, what a node of partition {partition.name} has"
+        expected = f"at most {partition.gpus}, the number of GPUs in a node of partition {partition.name}"
         raise _refusal(site, "gpus_per_node", slurm.gpus_per_node, expected)
     wanted = slurm.gpu_type.lower()
     known = [kind.lower() for kind in partition.gpu_types]
@@ -104,14 +104,14 @@ def _refusal(site: Profile, key: str, value: object, expected: str) -> ConfigErr
 
 
 def examine_profile(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
-    """Yield all checks of a profile; the first fatal failure of a query ends them."""
+    """Yield the checks of a profile; with `nodes`, also of that many nodes. A failed query ends the checks."""
     gpus = f"{site.slurm.gpus_per_node} x {site.slurm.gpu_type or 'any'} GPU a node"
     gpus = gpus if site.slurm.gpus_per_node else "gloo"
-    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "cases of this system run here")
+    yield Check("profile", YES, f"{site.file}: {site.system}, {gpus}", "experiments of this system run here")
     missing = [name for name in SLURM_COMMANDS if shutil.which(name) is None]
     if missing:
-        found = f"no {', '.join(missing)} on the path"
-        yield Check("SLURM", NO, found, "run this on a login node", fatal=True)
+        found = f"no {', '.join(missing)} on PATH"
+        yield Check("SLURM", NO, found, "run this command on a login node", fatal=True)
         return
     scheduler = Scheduler()
     try:
@@ -143,9 +143,9 @@ def _accounting() -> Check:
     try:
         run_slurm_command(["sacct", "-n", "-X", "-j", "1"])
     except SchedulerError as error:
-        meaning = "how a job ended is known while slurmctld remembers it (MinJobAge), else by what it wrote"
+        meaning = "SLURM reports the end of a job for a few minutes only (MinJobAge)"
         return Check("accounting", LIMITED, str(error), meaning)
-    return Check("accounting", YES, "sacct answers", "how every job ended is known")
+    return Check("accounting", YES, "sacct answers", "SLURM reports the end of every job")
 
 
 def _results_folder(site: Profile, results: Path) -> Check:
@@ -153,13 +153,13 @@ def _results_folder(site: Profile, results: Path) -> Check:
         require_shared_folder(site, results)
         require_writable_folder(site, results)
     except ConfigError as error:
-        return Check("folder", NO, str(error), "results must be where every node sees them", fatal=True)
-    shared = site.storage.shared or "storage.shared is empty: taken for shared"
-    return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "takes results")
+        return Check("folder", NO, str(error), "every node must be able to write results", fatal=True)
+    shared = site.storage.shared or "storage.shared is empty: assumed to be shared"
+    return Check("folder", YES if site.storage.shared else LIMITED, f"{results} ({shared})", "stores results")
 
 
 def _partition(name: str, site: Profile, partition: Partition, time_limit: str) -> Check:
-    found = f"{partition.name}: {partition.nodes} nodes, limit {format_time_limit(partition.limit_min)}"
+    found = f"{partition.name}: {partition.nodes} nodes, time limit {format_time_limit(partition.limit_min)}"
     where = "slurm" if name == "partition" else name
     if not partition.available:
         return Check(name, NO, f"{found}, down", f"change {where}.partition", fatal=True)
@@ -171,12 +171,12 @@ def _partition(name: str, site: Profile, partition: Partition, time_limit: str) 
 
 
 def _case(site: Profile, entry: CaseClass, partitions: dict[str, Partition]) -> Check:
-    """Check the partition of a `[[case]]` table; a failure is not fatal, as other cases do not need it."""
+    """Check the partition of a `[[case]]` table. A failure is not fatal, because other experiments can still run."""
     name, wanted = f"case {entry.match}", entry.partition or site.slurm.partition
     try:
         partition = check_partition(partitions, wanted, file=site.file, where=name)
     except ConfigError as error:
-        return Check(name, LIMITED, str(error), "these cases are refused")
+        return Check(name, LIMITED, str(error), "these experiments cannot be submitted")
     found = _partition(name, site, partition, entry.time_limit or site.slurm.time_limit)
     return replace(found, state=LIMITED, fatal=False) if found.fatal else found
 
@@ -185,22 +185,24 @@ def _gpus(site: Profile, partition: Partition) -> Iterator[Check]:
     if not site.slurm.gpus_per_node:
         return
     if site.slurm.gpu_request == "none":
-        yield Check("GPUs", LIMITED, "not asked for (gpu_request = none)", "nodes come with all they have")
+        yield Check(
+            "GPUs", LIMITED, "not requested (gpu_request = none)", "the site must allocate full nodes"
+        )
         return
     types = ", ".join(partition.gpu_types) or "no type"
     found = f"{partition.gpus} a node, {types}"
     wanted = site.slurm.gpu_type
     if site.slurm.gpus_per_node > partition.gpus:
         found += f"; slurm.gpus_per_node is {site.slurm.gpus_per_node}"
-        yield Check("GPUs", NO, found, "lower it", fatal=True)
+        yield Check("GPUs", NO, found, "lower slurm.gpus_per_node", fatal=True)
     elif wanted and wanted.lower() not in [kind.lower() for kind in partition.gpu_types]:
-        yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "name one of these", fatal=True)
+        yield Check("GPUs", NO, f"{found}; slurm.gpu_type is {wanted}", "change slurm.gpu_type", fatal=True)
     else:
-        yield Check("GPUs", YES, found, "one rank each")
+        yield Check("GPUs", YES, found, "each GPU runs one rank")
 
 
 def _request(site: Profile) -> Check:
-    """Check with `sbatch --test-only` whether SLURM accepts a job of this profile."""
+    """Check with `sbatch --test-only` whether SLURM accepts a job of this profile on one node."""
     tasks, minutes = site.ranks_per_node, parse_time_limit(site.slurm.time_limit)
     shape = ArrayShape(nodes=1, tasks_per_node=tasks, time_min=minutes, partition=site.slurm.partition)
     with tempfile.TemporaryDirectory() as folder:
@@ -209,9 +211,9 @@ def _request(site: Profile) -> Check:
         try:
             run_slurm_command(["sbatch", "--test-only", str(path)])
         except SchedulerError as error:
-            where = "see account, qos, constraint, memory, options"
+            where = "check account, qos, constraint, memory and options of the profile"
             return Check("request", NO, str(error), where, fatal=True)
-    found = f"sbatch takes a node with {tasks} ranks"
+    found = f"sbatch accepts a node with {tasks} ranks"
     return Check("request", YES, found, "jobs of this profile are accepted")
 
 
@@ -220,6 +222,6 @@ def _probe(site: Profile, results: Path, nodes: int) -> Iterator[Check]:
     try:
         seen = probe.probe_nodes(site, results, nodes)
     except SchedulerError as error:
-        yield Check("nodes", NO, str(error), "see environment.setup and environment.python", fatal=True)
+        yield Check("nodes", NO, str(error), "check environment.setup and environment.python", fatal=True)
         return
     yield from probe.check_nodes(site, seen)

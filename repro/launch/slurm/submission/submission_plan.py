@@ -1,4 +1,4 @@
-"""The plan of a submission: selected cases, job arrays and cases that are left out, and its output in a dry run."""
+"""Plan of a submission to SLURM: its job arrays, the experiments that are left out, and the output of a dry run."""
 
 from __future__ import annotations
 
@@ -27,53 +27,53 @@ from repro.util.console import new_table, print_page
 
 HOUR_S = 3600.0
 _SUBMISSION_PLACEHOLDER = "SUBMISSION"
-"""Placeholder for the name of a submission."""
+"""Placeholder in a dry run for the id of the submission."""
 MAX_ARRAYS, MAX_LISTED_CASES = 12, 3
-"""Maximum number of job arrays that are printed without `--details`, and of names of cases in one line."""
+"""Maximum number of job arrays printed without `--details`, and of experiment names printed in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEstimate:
-    """Estimate of a case from its simulated record."""
+    """Estimate of an experiment's cost from its simulated record."""
 
     gpu_hours: float | None
-    """GPU-hours of the steps; None without a step time."""
+    """GPU-hours of all training steps; None if the record has no step time or the experiment does not fit."""
     outcome: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionPlan:
-    """Submission before its first `sbatch`."""
+    """Job arrays that `repro submit` will submit, and the experiments that it leaves out."""
 
     suite: Suite
     profile: Profile
     entries: tuple[Entry, ...]
-    """Selected entries of the suite."""
+    """Entries of the suite that `--only` selects."""
     arrays: tuple[JobArray, ...]
     elsewhere: dict[str, str]
-    """Requirements of experiments that this profile cannot run, by experiment name."""
+    """What each experiment needs that the profile's nodes cannot run, by experiment name."""
     known: tuple[str, ...]
-    """Names of experiments with a conclusive record in the store."""
+    """Names of experiments that are left out because the store has a conclusive record."""
     running: dict[str, str]
-    """Jobs of experiments that an earlier submission runs, by experiment name."""
+    """Ids of waiting or running jobs of an earlier submission, by the name of the experiment that they run."""
     predictions: dict[str, JobEstimate]
     rerun: bool
+    """Whether experiments with a record are submitted again."""
 
     @property
     def cases(self) -> list[Experiment]:
-        """Return the experiments of all arrays."""
         return [e for array in self.arrays for bundle in array.bundles for e in bundle.experiments]
 
     def work(self) -> SubmissionWork:
-        """Return the work file of the submission."""
+        """Return the content of the work file that the jobs read."""
         bundles = tuple(bundle for array in self.arrays for bundle in array.bundles)
         suite = replace(self.suite, entries=self.entries)
         return SubmissionWork(suite=suite, bundles=bundles, rerun=self.rerun)
 
     def gpu_hours(self) -> tuple[float, float, int]:
-        """Return GPU-hours at the time limits, predicted GPU-hours, and the number of predicted cases.
+        """Return GPU-hours if all jobs reach their time limits, predicted GPU-hours, and the number of predicted cases.
 
-        On processor cores, the unit is core-hours, one core per rank.
+        Without GPUs, the unit is core-hours with one core per rank.
         """
         per_node = self.profile.slurm.gpus_per_node
         most = sum(array.node_hours() * (per_node or array.shape.tasks_per_node) for array in self.arrays)
@@ -92,10 +92,10 @@ def plan_submission(
     rerun: bool = False,
     running: dict[str, str] | None = None,
 ) -> SubmissionPlan:
-    """Return the plan of a suite's submission.
+    """Return the plan to submit the experiments of a suite that match `only`.  Raises `ConfigError` if none can run.
 
-    With `move`, cases of other systems run on the profile's system under names of their own.  `running` maps keys of
-    experiments of live jobs to the job.  Raises `ConfigError`.
+    `move`: run experiments of other systems on the profile's system, under new names.  `running`: ids of waiting or
+    running jobs by the key of the experiment that they run.
     """
     suite = suites.load_suite(suite_file)
     entries = plan.select_entries(suite, only)
@@ -136,18 +136,18 @@ def plan_submission(
 
 
 def _needs(experiment: Experiment) -> str:
-    """Return the requirements of a case that the profile's nodes cannot run."""
+    """Return what an experiment needs that the profile's nodes cannot run."""
     if experiment.network is not None:
-        return "an emulated network, which `repro run` makes on one machine"
+        return "an emulated network, which only `repro run` provides"
     return f"{count_noun(experiment.layout.world, 'device')} of system {experiment.system}"
 
 
 def _moved(suite: Suite, entries: list[Entry], system: str) -> tuple[Suite, list[Entry]]:
-    """Return suite and entries with the cases of other systems moved to `system`, in comparisons too."""
+    """Return suite and entries in which experiments and comparisons of other systems run on `system`."""
     from repro.launch.simulated import move_to_system
 
     if system in LOCAL_SYSTEMS:
-        expected = "a profile of a system with GPUs: the published sizes are not for processor cores"
+        expected = "a profile of a system with GPUs, because processor cores cannot run the published sizes"
         raise ConfigError("--move", system, expected)
     result: list[Entry] = []
     names: dict[str, str] = {}
@@ -172,14 +172,16 @@ def _predictions(store: Store, tasks: list[Task]) -> dict[str, JobEstimate]:
         if (record := known.get(key)) is None or not record.conclusive:
             continue
         seconds, hours = record.metrics.get(STEP_SECONDS), None
-        if seconds is not None and record.outcome == "ok":  # an experiment that does not fit ends at once
+        if (
+            seconds is not None and record.outcome == "ok"
+        ):  # an experiment that runs out of memory takes no time
             hours = seconds * experiment.training.steps * experiment.layout.world / HOUR_S
         found[experiment.name] = JobEstimate(gpu_hours=hours, outcome=record.outcome)
     return found
 
 
 def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool, details: bool) -> None:
-    """Print the submission without submitting it; with `details`, also the cases and the script of each array."""
+    """Print the plan of a submission; with `details`, also the experiments and the script of each job array."""
     if json:
         print(jsonlib.dumps(dry_run_document(planned, results)))
         return
@@ -207,7 +209,7 @@ def print_submission_plan(planned: SubmissionPlan, results: Path, *, json: bool,
 
 
 def dry_run_document(planned: SubmissionPlan, results: Path) -> dict[str, Any]:
-    """Return the submission as plain JSON data."""
+    """Return the plan of a submission as JSON data, for `repro submit --dry-run --json`."""
     most, predicted, count = planned.gpu_hours()
     return {
         "arrays": [
@@ -232,7 +234,7 @@ def dry_run_document(planned: SubmissionPlan, results: Path) -> dict[str, Any]:
 
 
 def describe_array(array: JobArray) -> str:
-    """Return the description of an array, for people."""
+    """Return a line that describes a job array: its cases, jobs, nodes, time limit and partition."""
     shape, count = array.shape, len(array.bundles)
     cases = sum(len(bundle.experiments) for bundle in array.bundles)
     size = f"{count_noun(shape.nodes, 'node')} x {count_noun(shape.tasks_per_node, 'rank')}"
@@ -242,7 +244,7 @@ def describe_array(array: JobArray) -> str:
 
 
 def print_left_out(planned: SubmissionPlan) -> None:
-    """Print the numbers of cases that are not submitted, and of cases that will not fit, with their reasons."""
+    """Print how many cases are not submitted, by reason, and how many are predicted to run out of memory."""
     live = [f"{name} (job {job})" for name, job in planned.running.items()]
     other = [f"{name} needs {needs}" for name, needs in planned.elsewhere.items()]
     for cases, what, shown in (
@@ -257,7 +259,7 @@ def print_left_out(planned: SubmissionPlan) -> None:
 
 
 def _too_large(planned: SubmissionPlan) -> list[str]:
-    """Return the cases that are predicted to run out of memory although the suite does not expect it."""
+    """Return the names of cases that are predicted to run out of memory although the suite does not expect it."""
     expected = {entry.experiment.name for entry in planned.entries if entry.expect == "oom"}
     found = [name for name, estimate in planned.predictions.items() if estimate.outcome == "oom"]
     return [name for name in found if name not in expected]
@@ -272,7 +274,7 @@ def _case(planned: SubmissionPlan, experiment: Experiment) -> str:
 
 def _price(planned: SubmissionPlan, hours: float) -> str:
     price = planned.profile.price_per_gpu_hour
-    return f", {price * hours:.2f} at {price:g} an hour" if price else ""
+    return f", {price * hours:.2f} at {price:g} per GPU-hour" if price else ""
 
 
 def _text(planned: SubmissionPlan, results: Path, place: int, array: JobArray) -> str:

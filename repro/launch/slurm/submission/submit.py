@@ -1,4 +1,4 @@
-"""Submission to SLURM: `repro submit` for a suite, and one job whose answer the submitting process waits for."""
+"""Submission to SLURM: of a suite as job arrays (`repro submit`), and of one job for whose results the caller waits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from repro.util.files import read_json
 
 POLL_INTERVAL_S = 1.0
 SCHEDULER_TIMEOUT_S = 120.0
-"""Maximum time without an answer of SLURM, in seconds."""
+"""Time for which failing queries of SLURM are repeated before the wait for a job ends, in seconds."""
 ANSWER_DELAY_S = 20.0
-"""Maximum delay of a file on a shared folder, and of a job that leaves the queue, in seconds."""
+"""Maximum time until this host sees a job's answer file, and until a cancelled job leaves the queue, in seconds."""
 
 
 def submit_suite(
@@ -48,10 +48,10 @@ def submit_suite(
     json: bool,
     details: bool = False,
 ) -> int:
-    """Submit the cases of `suite` without a record and without a live job.  Returns 0, or 1 if `sbatch` failed.
+    """Submit the experiments of `suite` without a record and without a job.  Return 0, or 1 if `sbatch` failed.
 
-    `exclude`: excluded nodes in addition to those of the profile, as `sbatch --exclude` writes them.
-    Raises `ConfigError` before the first submission.  `dry` queries nothing on the cluster.
+    `exclude`: further excluded nodes, in the syntax of `sbatch --exclude`.  `dry`: print the plan without any query of
+    SLURM.  Raises `ConfigError` before the first submission.
     """
     site = profile.load_profile(profile_file)
     if exclude:
@@ -115,22 +115,22 @@ def _submit_arrays(planned: SubmissionPlan, registry: Registry, newest_record: i
         cases = count_noun(len(planned.cases), "case")
         print(f"Submitted {cases} as {submission.id}. Next: repro status")
     if failure:
-        print(f"error: sbatch failed, the rest was not submitted: {failure}", file=sys.stderr)
+        print(f"error: sbatch failed; the other job arrays were not submitted: {failure}", file=sys.stderr)
     return 1 if failure else 0
 
 
 def submit_array(
     folder: Path, bundles: list[int], wanted: dict[str, Any], site: Profile, requeues: int
 ) -> str:
-    """Submit one array and return its job id.  Raises `SchedulerError`."""
+    """Submit one job array and return its job id.  `wanted`: submitit's parameters.  Raises `SchedulerError`."""
     executor = _executor(folder, wanted, site, requeues)
-    with _submission_errors(), executor.batch():  # a batch of one makes no array, and its id no index
+    with _submission_errors(), executor.batch():  # submitit submits a single bundle as a job, not as an array
         jobs = [executor.submit(RunBundle(submission=str(folder), bundle=bundle)) for bundle in bundles]
     return str(jobs[0].job_id).split("_")[0]
 
 
 def _executor(folder: Path, wanted: dict[str, Any], site: Profile, requeues: int) -> Any:
-    """Return submitit's executor for the parameters `wanted`."""
+    """Return a submitit executor with the parameters `wanted`, whose log files are in `folder/submitit`."""
     import submitit
 
     python = job_array.python_command(site)
@@ -141,7 +141,7 @@ def _executor(folder: Path, wanted: dict[str, Any], site: Profile, requeues: int
 
 @contextmanager
 def _submission_errors() -> Iterator[None]:
-    """Raise submitit's errors as `SchedulerError` of one line."""
+    """Convert errors of submitit inside the context to a `SchedulerError` with a message of one line."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
@@ -151,7 +151,7 @@ def _submission_errors() -> Iterator[None]:
 
 
 def _write_submission(planned: SubmissionPlan, registry: Registry, newest_record: int) -> Submission:
-    """Create the folder of the submission with all files that its jobs read."""
+    """Create the folder of a submission, with its profile, work file and `submission.json`; return the submission."""
     identity = registry.new_id(planned.suite.name)
     arrays = [
         SubmittedArray(
@@ -183,9 +183,9 @@ def _write_submission(planned: SubmissionPlan, registry: Registry, newest_record
 
 
 def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str, *, target: str) -> str:
-    """Submit one job and return its id.  `folder` exists on every node; `array` has a shape and no bundles.
+    """Submit `job` as one SLURM job with the resources of `array`, and return its id.  Raises `SchedulerError`.
 
-    Raises `SchedulerError`.
+    `folder`: shared folder for the job's files.  `target`: function that each rank calls, `module:function`.
     """
     job.save(folder / JOB_FILE)
     shutil.copyfile(site.file, folder / "profile.toml")
@@ -198,9 +198,9 @@ def submit_job(folder: Path, job: Job, site: Profile, array: JobArray, name: str
 
 
 def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: bool) -> dict[str, Any]:
-    """Return the answer of the job after it has left the queue; an interrupt cancels the job.
+    """Wait until the job leaves the queue, and return its answer file; an interrupt cancels the job.
 
-    A job without an answer has the outcome `error`.
+    Without an answer file, the returned outcome is `error`.
     """
     scheduler, last_status, heard = Scheduler(), "", time.monotonic()
     while not interrupt:
@@ -209,7 +209,7 @@ def wait_for_answer(job_id: str, folder: Path, interrupt: Interrupt, *, quiet: b
             heard = time.monotonic()
         except SchedulerError as error:
             if time.monotonic() - heard > SCHEDULER_TIMEOUT_S:
-                return _failed_answer(f"SLURM does not answer any more: {error}")
+                return _failed_answer(f"SLURM stopped answering: {error}")
             time.sleep(POLL_INTERVAL_S)
             continue
         if state is None or not state.live:
@@ -242,10 +242,10 @@ def _failed_answer(reason: str) -> dict[str, Any]:
 
 
 def _describe_end(job_id: str, state: JobState | None, folder: Path) -> str:
-    """Return the state of the job and the last line that its first task wrote to standard error."""
+    """Describe the end of a job by its state and the last line of its controller's standard error."""
     word = f"{state.state} {state.reason}".strip() if state is not None else "an unknown state"
     lines = []
     for path in sorted((folder / "submitit").glob("*_0_log.err")):
         lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = f": {lines[-1][:300]}" if lines else ""
-    return f"job {job_id} ended in {word}{said}"
+    error = f": {lines[-1][:300]}" if lines else ""
+    return f"job {job_id} ended in {word}{error}"

@@ -246,13 +246,11 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path) -> None:
     course = json.loads((folder / index.FILE).read_text())["training"]
     change(folder, training={**course, "model": {**course["model"], "hidden": 64}})
     assert (
-        said(folder)
-        == "index.json: model.hidden = 64: must be 32, as in the experiment that is to go on from it"
+        said(folder) == "index.json: model.hidden = 64: must be 32, as in the experiment that resumes from it"
     )
     change(folder, training={**course, "global_batch": 8})
     assert (
-        said(folder)
-        == "index.json: global_batch = 8: must be 4, as in the experiment that is to go on from it"
+        said(folder) == "index.json: global_batch = 8: must be 4, as in the experiment that resumes from it"
     )
 
 
