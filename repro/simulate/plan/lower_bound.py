@@ -96,7 +96,7 @@ class LayerWork:
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
     def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
-        """Return the seconds of awaited collectives of a forward and of a backward pass, and of its others over tp."""
+        """Return seconds of collectives per layer: awaited in forward, awaited in backward, overlapping backward."""
         model, layout = self.model, self.layout
         forward = backward = others = 0.0
         if layout.tp > 1:
@@ -112,7 +112,7 @@ class LayerWork:
         return forward, backward, others
 
     def buckets(self) -> tuple[int, float]:
-        """Return the least number of gradient buckets of a layer, and the largest bytes of a bucket.
+        """Return lower bounds of the number of gradient buckets per layer, and the maximum bytes of a bucket.
 
         A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
         """
@@ -179,7 +179,7 @@ class LayerWork:
         return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
 
     def _pass(self, elements: int, times: int, name: str = "repro.elementwise") -> Operator:
-        """Return an operator that moves `times` bytes of each of so many elements."""
+        """Return an operator that moves `times` x the bytes of `elements` elements."""
         return Operator(name, 0, self.bytes * elements * times, 0, (), self.bytes)
 
 
@@ -255,7 +255,7 @@ def step_time_lower_bound(
 
 
 def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
-    """Return the least seconds of gathers and reductions of the layers of a chunk, and of awaited reductions.
+    """Return lower bounds of the seconds per chunk of parameter gathers, gradient reductions, and awaited reductions.
 
     A backward pass of stages 1 and 2 awaits the reductions of all but its last two buckets.
     """
@@ -276,9 +276,10 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
 
 
 def _messages_in_step(layout: Layout) -> tuple[int, int]:
-    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7).
+    """Return how often a step reduces all gradients of a rank, and how often it gathers all its parameters.
 
-    Stage 3 that gathers parameter by parameter retains an unknown part of the parameters between uses.
+    The numbers are those of 1910.02054 sec. 7. For stage 3 that gathers single parameters, the second number is 0 as a
+    lower bound, because an unknown part of the parameters remains between uses.
     """
     m = layout.accumulation
     in_blocks = layout.zero3_gather == "block"
@@ -288,7 +289,7 @@ def _messages_in_step(layout: Layout) -> tuple[int, int]:
 def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
     """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
     work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
-    # Sums of outputs, of their gradients, and of recomputed outputs.
+    # A layer sums outputs, gradients of inputs and recomputed outputs over the tp group.
     sums = work.sums * (2 + layout.has_checkpoints)
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
     parameters = list(stage_parameters(model, layout).values())[-1]

@@ -28,7 +28,7 @@ from repro.util.processes import Workers, pause_garbage_collection
 
 
 class Planner:
-    """Evaluates layouts of one request."""
+    """Evaluation of the layouts of one layout search, by lower bounds and by simulation."""
 
     def __init__(self, request: PlanRequest, workers: Workers):
         self.request, self.workers = request, workers
@@ -40,7 +40,7 @@ class Planner:
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
-        """Return the rows of `layouts` from lower bounds: out of memory, or open with the least step time."""
+        """Return the rows of `layouts` from lower bounds: out of memory, or open with a bound of the step time."""
         request = self.request
         found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
@@ -55,7 +55,7 @@ class Planner:
         return found
 
     def remove_times(self, rows: Iterable[PlanRow]) -> None:
-        """Remove the times of `rows`, which `ideal_s` orders; open rows get a lower bound of it."""
+        """Remove the predicted times of `rows`, so that `ideal_s` orders them; open rows get a lower bound of it."""
         request = self.request
         for row in rows:
             row.time = {}
@@ -75,9 +75,9 @@ class Planner:
     def begin(
         self, layout: Layout, *, time: bool = True, interval_below_s: float = 0.0
     ) -> Callable[[], PlanRow]:
-        """Begin to simulate `layout`, and return a function that waits for its row.
+        """Begin to simulate `layout` in a worker, and return a function that waits for the row.
 
-        `time`: with times. `interval_below_s`: a shorter step gets an interval.
+        `time`: also predict the step time. `interval_below_s`: also predict the interval of a shorter step time.
         """
         task = self.request, layout, time and not self.no_time, interval_below_s
         wait = self.workers.begin(_simulated_row, [task])

@@ -33,12 +33,12 @@ class Tie:
     """A layout that may be faster than an earlier one."""
 
     than: int
-    """Place of the earlier layout, from 1."""
+    """Position of the earlier layout in the plan, from 1."""
     part: float
     """Share of the joint draws in which the later layout is faster."""
     by: tuple[str, ...]
-    """Unknowns that alone reverse the order at an end of their range, or else the unknown that moves the ratio most.
-    The unknown that moves the ratio of the times most is first."""
+    """Unknown numbers that alone reverse the order at an end of their range, or else the one that changes the ratio of
+    the times most; sorted by their effect on the ratio."""
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
@@ -100,7 +100,7 @@ class PlanRow:
     undecided: list[Tie] | None = None
     """Earlier rows that may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
-    """The term that rules the layout out: model states, activations, ... or fragmentation."""
+    """The term of memory for which the layout does not fit: model states, activations, ... or fragmentation."""
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0

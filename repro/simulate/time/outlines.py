@@ -43,7 +43,7 @@ class EventOutlines:
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Return the stretches of `traced.pieces[place]`. The trace must live as long as this object, which uses `id`."""
+        """Return the stretches of `traced.pieces[place]`. The trace must exist as long as this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]

@@ -65,7 +65,7 @@ class StageStreams:
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run the preceding step's update, for its unfinished collectives. Yield each object until its time is known."""
+        """Run the update of a preceding step, whose collectives may end later. Yield objects as `run_items` does."""
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
