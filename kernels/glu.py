@@ -1,4 +1,4 @@
-"""Gated linear unit with SiLU: y = silu(gate) * up, the halves of one tensor [..., 2 f] (2002.05202)."""
+"""Gated linear unit with SiLU (2002.05202): y = silu(gate) * up, with gate and up as halves of a tensor [..., 2 f]."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from repro.kernels.library import (
 )
 
 MAX_BLOCKS_PER_PROCESSOR = 16
-"""Maximum blocks per multiprocessor: two full rounds."""
+"""Maximum number of thread blocks per multiprocessor, about twice as many as run at once."""
 
 
 @cache
 def program(kind: str, width: int) -> Program:
-    """Return the program for rows that threads read by `width` elements at once."""
+    """Return the CUDA program for tensors of type `kind`, of which a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("glu", definitions, struct.Struct("@PPPqi0q"), ("forward", "backward"), 256)
 
@@ -61,7 +61,7 @@ def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tenso
 
 
 def reference(x: Tensor) -> Tensor:
-    """Compute the definition in the dtype of the argument."""
+    """Compute SwiGLU with plain torch operators in the dtype of the argument."""
     gate, up = x.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
@@ -121,10 +121,10 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand) -> Cost:
-    """Count 3 per element of the result: sigmoid 1, its product with the gate 1, with up 1."""
+    """Return the operator's cost: 3 FLOP per element of the result (sigmoid, product with gate, product with up)."""
     return Cost(3 * x.numel // 2, x.nbytes, x.nbytes // 2)
 
 
 def backward_cost(grad: Operand, x: Operand) -> Cost:
-    """Count 8 per element of the gradient: sigmoid 1, silu 1, of up 1, the slope 3, times up and the gradient 2."""
+    """Return the operator's cost: 8 FLOP per element of `grad` (sigmoid 1, silu 1, dup 1, silu' 3, dgate 2)."""
     return Cost(8 * grad.numel, grad.nbytes + x.nbytes, x.nbytes)
