@@ -33,7 +33,7 @@ BLOCK_ELEMENTS = 8192
 
 
 class Scalars(NamedTuple):
-    """Arguments of the operator after the shards, in the order of its schema; see `adamw_`."""
+    """Arguments of the operator `adamw_` after the lists of shards, in the order of the operator's schema."""
 
     step: Tensor
     lr: Tensor
@@ -66,7 +66,7 @@ def program(gradient: str, copy: str) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return the programs of training in fp16 with fp32 gradients, and in bf16."""
+    """Return example CUDA programs: of training in fp16 with fp32 gradients, and in bf16."""
     return [program("float", "half"), program("bfloat16", "bfloat16")]
 
 

@@ -25,7 +25,7 @@ def program(kind: str, width: int = 1) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return the programs of 16-bit sums."""
+    """Return example CUDA programs, which compute 16-bit column sums."""
     return [program("half"), program("bfloat16", 8)]
 
 
@@ -70,7 +70,7 @@ def row_grid(
     `threads`: threads per block. `per_processor`: maximum number of threads per multiprocessor.
     """
     vectors = columns // width
-    needed, resident = rows * vectors, per_processor * on.processors  # threads
+    needed, resident = rows * vectors, per_processor * on.processors  # Both are numbers of threads.
     blocks = -(-(needed if needed < resident else vectors if vectors > resident else resident) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows

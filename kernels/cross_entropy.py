@@ -1,7 +1,7 @@
 """The three local steps of vocabulary-parallel cross-entropy (Megatron-LM, 1909.08053, section 3).
 
-A rank has the v columns of the logits from `vocab_start` on. The caller reduces row maxima and sums over the tensor-
-parallel group between the steps. The loss is log(sums[0]) - sums[1], and the gradient replaces the logits in place.
+A rank has the v columns of the logits from `vocab_start` on. Between the steps, the caller reduces row maxima and sums
+over the tensor-parallel group. The loss is log(sums[0]) - sums[1], and the gradient replaces the logits in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def program(kind: str) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits."""
+    """Return example CUDA programs, for bf16 and fp16 logits."""
     return [program("bfloat16"), program("half")]
 
 
@@ -42,7 +42,7 @@ def launch_cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
 def launch_cross_entropy_sums(
     on: KernelLauncher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
 ) -> Tensor:
-    """Launch the kernel and return the sums, fp32 [2, n]."""
+    """Launch the kernel and return the sums of `cross_entropy_sums`, fp32 [2, n]."""
     sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(on, "sums", logits.contiguous(), maximum, sums, targets, None, vocab_start)
     return sums
@@ -112,7 +112,7 @@ def _max(logits: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the local column of every target, clamped to valid ones, and whether this rank has the column; [n, 1]."""
+    """Return the local column [n, 1] of every target, clamped to this rank's columns, and whether the rank has it."""
     local = (targets - vocab_start).unsqueeze(1)
     column = local.clamp(0, size - 1)
     return column, column == local

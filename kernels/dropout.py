@@ -46,7 +46,7 @@ def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Pro
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for rows of odd length."""
+    """Return example CUDA programs: for bf16, and for fp32 rows of odd length."""
     return [program("bfloat16", "bfloat16", True, True, 8), program("float", "float", True, False, 1)]
 
 
@@ -59,7 +59,7 @@ def launch_bias_dropout_residual(
     key: int,
     *place: Any,
 ) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `bias_dropout_residual` and return its result."""
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -87,7 +87,7 @@ def launch_bias_dropout_residual_backward(
     key: int,
     *place: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels and return dx and dbias, which is empty without a bias."""
+    """Launch the kernels and return the gradients of x and of the bias; the latter is empty without a bias."""
     grad = grad.contiguous()
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():

@@ -21,12 +21,12 @@ def program(kind: str, bias: str, width: int) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for rows of odd length."""
+    """Return example CUDA programs: for bf16, and for fp16 rows of odd length."""
     return [program("bfloat16", "bfloat16", 8), program("half", "half", 1)]
 
 
 def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `bias_gelu` and return its result."""
     x, bias = x.contiguous(), bias.contiguous()
     y, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -42,7 +42,7 @@ def launch_bias_gelu(on: KernelLauncher, x: Tensor, bias: Tensor) -> Tensor:
 def launch_bias_gelu_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return dx and dbias."""
+    """Launch the backward kernels and return the gradients of x and of the bias."""
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     if grad.dtype != x.dtype:
         raise Unavailable("bias_gelu_backward needs a gradient of the dtype of x")

@@ -31,7 +31,7 @@ def program(kind: str, width: int) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for rows of odd length."""
+    """Return example CUDA programs: for bf16, and for fp16 rows of odd length."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -47,13 +47,13 @@ def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, int
 
 
 def launch_swiglu(on: KernelLauncher, x: Tensor) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `swiglu` and return its result."""
     x = x.contiguous()
     return _launch(on, "forward", x, None, x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 
 
 def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tensor:
-    """Launch the kernel and return dx."""
+    """Launch the backward kernel and return the gradient of x."""
     if grad.dtype != x.dtype:
         raise Unavailable("swiglu_backward needs a gradient of the dtype of x")
     x = x.contiguous()

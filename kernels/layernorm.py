@@ -37,7 +37,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return the programs of Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B and a model of 1T parameters."""
+    """Return example CUDA programs: Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B, 1T parameters."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
@@ -55,7 +55,7 @@ def examples() -> list[Program]:
 def launch_layer_norm(
     on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel and return y, mean and rstd."""
+    """Launch the layer norm kernel and return y, mean and rstd = 1 / standard deviation."""
     if bias.dtype != weight.dtype:
         raise Unavailable("layer_norm needs weight and bias of one dtype")
     mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -64,7 +64,7 @@ def launch_layer_norm(
 
 
 def launch_rms_norm(on: KernelLauncher, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return y and rstd."""
+    """Launch the RMS norm kernel and return y and rstd = 1 / root mean square."""
     return _launch_forward(on, x, weight, eps, None, None)
 
 
@@ -92,7 +92,7 @@ def _launch_forward(
 def launch_layer_norm_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel and return dx, dweight and dbias."""
+    """Launch the backward kernels of layer norm and return the gradients of x, weight and bias."""
     dx, (dweight, dbias) = _launch_backward(on, grad, x, mean.contiguous(), rstd, weight)
     return dx, dweight, dbias
 
@@ -100,7 +100,7 @@ def launch_layer_norm_backward(
 def launch_rms_norm_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return dx and dweight."""
+    """Launch the backward kernels of RMS norm and return the gradients of x and weight."""
     dx, (dweight,) = _launch_backward(on, grad, x, None, rstd, weight)
     return dx, dweight
 
@@ -207,7 +207,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 4, 5, 1)  # x, mean, rstd, weight
+    saved = (0, 4, 5, 1)  # These are the indices of x, mean, rstd and weight in `Differentiable`.
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),
         lambda grad, *saved: backward(grad, *saved),

@@ -32,7 +32,7 @@ def program(kind: str) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return the programs of fp32 and of 16-bit gradients."""
+    """Return example CUDA programs, for fp32 and for bf16 gradients."""
     return [program("float"), program("bfloat16")]
 
 

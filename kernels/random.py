@@ -1,7 +1,7 @@
 """Counter-based random numbers: a value depends only on (key, row, column), not on the rank that computes it.
 
-Every layout and every recomputation therefore has the same dropout mask. The arithmetic uses integers with two's-
-complement wrap-around, so that CUDA kernels compute equal bits:
+Every layout and every recomputation therefore has the same dropout mask. The arithmetic uses integers that wrap around
+in two's complement, so that CUDA kernels compute equal bits:
 
     mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
                  z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
@@ -76,7 +76,7 @@ def device_key(key: int, first_sample: int) -> tuple[int, int]:
 
 
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operands of bits(r, c): low words [R, 1] and odd factors [R, 1] of rows, and both [C] of columns."""
+    """Return the operands of bits(r, c), int32: two words [R, 1] of each row and two words [C] of each column."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
     low, high = _hash_(index, key)
     count = rows.numel()

@@ -31,7 +31,7 @@ def program(kind: str, width: int) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for heads of odd sizes."""
+    """Return example CUDA programs: for bf16, and for fp16 heads of odd sizes."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -47,7 +47,7 @@ def launch_rotary(
     split: int = 0,
     jump: int = 0,
 ) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `rotary` and return its result."""
     x = x.contiguous()
     y, (samples, sequence, columns) = torch.empty_like(x), x.shape
     if not x.numel():

@@ -41,7 +41,7 @@ def program(kind: str, size: int, width: int, backward: bool) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return programs for a sequence of 1024, and for one of odd length."""
+    """Return example CUDA programs: for sequences of 1024 tokens, and of an odd length."""
     usual = [("half", 1024, 8), ("float", 2047, 1)]
     return [program(*rows, backward) for rows in usual for backward in (False, True)]
 

@@ -46,7 +46,7 @@ def nvrtc() -> Any:
     try:
         module = importlib.import_module("cuda.bindings.nvrtc")
         _checked(module, module.nvrtcVersion())
-    except Exception as error:  # NVIDIA's loader has errors of its own for a library that is missing
+    except Exception as error:  # NVIDIA's loader raises its own exception types for a missing library.
         if isinstance(error, Unavailable):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -147,7 +147,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(program: Program, target: CompileTarget) -> str:
-    """Return the hash of source, definitions, headers, options with the architecture, and NVRTC's version."""
+    """Return the hash of all inputs of a compilation: source, macros, headers, options and NVRTC's version."""
     parts = [program.text, headers(), compiler_options(target), nvrtc_version()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

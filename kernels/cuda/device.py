@@ -27,7 +27,7 @@ def driver() -> Any:
     try:
         module = importlib.import_module("cuda.bindings.driver")
         status = module.cuInit(0)[0]
-    except Exception as error:  # NVIDIA's loader has errors of its own for a library that is missing
+    except Exception as error:  # NVIDIA's loader raises its own exception types for a missing library.
         raise Unavailable(f"no CUDA driver API ({error}); {compiler.INSTALL_ADVICE}") from error
     if status != module.CUresult.CUDA_SUCCESS:
         raise Unavailable(f"the CUDA driver cannot be used: {_describe_status(module, status)}")

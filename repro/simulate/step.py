@@ -22,7 +22,7 @@ from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 from repro.util.processes import pause_garbage_collection
 
 NO_STEP_TIME = "the step does not fit"
-"""Reason why a step has no predicted time."""
+"""Reason why a step has no predicted time if it exceeds the device's memory."""
 
 
 @dataclass

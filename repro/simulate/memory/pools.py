@@ -129,7 +129,7 @@ class Pool:
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
-        """Mark `block` as live. Split off the bytes beyond `size` as a free block if they are not too few."""
+        """Mark `block` as live. The bytes beyond `size` become a free block if they are enough for one."""
         if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE

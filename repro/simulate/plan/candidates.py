@@ -63,7 +63,7 @@ def communicator_bytes(layout: Layout, system: System) -> int:
 
     The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
     """
-    if "memory" in system.links:  # processors have no NCCL
+    if "memory" in system.links:  # CPU systems have no NCCL.
         return 0
     axes = sum(size > 1 for size in (layout.copies, layout.tp, layout.pp))
     groups = axes + (axes > 1) + (layout.pp > 2) + (layout.cp > 1 and layout.dp > 1)
@@ -182,7 +182,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # fixed keys may exclude some combinations
+            except ConfigError as error:  # The keys that the user fixed may exclude some combinations.
                 refused.append(error)
     if not found and refused:
         raise refused[0]

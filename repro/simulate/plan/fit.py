@@ -132,7 +132,7 @@ def search_largest(
             index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
-        if trial.outcome not in ("ok", "oom"):  # other failures give no memory size
+        if trial.outcome not in ("ok", "oom"):  # Failures other than out-of-memory show no required bytes.
             high = index
             break
         if trial.fits:
@@ -149,14 +149,14 @@ def search_largest(
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
     """Return the index to try next, strictly between `low` and `high`."""
     told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
-    if high < len(values):  # between the two ends, if both have required bytes
+    if high < len(values):  # Interpolate between the two ends if both have required bytes.
         told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
     if len(told) >= 2:
         (a, at_a), (b, at_b) = told[-2:]
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
-    if high == len(values):  # no failure yet: double the index
+    if high == len(values):  # Without a failed trial, the index doubles.
         return min(2 * low + 1 if low >= 0 else 0, high - 1)
     return (low + high) // 2
 

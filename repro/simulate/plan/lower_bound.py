@@ -32,16 +32,16 @@ class LayerWork:
         self.model, self.layout = model, layout
         self.bytes = ELEMENT_BYTES[layout.precision]
         self.tokens = layout.micro_batch * seq // layout.cp
-        """Tokens of a rank."""
+        """Tokens of a micro-batch that a rank processes."""
         self.stream = self.tokens * model.hidden // (layout.tp if layout.sp else 1)
         """Elements of the residual stream of a rank, which sequence parallelism splits."""
         self.seq = seq
         self.sums = 2 if model.blocks == "sequential" else 1
-        """Sums over tp and residual additions."""
+        """Number of sums over tp, which is also that of residual additions."""
         self.norms = 1 if model.blocks == "parallel-one-norm" else 2
 
     def forward(self) -> list[Operator]:
-        """Return the operators of the forward pass."""
+        """Return the operators of a layer's forward pass."""
         units = self.model.mlp_matrices
         passes = [self._pass(self.stream, 2)] * self.norms + [self._pass(self.stream, 3)] * self.sums
         products = [self._product(self.tokens, width, depth) for depth, width in self._matrices()]
@@ -49,7 +49,7 @@ class LayerWork:
         return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2), *copies]
 
     def backward(self) -> list[Operator]:
-        """Return the operators of the backward pass, with those of attention that it computes again."""
+        """Return the operators of a layer's backward pass, including recomputed attention."""
         model, (queries, keys) = self.model, self._widths()
         units = 2 * model.mlp_matrices - 1
         additions = self.sums if self.sums > 1 else 0
@@ -119,7 +119,7 @@ class LayerWork:
         sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
-        if not self.layout.cb:  # one bucket for all layers
+        if not self.layout.cb:  # All layers share one bucket.
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
@@ -148,7 +148,7 @@ class LayerWork:
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
 
     def _copies(self, gathers: int, scatters: int) -> list[Operator]:
-        """Return the copies of several samples that sequence parallelism gathers and scatters."""
+        """Return the copies before and after collectives of sequence parallelism, which several samples need."""
         if not self.layout.sp or self.layout.micro_batch == 1:
             return []
         elements = self.tokens * self.model.hidden
@@ -158,7 +158,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return fused attention, with `flash` times the FLOP of its forward pass, or `batched` products."""
+        """Return attention: fused, with `flash` x the FLOP of its forward pass, or as `batched` matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -191,7 +191,7 @@ def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict
     """
     work = LayerWork(model, layout, seq)
     layers = model.layers // (layout.pp * layout.chunks)
-    again = work.retained() - work.bytes * work.stream  # the input of a layer is its checkpoint
+    again = work.retained() - work.bytes * work.stream  # The checkpoint of a layer is its input.
     found = {}
     for role, parameters in stage_parameters(model, layout).items():
         stage = layout.pp - 1 if role == LAST else 0

@@ -83,7 +83,7 @@ def search_layouts(
             begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
-        layout = next(iter(begun))  # results in the order of their begin, so that equal plans have equal rows
+        layout = next(iter(begun))  # The order in which simulations began makes equal plans have equal rows.
         had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
         add_bounded(_with_partitioned_activations(request, [rows[layout]]))
         if had_times and planner.no_time:
@@ -106,7 +106,7 @@ def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
-    """Return layouts with P_a for rows that do not fit without P_a for other reasons than model states."""
+    """Return layouts with partitioned activations (P_a) for rows that do not fit because of other terms than states."""
     if "pa" in request.given:
         return []
     fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]
@@ -119,7 +119,7 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
 
 @dataclass
 class MapCell:
-    """One pair (tp, pp) of the map."""
+    """Cell of a layout map: one pair of tp and pp."""
 
     tp: int
     pp: int

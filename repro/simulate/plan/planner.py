@@ -91,7 +91,7 @@ class Planner:
         return row
 
     def _excluded(self, layout: Layout) -> PlanRow | None:
-        """Return the row of a layout that does not fit by a lower bound of its memory."""
+        """Return the row of a layout whose lower bound of memory exceeds the device; None for other layouts."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
         limit = request.allocatable - communicator_bytes(layout, request.system)
@@ -121,7 +121,7 @@ class Planner:
 
     def _cost_of(self, layout: Layout) -> DeviceCost:
         """Return the cost of operators, which is the same for all layouts of a request."""
-        if self._cost is None:  # each worker needs these kernels for its simulations
+        if self._cost is None:  # Every worker process needs these kernels for its simulations.
             system = self.request.system
             task = (calibration_point_of(layout.kernels, system),)
             kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]
@@ -129,7 +129,7 @@ class Planner:
         return self._cost
 
     def _network(self, layout: Layout) -> Network:
-        """Return the links as the groups of `layout` use them."""
+        """Return the communication times of `layout` on the system's links."""
         groups = Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
         if groups not in self._networks:
             self._networks[groups] = Network(self.request.system, groups)
@@ -159,7 +159,7 @@ def _simulated_row(
             found.time = predict(experiment, system, found.traces)
             if found.time.step_s <= interval_below_s:
                 found.time.interval = predict(experiment, system, found.traces, interval=True).interval
-    except ConfigError as error:  # memory does not depend on these numbers
+    except ConfigError as error:  # Memory does not depend on the numbers that the time prediction lacks.
         no_time = str(error)
     document = found.as_dict()
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)

@@ -22,7 +22,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
-"""Seconds at the best values, and the interval of the step time."""
+"""Step time in seconds at the best values of unknown numbers, and its interval."""
 MIN_TIE_SHARE = 0.05
 """Share of joint draws above which a later layout is tied with an earlier one, because it is faster in more draws.
 Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
@@ -30,7 +30,7 @@ Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
 
 @dataclass(frozen=True)
 class Tie:
-    """A layout that may be faster than an earlier one."""
+    """Tie of a layout with an earlier one in the plan, which may be slower."""
 
     than: int
     """Position of the earlier layout in the plan, from 1."""

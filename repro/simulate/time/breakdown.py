@@ -40,7 +40,7 @@ class StageTime:
                 mine[name] += times * seconds
 
     def copy(self) -> StageTime:
-        """Return a copy."""
+        """Return a copy of the breakdown."""
         found = StageTime()
         found.add(self, 1)
         return found

@@ -60,7 +60,7 @@ INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Return the slowest of `devices`' expected time over their mean time. `spread`: standard deviation over mean."""
+    """Return the expected time of the slowest of `devices` over the mean. `spread`: standard deviation over mean."""
     return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
@@ -119,7 +119,7 @@ STREAMED = frozenset(
 """Names of operators that pass over parameters and gradients, and read and write memory once. `Kernels.passes` scales
 their time. Operators of a layer with such a name, like a bias added in place, count as passes."""
 ALIGNMENT = 8
-"""Elements of half precision (16 bytes) of which sizes must be multiples for a product to run on tensor cores."""
+"""Number of half-precision elements (16 bytes) of which all sizes of a product on tensor cores are multiples."""
 
 
 class Kernels(NamedTuple):
@@ -193,7 +193,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Only arithmetic limits such products, so the measured rate applies to every software generation.
+                # Only arithmetic limits unaligned products, so their measured rate applies to every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
@@ -224,7 +224,7 @@ class DeviceCost:
         return bytes_moved(operator) / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """Return the seconds of fused attention: the maximum of memory and arithmetic; with a bias, of all scores."""
+        """Return the seconds of fused attention: the maximum of memory time and arithmetic on unmasked scores."""
         rate = self.peak * ATTENTION_EFFICIENCY
         if in_any_lane(self.kernels.attention):
             rate = self.kernels.attention / (1 + self.kernels.attention_start / attention_keys(operator))

@@ -21,7 +21,7 @@ from repro.simulate.time.device import maximum, minimum
 
 ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
 TREE_EFFICIENCY = 0.9
-"""Bandwidth of a tree over that of the rings: NVIDIA/nccl src/graph/tuning.cc."""
+"""Ratio of a tree's bandwidth to that of rings in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
 Numbers = npt.NDArray[Any]
 
 
@@ -171,7 +171,7 @@ class PlacedGroups:
         return on.members_of(int((on.ranks > 1).argmax()))
 
     def _on_nodes(self, group: str) -> GroupsOnNodes | None:
-        """Return all groups of an axis on their nodes; None if groups have one member."""
+        """Return all groups of an axis with the nodes of their ranks; None if groups have one member."""
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 

@@ -151,7 +151,7 @@ class Network:
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of a message between two stages, from the first two stages that lie on nodes alike."""
+        """Return the seconds of a message between two stages, which equal those of the first stages in such places."""
         offsets = self.layout.offsets("pp")
         sender, receiver = offsets[from_stage], offsets[to_stage]
         shift = min(sender, receiver) // self._period * self._period
@@ -247,7 +247,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` in every lane with that lane's counts, which matter only for the link between nodes."""
+        """Return `find(counts)` for each lane's `NodeCounts`, which matter only for the link between nodes."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -308,7 +308,7 @@ class Network:
         return self.placement.link_of("pp", edge.members[0].tolist())
 
     def _slowest_rate(self, sender: int, receiver: int) -> float:
-        """Return the bytes/s of the slowest of all ranks of a stage, which send to another stage at the same time."""
+        """Return the bytes/s of a stage's slowest rank while all its ranks send to their peers in another stage."""
         link = self._edge_link(sender, receiver)
 
         def rate(placed: PlacedMessage, counts: NodeCounts) -> float:

@@ -54,7 +54,7 @@ class EventOutlines:
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Return `events` as stretches. `keys`: numbers of collectives. Waits for other messages are left out."""
+        """Return `events` as stretches. `keys`: numbers of collectives. Waits for other messages are excluded."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 

@@ -174,7 +174,7 @@ class Prediction:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.counts.flops_formula`, including recomputation."""
+        """FLOP/s of one device, including recomputation, by the FLOP formula `repro.model.counts.flops_formula`."""
         e, layout = self.experiment, self.experiment.layout
         work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world

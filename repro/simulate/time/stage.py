@@ -49,7 +49,7 @@ class StageStreams:
         self.streams: dict[str, float] = defaultdict(float)
         """End of the last collective of each group."""
         self.latest = 0.0
-        """Latest end of `streams`."""
+        """Latest end of any collective in `streams`."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )

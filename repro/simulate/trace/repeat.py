@@ -76,7 +76,7 @@ class BlockRepeater:
         blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
             after, before = _neighbours(index, len(blocks), part.model.part)
-            # Of the blocks between two blocks, the last one runs its backward pass first.
+            # Of the blocks that have a block on both sides, the last one runs its backward pass first.
             soonest = not 0 < index < len(blocks) - 2
             alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
