@@ -72,9 +72,9 @@ class AllocatedRange(NamedTuple):
 class CachingAllocator:
     """Caching allocator of one device and one stream.
 
-    limit: bytes that the driver can give (None: unlimited), which is the device's memory less the CUDA context
+    limit: bytes that the allocator can reserve (None: unlimited): the device's memory less the CUDA context
         and other memory outside the allocator.
-    expandable: `expandable_segments:True`.
+    expandable: whether PyTorch's option `expandable_segments:True` is set.
     """
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Lower bounds of peak memory and step time without a trace, from the operators and collectives of one layer.
 
-A forward and a backward pass of one chunk take f and b seconds. A step of m micro-batches on p stages of v chunks
-takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
+A forward and a backward pass of one chunk take f and b seconds. The time T of a step of m micro-batches on p stages of
+v chunks has the lower bound (2104.04473 sec. 2.2 has this sum for equal stages)
 
     T  >=  (p - 1) f  +  m v (f + b) of the last stage  +  (p - 1) b
 
@@ -186,8 +186,8 @@ class LayerWork:
 def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict[str, float]]:
     """Return lower bounds of the peak memory of each role by category, in bytes: model states and retained activations.
 
-    The peak is not below the moment before the first backward pass of a stage with all of its micro-batches in flight.
-    The loss then has its logits. Stage 3 has the parameters of two layers and the gradients of one soon after.
+    The bound is the memory before a pipeline stage's first backward pass: activations of micro-batches in flight, and
+    logits. ZeRO stage 3 then adds gathered parameters of two layers and the gradients of one layer.
     """
     work = LayerWork(model, layout, seq)
     layers = model.layers // (layout.pp * layout.chunks)

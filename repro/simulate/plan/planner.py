@@ -1,8 +1,8 @@
-"""Evaluation of the layouts of one request. Each row names its evidence, the cheapest that decides the row:
+"""Evaluation of the layouts of one search. The row of a layout has one of these kinds of evidence, the cheapest first:
 
-    states     closed form of the model states, which exceed the device
-    retained   lower bound of the model states and the retained activations, which exceed the device
-    bound      lower bound of the step time, with which the layout cannot be among the first
+    states     closed form of the model states, which exceed the device's memory
+    retained   lower bound of model states plus retained activations, which exceeds the device's memory
+    bound      lower bound of the step time, which is too long for the first rows of the plan
     full       simulation of the step (`repro.simulate.step`), as `repro simulate` prints it
 
 Layouts that do not fit get no step time.

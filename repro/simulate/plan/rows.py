@@ -89,8 +89,8 @@ class PlanRow:
     ideal_s: float | None = None
     """Step time at the peak rates of devices and links, without overlap: a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """The predicted step, as in `repro.simulate.time.predict.Prediction.as_dict`. Empty if the system lacks numbers for
-    times, or without a simulation."""
+    """The predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`; empty for layouts that were not
+    simulated, and for systems without the numbers that times need."""
     interval: StepInterval | None = None
     """Interval of the step time; only the first rows have one."""
     is_tight: bool = False
