@@ -1,7 +1,7 @@
-"""The fused operators `repro::*` of every strategy, for CPU, CUDA and meta tensors.
+"""The fused operators `repro::*`, which all training strategies share, for CPU, CUDA and meta tensors.
 
-A module holds one operator: its autograd, shape function, cost formula and `reference`, the same computation in plain
-torch. `parallel`, `model` and all engines call the operators.
+A module holds one operator with its backward pass, shape function, cost formula, CUDA binding and `reference`, which
+computes the same with plain torch operators.
 """
 
 from repro.kernels.adamw import adamw_

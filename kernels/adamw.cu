@@ -1,5 +1,6 @@
 // AdamW over many flat shards in one launch: unscale, decay, moments, fp32 master and 16-bit copy in one pass.
-// GRADIENT, COPY: types; HAS_COPY: 0 or 1; SHARDS: how many fit the arguments; CHUNK: elements a block takes at once.
+// GRADIENT, COPY: types of gradients and copies; HAS_COPY: 0 or 1; SHARDS: maximum number of shards per launch;
+// CHUNK: number of elements that a thread block processes at once.
 #include "memory.cuh"
 
 constexpr int V = 4;
@@ -15,11 +16,11 @@ struct Shard {
 
 struct Arguments {
   Shard shards[SHARDS];
-  int chunks[SHARDS];  // of this shard and all before it
+  int chunks[SHARDS];  // number of chunks in this shard and all preceding shards
   const float* step;
   const float* rate;
-  const float* scale;      // or null: 1
-  const float* found_inf;  // or null: 0
+  const float* scale;      // divisor of gradients; null stands for 1
+  const float* found_inf;  // 1 skips the update; null stands for 0
   float beta1, beta2, log_beta1, log_beta2, epsilon, decay;
   int shard_count;
 };
@@ -35,7 +36,7 @@ struct Step {
     rate = *a.rate;
     beta1 = a.beta1, beta2 = a.beta2, epsilon = a.epsilon;
     keep = 1.0f - rate * a.decay;
-    // 1 - beta^step: the difference itself would lose four digits at the first steps.
+    // expm1f gives 1 - beta^step exactly; a plain difference would lose four digits in the first steps.
     first_rate = rate / -expm1f(step * a.log_beta1);
     inverse_root = rsqrtf(-expm1f(step * a.log_beta2));
     skip = a.found_inf && *a.found_inf != 0.0f;
@@ -66,7 +67,7 @@ __device__ inline void update(const Shard& shard, const Step& step, long long i)
   if (HAS_COPY) store(shard.copy + i, master);
 }
 
-// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+// The minimum of one block per multiprocessor keeps the assembler from spilling registers to fit another block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) adamw(const __grid_constant__ Arguments a) {
   const Step step(a);
   int s = 0;

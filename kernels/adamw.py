@@ -1,7 +1,7 @@
-"""AdamW over flat shards: unscale, moments, fp32 master and 16-bit copy in one pass.
+"""AdamW over flat shards in one pass: unscale gradients, update moments and fp32 master, write the 16-bit copy.
 
-The arithmetic is that of `torch.optim.AdamW` (decoupled weight decay, 1711.05101). Of the ZeRO paper's K =
-12 bytes of optimizer state per parameter, 4 are the master and 8 the two moments.
+The arithmetic is that of `torch.optim.AdamW` (1711.05101). The master and two moments are the K = 12 bytes of optimizer
+state per parameter in the ZeRO paper.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from repro.kernels.cuda.program import (
 from repro.kernels.library import DEVICE_CHUNK, Cost, Operand, no_result, operator
 
 MAX_SHARDS = 48
-"""Maximum shards in one launch, because arguments may have 4096 bytes."""
+"""Maximum number of shards per launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
 BLOCK_ELEMENTS = 8192
-"""Elements that a block processes at once."""
+"""Number of elements that a thread block processes at once."""
 
 
 class Scalars(NamedTuple):
-    """Arguments of the operator after the shards, in the order of its schema; see `adamw_`."""
+    """Arguments of the operator `adamw_` after the lists of shards, in the order of the operator's schema."""
 
     step: Tensor
     lr: Tensor
@@ -47,14 +47,14 @@ class Scalars(NamedTuple):
 
 @cache
 def adamw_arguments(count: int) -> struct.Struct:
-    """Return the format of the arguments with `count` shards, padded with zeros."""
+    """Return the format of the kernel's arguments for `count` shards; zeros fill the places of other shards."""
     rest = MAX_SHARDS - count
     return struct.Struct(f"@{'PPPPPq' * count}{48 * rest}x{count}i{4 * rest}xPPPP6fi0P")
 
 
 @cache
 def program(gradient: str, copy: str) -> Program:
-    """Return the program for gradients and copies of these types; an empty `copy` means no copies."""
+    """Return the CUDA program for gradients and copies of the given types; an empty `copy` means no copies."""
     definitions = (
         ("GRADIENT", gradient),
         ("COPY", copy or "float"),
@@ -66,7 +66,7 @@ def program(gradient: str, copy: str) -> Program:
 
 
 def examples() -> list[Program]:
-    """Return the programs of training in fp16 with fp32 gradients, and in bf16."""
+    """Return example CUDA programs: of training in fp16 with fp32 gradients, and in bf16."""
     return [program("float", "half"), program("bfloat16", "bfloat16")]
 
 
@@ -79,7 +79,7 @@ def launch_adamw_(
     copies: list[Tensor],
     *scalars: Any,
 ) -> None:
-    """Launch the kernel once per 48 shards of the same types."""
+    """Launch the kernel once per 48 shards with the same dtypes of gradient and copy."""
     at = Scalars(*scalars)
     states, pointed = [*masters, *exp_avgs, *exp_avg_sqs], (at.step, at.lr, at.grad_scale, at.found_inf)
     if {t.dtype for t in [*states, *pointed] if t is not None} != {torch.float32}:
@@ -104,7 +104,7 @@ def _log_or_minus_inf(beta: float) -> float:
 
 
 CPU_CHUNK_ELEMENTS = 2**20
-"""Elements of a 16-bit gradient that a CPU converts to fp32 at once (4 MiB). A GPU converts `DEVICE_CHUNK`."""
+"""Elements of a 16-bit gradient that torch's operators convert to fp32 at once on a CPU; `DEVICE_CHUNK` on a GPU."""
 
 
 def reference(
@@ -115,7 +115,7 @@ def reference(
     copies: list[Tensor],
     **scalars: Any,
 ) -> None:
-    """Compute the definition with full-size temporaries, without a fused kernel and without decisions on the host."""
+    """Compute the AdamW step with plain torch operators, which allocate temporaries and do not wait for the device."""
     step, lr, beta1, beta2, eps, weight_decay, grad_scale, found_inf = Scalars(**scalars)
     go = torch.ones((), dtype=torch.bool, device=step.device) if found_inf is None else found_inf == 0
     for master, grad, exp_avg, exp_avg_sq in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
@@ -172,7 +172,7 @@ def _adamw(
 
 
 def _chunk_groups(sizes: dict[int, int], most: int) -> Iterator[list[tuple[int, slice]]]:
-    """Return groups of parts (index, slice) of tensors of these sizes, with `most` elements per group."""
+    """Yield groups of slices (tensor index, slice) that cover tensors of the given sizes, `most` elements per group."""
     group: list[tuple[int, slice]] = []
     free = most
     for i, size in sizes.items():
@@ -216,15 +216,13 @@ def adamw_(
     found_inf: Tensor | None = None,
     plain: bool = False,
 ) -> None:
-    """Perform one AdamW step over flat shards (1-D tensors; element i of every list is the same shard).
+    """Perform one AdamW step over flat shards: 1-D tensors, of which element i of every list belongs to shard i.
 
-    masters, exp_avgs and exp_avg_sqs are fp32 and updated in place. grads are fp32, bf16 or fp16 and *may be
-    overwritten*. copies are the lower-precision parameters that receive the new masters, or an empty list if the
-    masters are the parameters. `step` (number of this step, from 1), `lr`, `grad_scale` (divisor of gradients) and
-    `found_inf` (1: leave master and moments unchanged) are 0-dim fp32 tensors on the masters' device, so that the
-    device does not wait for the host. The caller must not advance `step` for a skipped step. `plain`: use torch's fused
-    AdamW on every device; `meta` has none and uses the operator. Raises ValueError if the lists do not match or are
-    empty.
+    `masters`, `exp_avgs` and `exp_avg_sqs` are fp32 and updated in place. `grads` are fp32, bf16 or fp16 and may be
+    overwritten. `copies` are the 16-bit parameters that receive the new masters; empty if the masters are the
+    parameters. `step` (from 1), `lr`, `grad_scale` (divisor of the gradients) and `found_inf` (1: skip the update) are
+    0-dim fp32 tensors on the device. The caller must not increment `step` after a skipped update. `plain`: use torch's
+    fused AdamW on every device. Raises ValueError if the lists do not match or are empty.
     """
     count = len(masters)
     lengths = [len(grads), len(exp_avgs), len(exp_avg_sqs), len(copies) or count]
@@ -253,7 +251,7 @@ def cost(
     *_: object,
     **__: object,
 ) -> Cost:
-    """Count 14 per element: unscale 1, decay 1, first moment 3, second moment 4, sqrt, eps, divide 3, update 2."""
+    """Return the cost: 14 FLOP per element (unscale 1, decay 1, moments 3 and 4, sqrt, eps, quotient 3, update 2)."""
     states = sum(operand.nbytes for group in (masters, exp_avgs, exp_avg_sqs) for operand in group)
     written = states + sum(operand.nbytes for operand in copies)
     return Cost(14 * sum(m.numel for m in masters), states + sum(g.nbytes for g in grads), written)

@@ -1,7 +1,7 @@
-"""Clock of a device, whose seconds contain no host time: `repro calibrate` and the benchmark of the kernels use it.
+"""Timer of calls on a GPU that excludes host time, for `repro calibrate` and the benchmark of the kernels.
 
-The device is busy with other work until the host has queued the timed calls. Before the calls, a buffer larger than the
-last-level cache is written, so that operands are not cached. Two events around the calls are the device's clock.
+The GPU sleeps until the host has queued all timed calls, and CUDA events measure their time. A write of a large buffer
+before the calls evicts the operands from the last-level cache.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 FLUSH_BYTES = 2**29
-"""Size of the buffer: several times the last-level cache (50 MiB on H100)."""
+"""Bytes of the buffer that evicts operands from the last-level cache (50 MiB on H100)."""
 MAX_TRIES = 4
-"""Maximum number of measurements until one has queued all calls before the device reached them."""
+"""Maximum number of measurements; one is valid if all calls are queued before the GPU begins the first call."""
 HOLD_MARGIN = 2.0
-"""Ratio of the time that the device is occupied to the host's time for the calls."""
+"""Ratio of the GPU's sleep before the calls to the host's time for queueing the calls."""
 MAX_HOLD_S = 50e-3
-"""Maximum duration of the work before the calls, in seconds: compilation at a first call takes seconds."""
+"""Maximum duration of the GPU's sleep in seconds, because queueing a first call may take seconds of compilation."""
 SLEEP_HZ = 2e9
-"""Upper bound of the clock rate of a GPU, in hertz: a sleep that counts cycles takes at least the given time."""
+"""Upper bound of a GPU's clock rate in hertz, which converts the seconds of a sleep to clock cycles."""
 
 
 class DeviceClock:
-    """Clock of a device, whose seconds contain no host time."""
+    """Timer of calls on torch's current GPU that excludes host time."""
 
     def __init__(
         self,
@@ -34,13 +34,12 @@ class DeviceClock:
         flush: Callable[[], Any] | None = None,
         hold: Callable[[float], Any] | None = None,
     ):
-        """Measure torch's current device.
+        """`event`: creates a CUDA event. `flush`: queues a write that evicts cached operands. `hold`: queues a sleep.
 
-        `flush` queues a write of the last-level cache. `hold` queues work of at least the given seconds, by default a
-        sleep. Tests pass their own `event`, `flush` and `hold`.
+        `hold` takes the minimum duration in seconds. The defaults are those of a real GPU.
         """
         self.host_s = 0.0
-        """Host time of the last calls, in seconds."""
+        """Host seconds for queueing the calls of the last measurement."""
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._flush = flush or self._write
         self._hold = hold or _sleep
@@ -49,11 +48,10 @@ class DeviceClock:
     def queued_seconds(
         self, calls: Sequence[Callable[[], Any]], queued: Callable[[], Any] = lambda: None
     ) -> float:
-        """Return the device's seconds of all `calls`.
+        """Return the GPU's seconds for all `calls`.
 
-        `queued` runs when all calls are queued and the device is busy. If the device reaches the calls before all are
-        queued, the measurement is repeated after a longer hold. A call that waits for the device is never queued in
-        time; then the last measurement counts.
+        `queued` runs after all calls are queued. If the GPU begins a call before that, the measurement is repeated
+        after a longer sleep. The last measurement counts if a call itself waits for the GPU.
         """
         hold_s = HOLD_MARGIN * self.host_s
         for _ in range(MAX_TRIES):
@@ -81,5 +79,5 @@ class DeviceClock:
 
 
 def _sleep(seconds: float) -> None:
-    """Let the device sleep."""
+    """Queue a sleep of at least `seconds` on the GPU."""
     torch.cuda._sleep(int(SLEEP_HZ * seconds))

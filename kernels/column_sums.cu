@@ -1,6 +1,6 @@
-// Sums over the rows of matrices.  `partial_sums` adds the rows of one matrix [rows, columns] to fp32 [count, columns].
-// `column_sums` adds the rows of fp32 matrices [count, rows, columns]: 32 columns a block, its warps sharing the rows.
-// TYPE: of the matrix and of the sums; WIDTH: columns that a thread of `partial_sums` keeps, which divides them.
+// Column sums of matrices.  `partial_sums` reduces one matrix [rows, columns] to fp32 partial sums [count, columns].
+// `column_sums` reduces fp32 matrices [count, rows, columns] over rows: a block has 32 columns, and warps share rows.
+// TYPE: type of the matrix and of the sums; WIDTH: columns per thread of `partial_sums`, a divisor of all columns.
 #include "columns.cuh"
 #include "memory.cuh"
 

@@ -1,4 +1,4 @@
-"""Sums of columns, the last part of every gradient of a weight or bias, and the distribution of rows over threads."""
+"""Column sums of a matrix, for gradients of biases and norm weights, and the distribution of rows over threads."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from repro.kernels.library import Cost, Operand, flatten_rows, operator
 
 ARGUMENTS = struct.Struct("@PPPPiii0q")
 SUM_THREADS_PER_PROCESSOR = 1024
-"""Threads per multiprocessor of `sum_rows`: enough loads in flight for the bandwidth, and few partial sums."""
+"""Threads per multiprocessor in `sum_rows`. Fewer do not use the memory bandwidth, more have more partial sums."""
 
 
 @cache
 def program(kind: str, width: int = 1) -> Program:
-    """Return the program for sums of this type, of rows that threads read by `width` elements at once."""
+    """Return the CUDA program for rows and sums of type `kind`, of which a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("column_sums", definitions, ARGUMENTS, ("column_sums", "partial_sums"), 512)
 
 
 def examples() -> list[Program]:
-    """Return the programs of 16-bit sums."""
+    """Return example CUDA programs, which compute 16-bit column sums."""
     return [program("half"), program("bfloat16", 8)]
 
 
 def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the kernel on fp32 [n, R, C] and return [n, C] in `dtype`, or [C] if n is 1; `loaded` has this type."""
+    """Launch the kernel on `partials`, fp32 [n, R, C], and return sums over R: [n, C] in `dtype`, or [C] if n is 1.
+
+    `loaded` must be the program for `dtype`.
+    """
     count, rows, columns = partials.shape
     sums = partials.new_empty(*((count, columns) if count > 1 else (columns,)), dtype=dtype)
     arguments = ARGUMENTS.pack(partials.data_ptr(), sums.data_ptr(), 0, 0, rows, columns, count)
@@ -40,10 +43,11 @@ def launch_column_sums(loaded: Loaded, partials: Tensor, dtype: torch.dtype) -> 
 
 @cache
 def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[int, int] | None:
-    """Return (threads, items) of a block: a row of `columns` as `items` vectors of `width` elements per thread.
+    """Return (threads, items) of a thread block in which each thread has `items` vectors of `width` elements of a row.
 
-    A thread has at most `most` elements. Blocks of up to 256 threads are preferred because they hide barriers, then few
-    idle threads, then several vectors per thread, whose loads overlap. Return None for a row that does not fit.
+    A thread has at most `most` elements. Up to 256 threads per block are preferred, because several such blocks hide
+    each other's barriers; then few idle threads; then several vectors per thread, whose loads overlap. Return None if
+    a row of `columns` elements does not fit.
     """
     vectors = -(-columns // width)
     best: tuple[tuple[float, ...], int, int] | None = None
@@ -61,16 +65,19 @@ def row_shape(columns: int, width: int, most: int, most_threads: int) -> tuple[i
 def row_grid(
     on: KernelLauncher, rows: int, columns: int, width: int, threads: int, per_processor: int = 2048
 ) -> tuple[int, int]:
-    """Return (blocks, rows at once) of a grid: `width` columns per thread, `per_processor` threads per processor."""
+    """Return (blocks, rows at once) of a grid with `width` columns per thread.
+
+    `threads`: threads per block. `per_processor`: maximum number of threads per multiprocessor.
+    """
     vectors = columns // width
-    needed, resident = rows * vectors, per_processor * on.processors  # threads
+    needed, resident = rows * vectors, per_processor * on.processors  # Both are numbers of threads.
     blocks = -(-(needed if needed < resident else vectors if vectors > resident else resident) // threads)
     at_once = blocks * threads // vectors
     return blocks, at_once if at_once < rows else rows
 
 
 def launch_sum_rows(on: KernelLauncher, rows: Tensor) -> Tensor:
-    """Launch both kernels and return the sums."""
+    """Launch the kernels for partial and for final sums, and return the sums."""
     rows = rows.contiguous()
     count, columns = rows.shape
     if not rows.numel():
@@ -86,7 +93,7 @@ def launch_sum_rows(on: KernelLauncher, rows: Tensor) -> Tensor:
 
 
 def reference(rows: Tensor) -> Tensor:
-    """Compute the definition in the dtype of the argument."""
+    """Compute the column sums with plain torch operators in the dtype of the argument."""
     return rows.sum(0)
 
 
@@ -98,13 +105,13 @@ sum_operator = operator("sum_rows(Tensor rows) -> Tensor", reference, _shape, la
 
 
 def sum_rows(x: Tensor, *, plain: bool = False) -> Tensor:
-    """Return the sums [C] of x [..., C] over all other dimensions, in its dtype, accumulated in fp32 at least.
+    """Return the sums [C] of x [..., C] over all other dimensions in the dtype of x, accumulated at least in fp32.
 
-    It is the gradient of a bias. `plain`: use torch's sum on every device. Devices without a kernel use torch's sum.
+    Without the CUDA kernel or with `plain`, torch's sum computes them.
     """
     return x.flatten(0, -2).sum(0) if plain or not x.is_cuda else sum_operator(flatten_rows(x))
 
 
 def cost(rows: Operand) -> Cost:
-    """Count 1 per element."""
+    """Return the operator's cost: 1 FLOP per element."""
     return Cost(rows.numel, rows.nbytes, rows.shape[-1] * rows.itemsize)

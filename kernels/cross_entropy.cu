@@ -1,24 +1,24 @@
-// The local steps of vocabulary-parallel cross-entropy, a row of logits a block. Rows of any length begin at any
-// address: a vocabulary is rarely a multiple of anything.
-// TYPE: of the logits.
+// The local steps of vocabulary-parallel cross-entropy. A block processes one row of logits, which may have any length
+// and any alignment, because a vocabulary is rarely a multiple of 16 bytes.
+// TYPE: type of the logits.
 #include "block.cuh"
 #include "memory.cuh"
 
 constexpr int V = 16 / (int)sizeof(TYPE);
 
 struct Arguments {
-  TYPE* logits;  // [rows, columns]; the gradient replaces them
+  TYPE* logits;  // [rows, columns]; `gradient` overwrites them
   float* maximum;
   float* sums;  // [2, rows]
   const long long* targets;
-  const float* grad;  // of the loss, [rows]
+  const float* grad;  // gradient of the loss, [rows]
   long long vocab_start;
   long long rows;
   long long columns;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
-// Applies each(logit, in fp32) to a row.
+// Calls each(logit) with every logit of a row in fp32; the threads of a block share the row.
 template <class Each>
 __device__ inline void share_row(const TYPE* logits, long long columns, Each each) {
   share<V>(

@@ -1,8 +1,7 @@
 """The three local steps of vocabulary-parallel cross-entropy (Megatron-LM, 1909.08053, section 3).
 
-A rank holds columns vocab_start .. vocab_start + v of the logits. Between the steps the caller reduces over
-the tensor-parallel group: the row maxima by maximum, the [2, n] sums by addition. Then loss = log(sums[0])
-- sums[1], and the gradient replaces the logits in place: no second tensor of their size exists.
+A rank has the v columns of the logits from `vocab_start` on. Between the steps, the caller reduces row maxima and sums
+over the tensor-parallel group. The loss is log(sums[0]) - sums[1], and the gradient replaces the logits in place.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, poi
 from repro.kernels.library import Cost, Operand, accumulation_dtype, no_result, operator, row_chunks
 
 MAX_BLOCKS_PER_PROCESSOR = 64
-"""Maximum blocks per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor."""
 
 
 @cache
 def program(kind: str) -> Program:
-    """Return the program for logits of this type."""
+    """Return the CUDA program for logits whose type in the sources is `kind`."""
     kernels = ("maxima", "sums", "gradient")
     return Program("cross_entropy", (("TYPE", kind),), struct.Struct("@PPPPPqqq"), kernels, 512)
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits."""
+    """Return example CUDA programs, for bf16 and fp16 logits."""
     return [program("bfloat16"), program("half")]
 
 
@@ -43,7 +42,7 @@ def launch_cross_entropy_max(on: KernelLauncher, logits: Tensor) -> Tensor:
 def launch_cross_entropy_sums(
     on: KernelLauncher, logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int
 ) -> Tensor:
-    """Launch the kernel and return the sums, fp32 [2, n]."""
+    """Launch the kernel and return the sums of `cross_entropy_sums`, fp32 [2, n]."""
     sums = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(on, "sums", logits.contiguous(), maximum, sums, targets, None, vocab_start)
     return sums
@@ -58,7 +57,7 @@ def launch_cross_entropy_backward_(
     vocab_start: int,
     grad_loss: Tensor,
 ) -> None:
-    """Launch the kernel, which replaces the logits by the gradient."""
+    """Launch the kernel that replaces the logits by their gradient."""
     if not logits.is_contiguous():
         raise Unavailable("cross_entropy_backward_ needs contiguous logits, which it overwrites")
     _launch(on, "gradient", logits, maximum, sums, targets, grad_loss, vocab_start)
@@ -88,12 +87,12 @@ def _launch(
 
 
 def reference_max(logits: Tensor) -> Tensor:
-    """Compute the definition in the dtype of the argument."""
+    """Compute the row maxima with plain torch operators in the dtype of the argument."""
     return logits.amax(-1)
 
 
 def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
-    """Compute the definition in the dtype of the arguments."""
+    """Compute the sums of `cross_entropy_sums` with plain torch operators in the dtype of the arguments."""
     shifted = logits - maximum[:, None]
     hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     return torch.stack([shifted.exp().sum(1), torch.where(hit, shifted, 0.0).sum(1)])
@@ -102,7 +101,7 @@ def reference_sums(logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start
 def reference_gradient(
     logits: Tensor, maximum: Tensor, sums: Tensor, targets: Tensor, vocab_start: int, grad_loss: Tensor
 ) -> Tensor:
-    """Return (softmax - onehot) * grad_loss by the definition, as a new tensor."""
+    """Return the gradient (softmax - onehot) * grad_loss with plain torch operators, as a new tensor."""
     hit = targets[:, None] == torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
     probability = (logits - maximum[:, None]).exp() / sums[0, :, None]
     return (probability - hit.to(logits.dtype)) * grad_loss[:, None]
@@ -113,7 +112,7 @@ def _max(logits: Tensor) -> Tensor:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return the column [n, 1] of every target, and bool [n, 1]: whether this rank has it."""
+    """Return the local column [n, 1] of every target, clamped to this rank's columns, and whether the rank has it."""
     local = (targets - vocab_start).unsqueeze(1)
     column = local.clamp(0, size - 1)
     return column, column == local
@@ -181,9 +180,9 @@ def _check(logits: Tensor, *vectors: Tensor) -> None:
 
 
 def cross_entropy_max(logits: Tensor, *, plain: bool = False) -> Tensor:
-    """Return the row maxima of this rank's logits [n, v]: fp32 [n] (fp64 for fp64). Not differentiable.
+    """Return the row maxima of this rank's logits [n, v], without gradient: fp32 [n], or fp64 for fp64 logits.
 
-    `plain`, here and below: use torch's operators on every device.
+    `plain`: use torch's operators on every device.
     """
     _check(logits)
     return (_max if plain else max_operator)(logits.detach())
@@ -192,11 +191,11 @@ def cross_entropy_max(logits: Tensor, *, plain: bool = False) -> Tensor:
 def cross_entropy_sums(
     logits: Tensor, maximum: Tensor, targets: Tensor, vocab_start: int, *, plain: bool = False
 ) -> Tensor:
-    """Return fp32 [2, n] (fp64 for fp64 logits): sum of exp(logit - maximum), and target logit - maximum or 0.
+    """Return fp32 [2, n] (fp64 for fp64 logits): row sums of exp(logit - maximum), and target logit - maximum.
 
-    `targets` int64 [n] are indices in the full vocabulary; targets outside this rank's columns contribute 0. 16-bit
-    logits are converted to fp32 chunk by chunk. Not differentiable by itself: the gradient is
-    `cross_entropy_backward_`. Raises ValueError if the sizes do not agree.
+    The second sum is 0 for targets outside this rank's columns. `targets`: int64 [n], indices in the full vocabulary.
+    The operator has no gradient; `cross_entropy_backward_` computes that of the loss. `plain`: use torch's operators on
+    every device. Raises ValueError if the sizes do not agree.
     """
     _check(logits, maximum, targets)
     return (_sums if plain else sums_operator)(logits.detach(), maximum, targets, vocab_start)
@@ -214,9 +213,9 @@ def cross_entropy_backward_(
 ) -> None:
     """Overwrite logits [n, v] by d loss / d logits = (softmax - onehot) * grad_loss.
 
-    maximum and sums refer to the full vocabulary, reduced over the group. `grad_loss` is fp32 [n], with 0 at rows that
-    do not count. The arithmetic is fp32, rounded once to the dtype of the logits. Raises ValueError if the sizes do not
-    agree.
+    `maximum` and `sums` are reduced over the tensor-parallel group. `grad_loss` is fp32 [n], with 0 for rows without a
+    loss. The arithmetic is fp32, rounded once to the dtype of the logits. `plain`: use torch's operators on every
+    device. Raises ValueError if the sizes do not agree.
     """
     _check(logits, maximum, targets, grad_loss)
     if sums.shape != (2, *logits.shape[:1]):
@@ -226,18 +225,18 @@ def cross_entropy_backward_(
 
 
 def max_cost(logits: Operand) -> Cost:
-    """Count 1 comparison per logit."""
+    """Return the operator's cost: 1 FLOP (comparison) per logit."""
     return Cost(logits.numel, logits.nbytes, 4 * logits.shape[0])
 
 
 def sums_cost(logits: Operand, maximum: Operand, targets: Operand, *_: object) -> Cost:
-    """Count 3 per logit: shift, exp, sum; the target's logit is read with its row."""
+    """Return the operator's cost: 3 FLOP per logit (shift, exp, sum). The target's logit is read with its row."""
     rows = logits.shape[0]
     return Cost(3 * logits.numel + rows, logits.nbytes + maximum.nbytes + targets.nbytes, 2 * 4 * rows)
 
 
 def gradient_cost(logits: Operand, maximum: Operand, sums: Operand, targets: Operand, *_: object) -> Cost:
-    """Count 3 per logit: shift, exp, times grad / sum; 2 per row. Only the first row of the sums is read."""
+    """Return the operator's cost: 3 FLOP per logit (shift, exp, product) and 2 per row (grad / sum, target)."""
     rows = logits.shape[0]
     read = logits.nbytes + maximum.nbytes + sums.nbytes // 2 + targets.nbytes + 4 * rows
     return Cost(3 * logits.numel + 2 * rows, read, logits.nbytes)

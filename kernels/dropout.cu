@@ -1,26 +1,26 @@
-// Bias, dropout and residual: y = residual + keep (x + bias) / (1 - p), with the random bits of `random.py`: they
-// depend on key, row in the global batch and column only, so that every layout and recomputation drops the same.
-// TYPE: of x, residual and gradients; BIAS: of bias; HAS_BIAS, HAS_RESIDUAL, DROP: 0 or 1; WIDTH: columns that a
-// thread keeps, which divides them.
+// Bias, dropout and residual: y = residual + mask (x + bias) / (1 - p). The mask comes from the random bits of
+// `random.py`, which depend only on key, row in the global batch and column, so that every layout drops the same
+// elements. TYPE: type of x, residual and gradients; BIAS: type of bias; HAS_BIAS, HAS_RESIDUAL, DROP: 0 or 1; WIDTH:
+// columns per thread, a divisor of all columns.
 #include "columns.cuh"
 #include "memory.cuh"
 
 constexpr int V = WIDTH;
 
 struct Arguments {
-  const TYPE* x;  // grad in backward
+  const TYPE* x;  // gradient of y in backward
   const BIAS* bias;
   const TYPE* residual;
   TYPE* y;                 // dx in backward
   float* partials;         // [at_once, columns]: each thread's sums of dx
-  const long long* device_key;  // [2], mixed key and first sample, which a replayed launch reads; null: as below
-  unsigned long long key;  // mixed
-  long long origin;        // row 0 of x in the global batch; its rows are `positions` of every `seq` from there,
-  unsigned rows, positions;
-  long long seq;
-  int split, jump;         // and `jump` further from the `split`-th of each sample on
-  int columns, at_once;
-  int threshold;  // bits below it are dropped
+  const long long* device_key;  // [2]: mix(key) and first sample, read at each replay of a CUDA graph; null: `key`
+  unsigned long long key;  // mix(key)
+  long long origin;        // number of row 0 of x in the global batch; with `device_key`, for first sample 0
+  unsigned rows, positions;  // number of rows of x, and number of rows per sample
+  long long seq;           // number of rows between samples in the global batch
+  int split, jump;         // row numbers are larger by `jump` from row `split` of each sample on
+  int columns, at_once;    // `at_once`: number of rows that the grid processes at once
+  int threshold;  // elements with smaller random bits are dropped
   float scale;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
@@ -39,7 +39,7 @@ __device__ inline Words hash(long long index, unsigned long long key) {
 struct Mask {
   unsigned long long key;
   long long origin;
-  unsigned low[V], even[V];  // of the thread's columns
+  unsigned low[V], even[V];  // words of the thread's columns
 
   __device__ Mask(const Arguments& a, int column) : key(a.key), origin(a.origin) {
     if (!DROP) return;
@@ -54,7 +54,7 @@ struct Mask {
     }
   }
 
-  // Multiplies what is kept by the scale, and makes the rest 0, whatever it is.
+  // Multiplies retained values by the scale, and replaces dropped values, even inf and NaN, by 0.
   __device__ void apply(const Arguments& a, unsigned row, float (&values)[V]) const {
     const unsigned position = row % a.positions;
     const int further = position >= (unsigned)a.split ? a.jump : 0;
@@ -67,7 +67,7 @@ struct Mask {
   }
 };
 
-// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+// The minimum of one block per multiprocessor keeps the assembler from spilling registers to fit another block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Arguments a) {
   const Place at = place(a.columns, V, a.at_once);
   if (at.idle) return;

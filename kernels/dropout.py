@@ -1,7 +1,7 @@
-"""Bias, dropout and residual in one step: y = residual + dropout(x + bias).
+"""Fused bias, dropout and residual: y = residual + dropout(x + bias).
 
-The mask comes from `repro.kernels.random` at the token's row number in the *global* batch, so every layout drops the
-same elements. Only the key is saved: backward computes the mask again.
+The mask depends on the token's row number in the global batch (`repro.kernels.random`), so every layout drops the same
+elements. Backward recomputes the mask from the key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first,
 
 
 class Place(NamedTuple):
-    """Place of x [b, s, h] in the global batch; see `bias_dropout_residual`."""
+    """Position of x [b, s, h] in the global batch; see the arguments of `bias_dropout_residual`."""
 
     first_sample: int
     seq: int
@@ -34,7 +34,10 @@ class Place(NamedTuple):
 
 @cache
 def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Program:
-    """Return the program for rows that threads read by `width` elements at once; an empty `bias` means no bias."""
+    """Return the CUDA program for x and bias of the given types; a thread reads `width` elements at once.
+
+    An empty `bias` means no bias. `residual`, `drop`: whether the kernel adds a residual and applies dropout.
+    """
     flags = (("HAS_BIAS", int(bool(bias))), ("HAS_RESIDUAL", int(residual)), ("DROP", int(drop)))
     definitions = (("TYPE", kind), ("BIAS", bias or "float"), *flags, ("WIDTH", width))
     return Program(
@@ -43,7 +46,7 @@ def program(kind: str, bias: str, residual: bool, drop: bool, width: int) -> Pro
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for rows of odd length."""
+    """Return example CUDA programs: for bf16, and for fp32 rows of odd length."""
     return [program("bfloat16", "bfloat16", True, True, 8), program("float", "float", True, False, 1)]
 
 
@@ -56,7 +59,7 @@ def launch_bias_dropout_residual(
     key: int,
     *place: Any,
 ) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `bias_dropout_residual` and return its result."""
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -84,7 +87,7 @@ def launch_bias_dropout_residual_backward(
     key: int,
     *place: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return dx and dbias, which is empty without a bias."""
+    """Launch the kernels and return the gradients of x and of the bias; the latter is empty without a bias."""
     grad = grad.contiguous()
     dx, columns = torch.empty_like(grad), grad.shape[-1]
     if not grad.numel():
@@ -107,27 +110,30 @@ def launch_bias_dropout_residual_backward(
 def _count_rows(x: Tensor) -> int:
     rows = x.numel() // x.shape[-1]
     if rows >= 2**31:
-        raise Unavailable(f"bias_dropout_residual counts rows in 31 bits, and there are {rows}")
+        raise Unavailable(f"bias_dropout_residual needs fewer than 2**31 rows, not {rows}")
     return rows
 
 
 def _scalar_arguments(
     p: float, key: int, at: Place, positions: int, rows: int, columns: int, at_once: int
 ) -> tuple[int | float, ...]:
-    """Return the arguments after the pointers."""
+    """Return the kernel's arguments after the pointers, in the order of the source's struct `Arguments`."""
     origin = at.first_position + (at.first_sample * at.seq if at.device_key is None else 0)
     sizes = (origin, rows, positions, at.seq, at.split, at.jump, columns, at_once)
     return (random.mixed(key), *sizes, random.threshold(p), 1 / (1 - p))
 
 
 def _global_rows(x: Tensor, place: Place) -> Tensor:
-    """Return row numbers (first_sample + i) * seq + first_position + j of x [b, s, h], int64 [b * s].
+    """Return the row numbers in the global batch of sample i and position j of x [b, s, h], int64 [b * s].
 
-    From j = split on they are `jump` larger.  Raises RuntimeError for a key in device memory.
+    The number is (first_sample + i) * seq + first_position + j, plus `jump` for j >= split. Raises RuntimeError for a
+    key in device memory, which only the CUDA kernel supports.
     """
     (first_sample, seq, first_position, split, jump, device_key), (samples, positions, _) = place, x.shape
     if device_key is not None:
-        raise RuntimeError("a dropout key in device memory needs the CUDA kernel, which is not available")
+        raise RuntimeError(
+            "dropout with a key in device memory needs the CUDA kernel, which is not available"
+        )
     origin = first_sample * seq + first_position
     if not jump and (samples == 1 or positions == seq):
         return torch.arange(origin, origin + samples * positions, device=x.device)
@@ -150,7 +156,7 @@ def reference(
     training: bool,
     *further: Any,
 ) -> Tensor:
-    """Compute the definition in the dtype of the arguments."""
+    """Compute bias, dropout and residual with plain torch operators in the dtype of the arguments."""
     y = x if bias is None else x + bias
     if training and p > 0:
         rows = _global_rows(x, Place(first_sample, seq, first_position, *further))
@@ -193,7 +199,7 @@ def _forward(
 
 
 def _keep(words: tuple[Tensor, ...], first: int, last: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the mask of some rows as numbers 0 and 1, because torch is slow with bool on a CPU."""
+    """Return the mask of rows first to last - 1 as numbers: 1 for retained elements, because bool is slow on a CPU."""
     row_low, row_odd, column_low, column_even = words
     bits = random.combine(row_low[first:last], row_odd[first:last], column_low, column_even)
     return bits.ge_(random.threshold(p)).to(dtype)
@@ -278,13 +284,13 @@ def bias_dropout_residual(
 ) -> Tensor:
     """Return y = residual + dropout(x + bias), [b, s, h] as x; bias is [h], residual [b, s, h], both optional.
 
-    `random.keep_mask` drops element (i, j, c) at row (first_sample + i) * seq + first_position + j, column c.
+    `random.keep_mask` decides on element (i, j, c) at row (first_sample + i) * seq + first_position + j and column c.
     `first_sample` is the index of the first sample in the global batch and `seq` the length of a full sequence.
-    `first_position` is the start of this rank's part of it (0 for a full sequence). From j = `split` on, row numbers
-    are `jump` larger (context parallelism). Retained elements are scaled by 1 / (1 - p). With p == 0 or outside
-    training, the operator is an addition. Backward needs no saved tensor. `device_key`: int64 [2] of
-    `random.device_key` on the GPU, read in place of `key` and `first_sample` at every launch and replay. `plain`: use
-    torch's operators on every device. Raises ValueError if the sizes do not agree or p is not in [0, 1).
+    `first_position` is the position of the rank's first token in the sequence. For j >= `split`, row numbers are larger
+    by `jump` (context parallelism). Retained elements are scaled by 1 / (1 - p). Backward saves no tensor.
+    `device_key`: int64 [2] of `random.device_key` in GPU memory, which replaces `key` and `first_sample`, so that each
+    replay of a CUDA graph reads new values. `plain`: use torch's operators on every device. Raises ValueError if the
+    sizes do not agree or p is not in [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}, it must be at least 0 and less than 1")
@@ -305,13 +311,13 @@ def bias_dropout_residual(
 def forward_cost(
     x: Operand, bias: Operand | None, residual: Operand | None, p: float = 0.0, *_: object
 ) -> Cost:
-    """Count 1 each per element for bias, scale and residual; the mask is integer work and moves no bytes."""
+    """Return the cost: 1 FLOP per element each for bias, scale and residual. The mask moves no bytes."""
     per_element = (bias is not None) + (residual is not None) + (p > 0)
     read = x.nbytes + sum(operand.nbytes for operand in (bias, residual) if operand is not None)
     return Cost(per_element * x.numel, read, x.nbytes)
 
 
 def backward_cost(grad: Operand, has_bias: bool = True, *_: object) -> Cost:
-    """Count 2 per element: scale 1, dbias 1."""
+    """Return the cost: per element 1 FLOP for the scale, and 1 for the sum of dbias if there is a bias."""
     bias_bytes = grad.shape[-1] * grad.itemsize if has_bias else 0
     return Cost((1 + has_bias) * grad.numel, grad.nbytes, grad.nbytes + bias_bytes)

@@ -1,8 +1,7 @@
-"""Index of the operator families: cost formulas of all `repro::` operators, and all CUDA programs.
+"""Index of all `repro::` operators: their cost formulas, which torch's FlopCounterMode also uses, and CUDA programs.
 
-The formulas are in the modules of the kernels, and their docstrings list the operations per element. They count the
-necessary work (operands read once, results written once) and no integer work (random bits, indices). The simulator and
-torch's FlopCounterMode use them.
+The formulas are in the modules of the kernels. They count floating-point operations and necessary memory traffic
+(operands are read once, results written once), but no integer operations such as those of random bits.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "norm_squared": norm.cost,
     "sum_rows": column_sums.cost,
 }
-"""Operator name without `repro::` -> cost formula over the operator's arguments."""
+"""Cost formula of each operator, by the operator's name without `repro::`."""
 FAMILIES = {
     "adamw": adamw,
     "norm": norm,
@@ -65,9 +64,9 @@ FAMILIES = {
     "cross-entropy": cross_entropy,
     "sums of columns": column_sums,
 }
-"""Name of a family of kernels, for people -> its module."""
+"""Module of each family of kernels, by the name that messages show."""
 SOURCE_TYPES = {"fp32": "float", "bf16": "bfloat16", "fp16": "half"}
-"""Precision of a layout -> type in the CUDA sources."""
+"""Type in the CUDA sources, by precision of a layout."""
 
 
 def _as_operand(argument: Any, itemsize: int) -> Any:
@@ -81,11 +80,10 @@ def _as_operand(argument: Any, itemsize: int) -> Any:
 
 
 def cost(name: str, *arguments: Any, itemsize: int = 4) -> Cost:
-    """Return (flops, bytes_read, bytes_written) of one call of `repro::<name>`.
+    """Return (flops, bytes_read, bytes_written) of one call of `repro::<name>` with `arguments` in schema order.
 
-    The arguments are the operator's, in the order of its schema. A tensor may be on `meta`. A *tuple* of sizes stands
-    for a tensor with `itemsize` bytes per element, and a list for a list of tensors. Trailing arguments without tensors
-    are optional. Raises ValueError for an unknown name.
+    Tensors may be on `meta`. A tuple of sizes stands for a tensor with `itemsize` bytes per element. Trailing arguments
+    without tensors are optional. Raises ValueError for an unknown name.
     """
     short = name.removeprefix("repro::").removesuffix(".default")
     if short not in FORMULAS:
@@ -101,23 +99,23 @@ def _formula(name: str) -> Callable[..., int]:
 
 
 def example_programs() -> list[Program]:
-    """Return one or more programs of every family, as training compiles them."""
+    """Return CUDA programs that training uses, one or more of every family of kernels."""
     return [program for family in FAMILIES.values() for program in family.examples()]
 
 
 class SizeClass(NamedTuple):
-    """One program, and the row lengths that share it."""
+    """A CUDA program, and the row lengths for which the same program is used."""
 
     program: Program
     sizes: tuple[int, ...]
-    """Columns of its rows, ascending; empty for rows of any length."""
+    """Row lengths in elements, ascending; empty if the program accepts rows of any length."""
 
 
 @cache
 def size_classes() -> list[SizeClass]:
-    """Return the programs of all experiments in the suites and of all model files in every precision.
+    """Return the CUDA programs of all experiments in the suites, and of all model files in every precision.
 
-    Their tensors have the alignment of our allocations.
+    The programs are those for tensors that are aligned to 16 bytes.
     """
     from repro.config import models
     from repro.config.enums import OperatorSet
@@ -152,7 +150,7 @@ def size_classes() -> list[SizeClass]:
 
 
 def _vector_width(kind: str, size: int) -> int:
-    """Return the elements that a thread reads at once of rows of `size`: 16 bytes of them, or one."""
+    """Return the number of elements per read of a thread: 16 bytes if they divide rows of `size` elements, else one."""
     width = 16 // TYPE_BYTES[kind]
     return 1 if size % width else width
 

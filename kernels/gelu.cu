@@ -1,5 +1,5 @@
 // Bias and tanh GELU: y = u sigmoid(2 k (u + 0.044715 u^3)) with u = x + bias and k = sqrt(2 / pi).
-// TYPE: of x; BIAS: of bias; WIDTH: columns that a thread keeps, which divides them.
+// TYPE: type of x; BIAS: type of bias; WIDTH: columns per thread, a divisor of all columns.
 #include "columns.cuh"
 #include "memory.cuh"
 

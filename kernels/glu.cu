@@ -1,5 +1,5 @@
-// y = silu(gate) up, of rows [gate | up]; backward makes the gradients of both in the same places.
-// TYPE: of all; WIDTH: columns that a thread takes at once, which divides them.
+// y = silu(gate) up, where each row of x is [gate | up]; dx has the same layout.
+// TYPE: type of all tensors; WIDTH: columns that a thread processes at once, a divisor of all columns.
 #include "memory.cuh"
 
 constexpr int V = WIDTH;

@@ -1,4 +1,4 @@
-"""Gated linear unit with SiLU: y = silu(gate) * up, the halves of one tensor [..., 2 f] (2002.05202)."""
+"""Gated linear unit with SiLU (2002.05202): y = silu(gate) * up, with gate and up as halves of a tensor [..., 2 f]."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from repro.kernels.library import (
 )
 
 MAX_BLOCKS_PER_PROCESSOR = 16
-"""Maximum blocks per multiprocessor: two full rounds."""
+"""Maximum number of thread blocks per multiprocessor, about twice as many as run at once."""
 
 
 @cache
 def program(kind: str, width: int) -> Program:
-    """Return the program for rows that threads read by `width` elements at once."""
+    """Return the CUDA program for tensors of type `kind`, of which a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("glu", definitions, struct.Struct("@PPPqi0q"), ("forward", "backward"), 256)
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for rows of odd length."""
+    """Return example CUDA programs: for bf16, and for fp16 rows of odd length."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -47,13 +47,13 @@ def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, int
 
 
 def launch_swiglu(on: KernelLauncher, x: Tensor) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `swiglu` and return its result."""
     x = x.contiguous()
     return _launch(on, "forward", x, None, x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 
 
 def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tensor:
-    """Launch the kernel and return dx."""
+    """Launch the backward kernel and return the gradient of x."""
     if grad.dtype != x.dtype:
         raise Unavailable("swiglu_backward needs a gradient of the dtype of x")
     x = x.contiguous()
@@ -61,7 +61,7 @@ def launch_swiglu_backward(on: KernelLauncher, grad: Tensor, x: Tensor) -> Tenso
 
 
 def reference(x: Tensor) -> Tensor:
-    """Compute the definition in the dtype of the argument."""
+    """Compute SwiGLU with plain torch operators in the dtype of the argument."""
     gate, up = x.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
@@ -121,10 +121,10 @@ def swiglu(x: Tensor, *, plain: bool = False) -> Tensor:
 
 
 def forward_cost(x: Operand) -> Cost:
-    """Count 3 per element of the result: sigmoid 1, its product with the gate 1, with up 1."""
+    """Return the operator's cost: 3 FLOP per element of the result (sigmoid, product with gate, product with up)."""
     return Cost(3 * x.numel // 2, x.nbytes, x.nbytes // 2)
 
 
 def backward_cost(grad: Operand, x: Operand) -> Cost:
-    """Count 8 per element of the gradient: sigmoid 1, silu 1, of up 1, the slope 3, times up and the gradient 2."""
+    """Return the operator's cost: 8 FLOP per element of `grad` (sigmoid 1, silu 1, dup 1, silu' 3, dgate 2)."""
     return Cost(8 * grad.numel, grad.nbytes + x.nbytes, x.nbytes)

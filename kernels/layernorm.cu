@@ -1,7 +1,7 @@
-// Layer norm, a row a block. A thread holds ITEMS groups of WIDTH elements of the row in registers, so that the row is
-// read once; statistics are fp32 and the variance is that of the differences from the mean.
-// TYPE: of rows; WEIGHT: of weight and bias; CENTRED: 1, or 0 for the root mean square without mean and bias;
-// BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, which WIDTH divides.
+// Layer norm or RMS norm. A block processes one row, of which each thread has ITEMS groups of WIDTH elements in
+// registers, so that the row is read once. Statistics are fp32; the variance is that of differences to the mean.
+// TYPE: type of rows; WEIGHT: type of weight and bias; CENTRED: 1 for layer norm, 0 for RMS norm without mean and bias;
+// BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= columns, and WIDTH is a divisor of columns.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -15,7 +15,7 @@ struct Arguments {
   const WEIGHT* bias;
   float* mean;
   float* rstd;
-  float* partials;  // [1 + CENTRED, blocks, columns]: what each block adds to the gradients of weight and bias
+  float* partials;  // [1 + CENTRED, blocks, columns]: part of each block in the gradients of weight and bias
   long long rows;
   int columns;
   float epsilon;
@@ -25,7 +25,7 @@ static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other argument
 __device__ inline int column(int item) { return (item * THREADS + (int)threadIdx.x) * V; }
 
 #if !BACKWARD
-// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+// The minimum of one block per multiprocessor keeps the assembler from spilling registers to fit another block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Arguments a) {
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const TYPE* x = a.x + row * a.columns;
@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   }
 }
 #else
-// dx = rstd (g w - mean(g w) - xhat mean(g w xhat)), without mean(g w) if not CENTRED. A block takes many rows and keeps its sums over them for the
-// gradients of weight and bias in registers: grad and x are read once, and `column_sums` adds up few partial sums.
+// dx = rstd (g w - mean(g w) - xhat mean(g w xhat)), without mean(g w) for RMS norm; g is grad, w weight, xhat the
+// normalised x. A block sums the gradients of weight and bias over its rows, and `column_sums` adds the blocks' sums.
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ Arguments a) {
   float dweight[ITEMS][V] = {}, dbias[ITEMS][V] = {};
   for (long long row = blockIdx.x; row < a.rows; row += gridDim.x) {

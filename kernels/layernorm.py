@@ -13,17 +13,17 @@ from repro.kernels.cuda.program import KernelLauncher, Program, Unavailable, poi
 from repro.kernels.library import Cost, Differentiable, Operand, accumulation_dtype, operator
 
 MAX_FORWARD_BLOCKS, MAX_BACKWARD_THREADS = 64, 1024
-"""Maximum blocks in forward and, by its registers, threads in backward, per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor in forward, and of threads in backward, limited by registers."""
 
 
 @cache
 def program(
     kind: str, weight: str, columns: int, width: int, backward: bool, centred: bool = True
 ) -> Program:
-    """Return the program for rows of `columns`, read by `width` elements at once; `centred`: with mean and bias.
+    """Return the CUDA program for rows of `columns` elements, of which a thread reads `width` at once.
 
-    A thread holds up to 32 elements, or 16 in backward because of two sums per element. Single elements need one
-    address each. Rows that exceed a block have kernels for any length.
+    `kind` and `weight`: types in the sources of x and of the weight. `centred`: with mean and bias (layer norm), else
+    without (RMS norm). Rows that exceed the registers of a thread block have a program for rows of any length.
     """
     most, threads = (16, 512) if backward else (32, 512 if width == 1 else 1024)
     shape = sums.row_shape(columns, width, most, threads)
@@ -37,7 +37,7 @@ def program(
 
 
 def examples() -> list[Program]:
-    """Return the programs of Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B and a model of 1T parameters."""
+    """Return example CUDA programs: Turing-NLG 17B, Megatron 8.3B, long fp32 rows, Llama 70B, 1T parameters."""
     usual = [
         ("bfloat16", "bfloat16", 4256, 8, True),
         ("half", "float", 3072, 8, True),
@@ -55,7 +55,7 @@ def examples() -> list[Program]:
 def launch_layer_norm(
     on: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel and return y, mean and rstd."""
+    """Launch the layer norm kernel and return y, mean and rstd = 1 / standard deviation."""
     if bias.dtype != weight.dtype:
         raise Unavailable("layer_norm needs weight and bias of one dtype")
     mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -64,7 +64,7 @@ def launch_layer_norm(
 
 
 def launch_rms_norm(on: KernelLauncher, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return y and rstd."""
+    """Launch the RMS norm kernel and return y and rstd = 1 / root mean square."""
     return _launch_forward(on, x, weight, eps, None, None)
 
 
@@ -92,7 +92,7 @@ def _launch_forward(
 def launch_layer_norm_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel and return dx, dweight and dbias."""
+    """Launch the backward kernels of layer norm and return the gradients of x, weight and bias."""
     dx, (dweight, dbias) = _launch_backward(on, grad, x, mean.contiguous(), rstd, weight)
     return dx, dweight, dbias
 
@@ -100,7 +100,7 @@ def launch_layer_norm_backward(
 def launch_rms_norm_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel and return dx and dweight."""
+    """Launch the backward kernels of RMS norm and return the gradients of x and weight."""
     dx, (dweight,) = _launch_backward(on, grad, x, None, rstd, weight)
     return dx, dweight
 
@@ -108,7 +108,7 @@ def launch_rms_norm_backward(
 def _launch_backward(
     on: KernelLauncher, grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Launch backward and return dx and the gradients of weight and bias; without a mean, of the weight only."""
+    """Launch the backward kernels; return dx and the gradients of weight and bias (RMS norm: of the weight only)."""
     name, vectors = ("rms_norm", 1) if mean is None else ("layer_norm", 2)
     grad, x, weight, rstd = grad.contiguous(), x.contiguous(), weight.contiguous(), rstd.contiguous()
     if grad.dtype != x.dtype or rstd.dtype != torch.float32:
@@ -139,7 +139,7 @@ def _launch_backward(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Compute the definition in the dtype of the arguments."""
+    """Compute the normalisation with plain torch operators in the dtype of the arguments."""
     centred = x - x.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd * weight + bias
@@ -152,9 +152,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tenso
 
 
 def _weight_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of weights with which torch's operators compute the statistics of x in fp32.
+    """Return the dtype of weight and bias with which torch's layer norm computes the statistics of x in fp32.
 
-    A GPU accepts only the dtype of x (pytorch/pytorch#135969). A CPU rounds the statistics unless the weights are wide.
+    A GPU accepts only the dtype of x (pytorch/pytorch#135969). A CPU needs fp32 weights, or else rounds the statistics.
     """
     return accumulation_dtype(x.dtype) if x.device.type == "cpu" else x.dtype
 
@@ -207,7 +207,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
             f"not {list(weight.shape)} and {list(bias.shape)}"
         )
     forward, backward = (_forward, _backward) if plain else (forward_operator, backward_operator)
-    saved = (0, 4, 5, 1)  # x, mean, rstd, weight
+    saved = (0, 4, 5, 1)  # These are the indices of x, mean, rstd and weight in `Differentiable`.
     return Differentiable.apply(
         lambda x, weight, bias: forward(x, weight, bias, eps),
         lambda grad, *saved: backward(grad, *saved),
@@ -219,12 +219,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, pl
 
 
 def forward_cost(x: Operand, weight: Operand, bias: Operand, *_: object) -> Cost:
-    """Count 8 per element: mean 1, variance 3, normalise 2, affine 2; 4 per row. Statistics are 4 bytes each."""
+    """Return the operator's cost: 8 FLOP per element (mean 1, variance 3, normalise 2, affine 2), and 4 per row."""
     rows = x.numel // max(1, weight.numel)
     return Cost(8 * x.numel + 4 * rows, x.nbytes + weight.nbytes + bias.nbytes, x.nbytes + 2 * 4 * rows)
 
 
 def backward_cost(grad: Operand, x: Operand, mean: Operand, rstd: Operand, weight: Operand) -> Cost:
-    """Count 14 per element: xhat 2, grad * weight 1, its two row sums 3, dx 4, dweight 2, dbias 1, rstd 1."""
+    """Return the operator's cost, 14 FLOP per element: (x - mean) * rstd 2, grad * weight 1, its two row sums 3, dx 4,
+    dweight 2, dbias 1, product with rstd 1."""
     read = grad.nbytes + x.nbytes + mean.nbytes + rstd.nbytes + weight.nbytes
     return Cost(14 * x.numel, read, x.nbytes + 2 * weight.nbytes)

@@ -1,8 +1,8 @@
-// Layer norm of rows that are too long for the registers of a block (`layernorm.cu`), of any length. Forward passes over
-// a row three times, out of the caches after the first. Backward passes over x and grad twice: `means` leaves two
-// numbers a row, and `gradients`, whose threads keep their columns, the rest.
-// TYPE: of rows; WEIGHT: of weight and bias; CENTRED: 1, or 0 for the root mean square without mean and bias;
-// WIDTH: columns that a thread takes at once, which divides them.
+// Layer norm or RMS norm of rows that exceed the registers of a block (see `layernorm.cu`). `forward` reads a row three
+// times, the second and third time from caches. Backward reads x and grad twice: `means` computes two numbers per row,
+// and `gradients`, in which a thread has the same columns of many rows, computes all gradients.
+// TYPE: type of rows; WEIGHT: type of weight and bias; CENTRED: 1 for layer norm, 0 for RMS norm without mean and bias;
+// WIDTH: columns that a thread processes at once, a divisor of all columns.
 #include "block.cuh"
 #include "columns.cuh"
 #include "memory.cuh"
@@ -17,17 +17,17 @@ struct Arguments {
   const WEIGHT* bias;
   float* mean;
   float* rstd;
-  float* means;     // [2, rows]: mean(g w), 0 if not CENTRED, and mean(g w xhat)
+  float* means;     // [2, rows]: row means of grad * weight (0 for RMS norm) and of grad * weight * xhat
   float* partials;  // [1 + CENTRED, at_once, columns]: each thread's sums for the gradients of weight and bias
   long long rows;
   int columns;
-  int at_once;  // rows, of `gradients`
+  int at_once;  // number of rows that the grid of `gradients` processes at once
   float epsilon;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
-// Applies each(column) to the first of every V columns of the thread. Not unrolled: there are threads enough to fill the
-// memory's pipe, as long as their registers are few.
+// Calls each(column) for the first column of every group of V columns of the thread. The loop is not unrolled, because
+// few registers per thread allow more threads, which use the memory bandwidth better.
 template <class Each>
 __device__ inline void along_row(int columns, Each each) {
 #pragma unroll 1

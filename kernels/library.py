@@ -1,8 +1,7 @@
-"""Registration of the `repro::` operators, and helpers that all kernels share.
+"""Registration of the `repro::` operators with torch, and helpers that all kernels share.
 
-An operator consists of a schema, an implementation for all real devices, a shape function for `meta`, and the binding
-of its CUDA kernel. `torch.library.Library` with an explicit `autograd.Function` costs a quarter of the time of
-`torch.library.custom_op` per call, which matters for small models on the CPU.
+`torch.library.Library` with an explicit `autograd.Function` takes a quarter of the call time of
+`torch.library.custom_op`, which matters for small models on a CPU.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from repro.kernels.cuda.device import cuda_dispatcher
 LIBRARY = torch.library.Library("repro", "DEF")
 
 CPU_CHUNK = 2**17
-"""Elements per thread that a CPU processes at once, a compromise between caches and call overhead."""
+"""Elements per CPU thread that an operator processes at once; more exceed caches, fewer cost call overhead."""
 
 DEVICE_CHUNK = 2**24
-"""Elements that an accelerator processes at once, a limit on the memory of temporaries (64 MiB in fp32)."""
+"""Elements that torch's operators process at once on a GPU, which limits temporaries to 64 MiB in fp32."""
 
 
 def operator(
@@ -33,10 +32,10 @@ def operator(
     binding: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
-    """Define `repro::<schema>` and return its overload (call it like the implementation).
+    """Define the operator `repro::<schema>` and return its overload, which takes the arguments of `implementation`.
 
-    `binding(launcher, *arguments)` runs on CUDA, and `implementation` on the CPU and on a GPU without the kernel. `cpu`
-    replaces the implementation on the CPU. `shape` returns empty results. None of them records gradients.
+    `binding(launcher, *arguments)` runs the CUDA kernel. `implementation` runs on CPUs, unless `cpu` replaces it, and
+    on GPUs without the kernel. `shape` returns empty results for `meta` tensors. None of them records gradients.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
@@ -49,7 +48,7 @@ def operator(
 
 
 def no_result(*_: object) -> None:
-    """Return the shape of the result of an operator that changes its arguments only."""
+    """Return None: the shape function of an operator that only modifies its arguments."""
     return
 
 
@@ -59,10 +58,7 @@ def like_first(x: Tensor, *_: object) -> Tensor:
 
 
 class Differentiable(torch.autograd.Function):
-    """Operator whose gradients are the results of another operator, `backward(grad, *saved)`.
-
-    Both are functions of the operator's module, so that a trace shows a line of that module.
-    """
+    """Autograd function of two operators: one computes results, `backward(grad, *saved)` computes all gradients."""
 
     @staticmethod
     def forward(
@@ -72,7 +68,7 @@ class Differentiable(torch.autograd.Function):
         saved: tuple[int, ...],
         *inputs: Tensor,
     ) -> Tensor:
-        """Return the first result of `forward(*inputs)`; `saved`: numbers of saved inputs and, after them, results."""
+        """Return the first result of `forward(*inputs)`. `saved`: indices in (*inputs, *results) of saved tensors."""
         results = _as_tuple(forward(*inputs))
         ctx.save_for_backward(*((*inputs, *results)[number] for number in saved))
         ctx.gradients = backward
@@ -89,12 +85,12 @@ def _as_tuple(found: Any) -> tuple[Tensor, ...]:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp64 for fp64 (gradient checks), and fp32 for all other types."""
+    """Return the dtype in which an operator on `dtype` accumulates: fp64 for fp64, and fp32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_chunks(rows: int, columns: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Return ranges [first, last) of rows with about one chunk of elements, and one row at least."""
+    """Yield ranges [first, last) of rows of a matrix, each with at most one chunk of elements or else a single row."""
     elements = CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     step = max(1, elements // max(1, columns))
     for first in range(0, rows, step):
@@ -122,9 +118,9 @@ class Operand(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Necessary work of one call: operands are read once and results are written once."""
+    """Necessary work of one call of an operator, which reads operands once and writes results once."""
 
     flops: int
-    """Floating-point operations; add, multiply, compare, divide, sqrt, exp and sigmoid count one each."""
+    """Floating-point operations. An addition, product, comparison, quotient, sqrt, exp or sigmoid counts as one."""
     bytes_read: int
     bytes_written: int

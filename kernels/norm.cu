@@ -1,5 +1,5 @@
-// Sum of the squares of many tensors in one pass: a partial sum a block, then one block adds those up.
-// TYPE: of the elements; TENSORS: how many fit the arguments; CHUNK: elements that a block takes at once.
+// Sum of the squares of many tensors: each block of `partial` computes one partial sum, and `total` adds these sums.
+// TYPE: type of the elements; TENSORS: maximum number of tensors per launch; CHUNK: elements per block and iteration.
 #include "block.cuh"
 #include "memory.cuh"
 
@@ -8,16 +8,16 @@ constexpr int V = 16 / (int)sizeof(TYPE);
 struct Arguments {
   const TYPE* tensors[TENSORS];
   long long counts[TENSORS];
-  int chunks[TENSORS];  // of this tensor and all before it
+  int chunks[TENSORS];  // number of chunks in this tensor and all preceding tensors
   int tensor_count;
   int partial_count;
-  double* partials;  // of this launch; of all launches for `total`
+  double* partials;  // partial sums of this launch; for `total`, of all launches
   float* result;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
-// Squares are fp32, as in any norm, so that what overflows there is found. Chunks are added in fp64: a sum of
-// billions of equal numbers in fp32 would stop growing.
+// Squares are fp32, so that they overflow like those of other fp32 norms. Sums of chunks are added in fp64, because an
+// fp32 sum of billions of equal numbers stops growing.
 __device__ inline double block_sum(double value) {
   __shared__ double of_thread[THREADS];
   of_thread[threadIdx.x] = value;

@@ -1,4 +1,4 @@
-"""Sum of squares of many tensors: the local part of a global gradient norm, and the overflow check in one."""
+"""Sum of squares of many tensors: a rank's part of a global gradient norm, which also shows an overflow."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from repro.kernels.cuda.program import KernelLauncher, Program, pack_launches, s
 from repro.kernels.library import Cost, Operand, operator
 
 MAX_TENSORS = 160
-"""Maximum tensors in one launch, because arguments may have 4096 bytes."""
+"""Maximum number of tensors per launch, because the arguments of a CUDA kernel are limited to 4096 bytes."""
 BLOCK_ELEMENTS = 16384
+"""Number of elements that a thread block processes at once."""
 
 
 @cache
 def norm_arguments(count: int) -> struct.Struct:
-    """Return the format of the arguments with `count` tensors, padded with zeros."""
+    """Return the format of the kernel's arguments for `count` tensors; zeros fill the places of other tensors."""
     rest = MAX_TENSORS - count
     return struct.Struct(f"@{count}P{8 * rest}x{count}q{8 * rest}x{count}i{4 * rest}xiiPP0q")
 
 
 @cache
 def program(kind: str) -> Program:
-    """Return the program for tensors of this type."""
+    """Return the CUDA program for tensors whose type in the sources is `kind`."""
     definitions = (("TYPE", kind), ("TENSORS", MAX_TENSORS), ("CHUNK", BLOCK_ELEMENTS))
     return Program("norm", definitions, norm_arguments(MAX_TENSORS), ("partial", "total"), 256)
 
 
 def examples() -> list[Program]:
-    """Return the programs of fp32 and of 16-bit gradients."""
+    """Return example CUDA programs, for fp32 and for bf16 gradients."""
     return [program("float"), program("bfloat16")]
 
 
 def launch_norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
-    """Launch the kernel once per 160 tensors of a type, and once to add the partial sums of the blocks."""
+    """Launch the kernel once per 160 tensors of a dtype, and once more to add the partial sums of all thread blocks."""
     tensors = [tensor.contiguous() for tensor in tensors]
     sources = [(program(source_type(t)), (t.data_ptr(), t.numel())) for t in tensors]
     launches = pack_launches(on, sources, MAX_TENSORS, BLOCK_ELEMENTS)
@@ -58,20 +59,20 @@ def launch_norm_squared(on: KernelLauncher, tensors: list[Tensor]) -> Tensor:
 
 
 CPU_CHUNK_ELEMENTS = 2**18
-"""Elements that a CPU works on at once: bounds the fp32 copy of 16-bit tensors (1 MiB)."""
+"""Elements that a CPU processes at once, which limits the fp32 copy of 16-bit tensors to 1 MiB."""
 
 CPU_ROW_ELEMENTS = 2**10
-"""Elements that a CPU adds up one after the other: torch's norm of 4e6 equal numbers is wrong by 0.2 %."""
+"""Elements of which a CPU computes one norm, because torch's norm of 4e6 equal numbers at once is wrong by 0.2 %."""
 
 
 def reference(tensors: list[Tensor]) -> Tensor:
-    """Compute the definition in the dtype of the arguments."""
+    """Compute the sum of squares with plain torch operators in the dtype of the arguments."""
     return torch.stack([t.square().sum() for t in tensors]).sum()
 
 
 @torch.no_grad()
 def _norm_squared(tensors: list[Tensor]) -> Tensor:
-    # A foreach norm reads 16-bit tensors into fp32 registers: one kernel for all of them, no temporary.
+    # A foreach norm accumulates 16-bit tensors in fp32, in one kernel and without temporary copies.
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square_().sum()
 
 
@@ -99,15 +100,15 @@ norm_operator = operator(
 
 
 def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
-    """Return the sum of the squares of all elements, 0-dim fp32, accumulated in fp32.
+    """Return the sum of the squares of all elements of all tensors, a 0-dim fp32 tensor.
 
-    The tensors may have any floating dtype and any shape. inf and nan in any element propagate to the result, so its
-    `isfinite` is the overflow check. A finite value beyond 1.8e19 also overflows, as in any fp32 norm. `plain`: use
-    torch's operators on every device. Raises ValueError for an empty list, which has no device.
+    The tensors may have any floating dtype and any shape. The result is inf or nan if any element is inf or nan, or if
+    an element exceeds 1.8e19, whose square overflows. `plain`: use torch's operators on every device. Raises ValueError
+    for an empty list.
     """
     if not tensors:
         raise ValueError(
-            "norm_squared needs at least one tensor: an empty list does not say which device to use"
+            "norm_squared needs at least one tensor, because an empty list has no device for the result"
         )
     if plain:
         return (_norm_squared_cpu if tensors[0].device.type == "cpu" else _norm_squared)(tensors)
@@ -115,5 +116,5 @@ def norm_squared(tensors: list[Tensor], *, plain: bool = False) -> Tensor:
 
 
 def cost(tensors: list[Operand]) -> Cost:
-    """Count 2 per element: square and add."""
+    """Return the operator's cost: 2 FLOP per element, square and add."""
     return Cost(2 * sum(t.numel for t in tensors), sum(t.nbytes for t in tensors), 4)

@@ -1,8 +1,7 @@
 """Counter-based random numbers: a value depends only on (key, row, column), not on the rank that computes it.
 
-Hence every layout and every recomputation has the same dropout mask, and a shard of a parameter is initialised without
-the other shards. All arithmetic is on integers with two's-complement wrap-around, so that a CUDA kernel reproduces it
-bit by bit:
+Every layout and every recomputation therefore has the same dropout mask. The arithmetic uses integers that wrap around
+in two's complement, so that CUDA kernels compute equal bits:
 
     mix(z)     = the splitmix64 finaliser, 64 bits, >>> is a logical shift:
                  z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9;
@@ -12,10 +11,8 @@ bit by bit:
     bits(r, c) = (low(hash(r)) + low(hash(-1 - c))) * ((high(hash(r)) | 1) ^ (high(hash(-1 - c)) & ~1)),
                  the low 32 bits, low() and high() being the 32-bit halves
 
-Rows and columns are hashed once each, so that a full matrix costs three 32-bit passes. One factor of the product is
-always odd, and multiplication by it permutes the 32-bit words, so all values are equally likely. Bit k of a product
-depends only on bits 0..k of its factors. Callers therefore compare the full value with a threshold or use its high 16
-bits, which the tests examine; the low bits are weak.
+The second factor is odd, and multiplication by it permutes the 32-bit words, so all values are equally likely. Callers
+must use the full value or its high 16 bits, because bit k of a product depends only on bits 0..k of its factors.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 def _signed(value: int) -> int:
-    """Return the same 64 bits as a signed integer, for torch."""
+    """Return the signed integer with the same 64 bits as `value`, because torch has no unsigned arithmetic."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -46,14 +43,14 @@ def _mix_int(value: int) -> int:
 
 
 def mixed(key: int) -> int:
-    """Return mix(key), the start of every hash, in 0 .. 2**64 - 1."""
+    """Return mix(key) of the module's definition, an integer in 0 .. 2**64 - 1."""
     return _mix_int(key & _MASK)
 
 
 def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Compute `hash` in place on a contiguous int64 tensor; return int32 views of all low and all high words.
+    """Replace each element i of a contiguous int64 tensor by hash(i); return int32 views of all low and high words.
 
-    z ^= z >>> 32 is one operation on these views: XOR of the high word into the low one (little-endian memory).
+    In little-endian memory, z ^= z >>> 32 is the XOR of the high word into the low one.
     """
     low, high = index.view(torch.int32).view(-1, 2).unbind(1)
     index.mul_(_signed(_GOLDEN)).add_(_signed(mixed(key)))
@@ -66,7 +63,7 @@ def _hash_(index: Tensor, key: int) -> tuple[Tensor, Tensor]:
 
 
 def derive_key(*parts: int) -> int:
-    """Mix integers (seed, step, layer, site, ...) into a key in [0, 2**63); their order and number matter."""
+    """Return a key in [0, 2**63) that depends on all `parts` (seed, step, layer, ...) and on their order and number."""
     state = _mix_int(len(parts) + _GOLDEN)
     for part in parts:
         state = _mix_int(((state ^ _mix_int(part & _MASK)) * 3 + _GOLDEN) & _MASK)
@@ -74,12 +71,12 @@ def derive_key(*parts: int) -> int:
 
 
 def device_key(key: int, first_sample: int) -> tuple[int, int]:
-    """Return the int64 numbers that a dropout kernel reads from device memory: mix(key) and the first sample."""
+    """Return the two int64 numbers that a dropout kernel reads from device memory: mix(key) and `first_sample`."""
     return _signed(mixed(key)), first_sample
 
 
 def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the 32-bit words that make `bits`: two int32 [R, 1] of the rows, two int32 [C] of the columns."""
+    """Return the operands of bits(r, c), int32: two words [R, 1] of each row and two words [C] of each column."""
     index = torch.cat([rows, torch.arange(-1, -1 - columns, -1, device=rows.device)])
     low, high = _hash_(index, key)
     count = rows.numel()
@@ -87,17 +84,17 @@ def factors(rows: Tensor, columns: int, key: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def combine(row_low: Tensor, row_odd: Tensor, column_low: Tensor, column_even: Tensor) -> Tensor:
-    """Return `bits` from the words of `factors`, for any slice of the rows."""
+    """Return bits(r, c), int32 [rows, columns], from the results of `factors` or from any slice of their rows."""
     return torch.bitwise_xor(row_odd, column_even).mul_(row_low + column_low)
 
 
 def uniform_bits(rows: Tensor, columns: int, key: int) -> Tensor:
-    """Return uniform int32 [R, columns] over all of -2**31 .. 2**31 - 1; rows is int64 [R], values >= 0."""
+    """Return uniformly distributed int32 values [R, columns] for the row numbers `rows`, int64 [R], 0 or more."""
     return combine(*factors(rows, columns, key))
 
 
 def threshold(p: float) -> int:
-    """Return the smallest retained value of `uniform_bits`: a fraction p of the 2**32 values is smaller.
+    """Return the smallest value of `uniform_bits` that dropout with probability p retains.
 
     Raises ValueError unless 0 <= p < 1.
     """
@@ -107,26 +104,25 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, columns: int, p: float, key: int) -> Tensor:
-    """Return bool [R, columns], False (dropped) with probability p; rows is int64 [R] with values >= 0."""
+    """Return a mask [R, columns], False (dropped) with probability p, for the row numbers `rows`, int64 [R]."""
     return uniform_bits(rows, columns, key) >= threshold(p)
 
 
 def normal_at(index: Tensor, key: int) -> Tensor:
-    """Return standard normal numbers (fp32) of the given elements (int64, any shape) of an infinite sequence.
+    """Return the elements `index` (int64, any shape) of an infinite sequence of standard normal fp32 numbers.
 
-    The highest 24 bits of `hash(element)` select the middle of one of 2**24 equally likely intervals. `erfinv` maps it
-    to a quantile, so |value| < 5.5. The integers are the same everywhere; erfinv may differ between devices in the last
-    bit.
+    The highest 24 bits of hash(i) select one of 2**24 equally likely quantiles, so |value| < 5.5. Devices may differ in
+    the last bit of `erfinv`.
     """
     word = index.clone(memory_format=torch.contiguous_format)
     _hash_(word, key)
-    # An arithmetic shift leaves a signed number n of 24 bits, so 2 n + 1 lies between -2**24 and 2**24.
+    # The arithmetic shift gives a signed 24-bit number n, so that 2 n + 1 lies between -2**24 and 2**24.
     middle = (word >> 40).mul_(2).add_(1)
     return middle.float().mul_(2.0**-24).erfinv_().mul_(math.sqrt(2.0))
 
 
 def normal(start: int, count: int, key: int, device: torch.device | str) -> Tensor:
-    """Return `normal_at` for the elements start .. start + count: float32 [count]."""
+    """Return the elements start .. start + count - 1 of the sequence of `normal_at`, fp32 [count]."""
     out = torch.empty(count, dtype=torch.float32, device=device)
     if out.device.type == "meta":
         return out

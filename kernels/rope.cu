@@ -1,6 +1,6 @@
-// Rotary positions: a thread makes the sine and cosine of V pairs of one token once and turns them in all its heads.
-// Elements behind `turned` pairs, and heads behind `heads`, are copied.
-// TYPE: of all; WIDTH: elements that a thread takes at once, which divides half of what is turned and what is not.
+// Rotary positions. A thread computes sine and cosine for V pairs of one token, and rotates the pairs in all heads.
+// Elements of a head after the rotated pairs, and heads from `heads` on, are copied.
+// TYPE: type of all tensors; WIDTH: elements that a thread processes at once, a divisor of `pairs` and of the rest.
 #include "memory.cuh"
 
 constexpr int V = WIDTH;
@@ -9,19 +9,19 @@ constexpr float INVERSE_TURN = 0.15915494309189535f, TURN = 6.28125f, TURN_REST 
 struct Arguments {
   const TYPE* x;
   TYPE* y;
-  long long tokens;  // of all samples
-  int sequence;      // tokens of a sample
-  int first_position, split, jump; // row j is at first_position + j, and jump further from row split on
+  long long tokens;  // number of tokens of all samples
+  int sequence;      // number of tokens per sample
+  int first_position, split, jump; // row j has position first_position + j, plus jump for j >= split
   int all_heads;
   int heads;
   int head_width;
-  int pairs;     // of a head that are turned
-  float octaves; // log2 of the base over the pairs
-  float sign;    // -1 turns back
+  int pairs;     // number of rotated pairs per head
+  float octaves; // log2(base) / pairs
+  float sign;    // -1 rotates by the negative angle (backward)
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");
 
-// One block at least: left to itself the assembler spills a few registers for the sake of one block more.
+// The minimum of one block per multiprocessor keeps the assembler from spilling registers to fit another block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rotary(const __grid_constant__ Arguments a) {
   const int of_pairs = a.pairs / V, of_rest = (a.head_width - 2 * a.pairs) / V, vectors = of_pairs + of_rest;
   const long long all = a.tokens * vectors, stride = (long long)gridDim.x * THREADS;
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rotary(const __grid_con
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const float angle = position * exp2f(-a.octaves * (float)(vector * V + k));
-      // Less whole turns, in two parts of which the first is short: what is left is exact to fp32.
+      // Subtract full turns in two steps. TURN has few bits, so its product is exact and the remainder exact to fp32.
       const float turns = rintf(angle * INVERSE_TURN);
       const float left = fmaf(-turns, TURN_REST, fmaf(-turns, TURN, angle));
       cosine[k] = __cosf(left);

@@ -1,8 +1,7 @@
 """Rotary positions (2104.09864): pairs of a head's elements are rotated by an angle proportional to the position.
 
-Element i of the first half of a head's first `width` elements is paired with element i of the second half, as in
-GPT-NeoX and in Hugging Face's Llama. Position s rotates the pair by s * base^(-2i/width). Further elements are
-unchanged.
+Elements i and i + width/2 of a head form a pair for i < width/2, as in GPT-NeoX and in Hugging Face's Llama. Position s
+rotates the pair by s * base^(-2i/width). Elements from `width` on are unchanged.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from repro.kernels.cuda.program import KernelLauncher, Program, is_aligned, sour
 from repro.kernels.library import Cost, Operand, accumulation_dtype, like_first, operator
 
 MAX_BLOCKS_PER_PROCESSOR = 16
-"""Maximum blocks per multiprocessor: two full rounds."""
+"""Maximum number of thread blocks per multiprocessor."""
 
 
 @cache
 def program(kind: str, width: int) -> Program:
-    """Return the program for heads that threads read by `width` elements at once."""
+    """Return the CUDA program for tensors of type `kind`, of which a thread reads `width` elements at once."""
     definitions = (("TYPE", kind), ("WIDTH", width))
     return Program("rope", definitions, struct.Struct("@PPqiiiiiiiiff0q"), ("rotary",), 128)
 
 
 def examples() -> list[Program]:
-    """Return programs in 16 bits, and for heads of odd sizes."""
+    """Return example CUDA programs: for bf16, and for fp16 heads of odd sizes."""
     return [program("bfloat16", 8), program("half", 1)]
 
 
@@ -48,7 +47,7 @@ def launch_rotary(
     split: int = 0,
     jump: int = 0,
 ) -> Tensor:
-    """Launch the kernel and return y."""
+    """Launch the kernel of `rotary` and return its result."""
     x = x.contiguous()
     y, (samples, sequence, columns) = torch.empty_like(x), x.shape
     if not x.numel():
@@ -69,7 +68,7 @@ def launch_rotary(
 
 
 def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch.device) -> Tensor:
-    """Return the angles [s, width/2] in fp64."""
+    """Return the rotation angles of all positions and pairs, fp64 [s, width/2]. `place`: see `rotary`."""
     first, split, jump = place
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     positions = torch.arange(first, first + s, dtype=torch.float64, device=device)
@@ -81,7 +80,7 @@ def _angles(s: int, width: int, base: float, place: Sequence[int], device: torch
 def reference(
     x: Tensor, heads: int, head_width: int, width: int, base: float, place: Sequence[int] = (0, 0, 0)
 ) -> Tensor:
-    """Compute the definition in the dtype of x: pairs as complex numbers, times e^(i angle)."""
+    """Compute the rotation in the dtype of x with pairs as complex numbers. `place`: first_position, split and jump."""
     b, s, _ = x.shape
     turning, others = x.view(b, s, -1, head_width).split([heads, x.shape[-1] // head_width - heads], 2)
     first, second, rest = turning.split([width // 2, width // 2, head_width - width], -1)
@@ -150,12 +149,11 @@ def rotary(
     *,
     plain: bool = False,
 ) -> Tensor:
-    """Return y like x [b, s, n * head_width]: the first `heads` of n heads are rotated.
+    """Return x [b, s, n * head_width] with the first `width` elements of the first `heads` of n heads rotated.
 
-    Row j of a sample has position first_position + j, plus `jump` from row `split` on (0 for a full sequence or one
-    contiguous part). In each head the first `width` elements, an even number, are rotated; the others are copied.
-    Backward needs no saved tensor and rotates back. `plain`: use torch's operators on every device. Raises ValueError
-    if the sizes do not agree.
+    Row j of a sample has position first_position + j, plus `jump` for j >= split (two parts of a sequence under context
+    parallelism). `width` must be even. Backward saves no tensor and rotates by the negative angle. `plain`: use torch's
+    operators on every device. Raises ValueError if the sizes do not agree.
     """
     whole = x.shape[-1] % head_width == 0 and heads * head_width <= x.shape[-1]
     if x.dim() != 3 or not whole or width % 2 or not 0 < width <= head_width:
@@ -168,6 +166,6 @@ def rotary(
 
 
 def cost(x: Operand, heads: int, head_width: int, width: int, *_: object) -> Cost:
-    """Count 3 per rotated element: two products and a sum. Angles are computed in the kernel."""
+    """Return the cost: 3 FLOP per rotated element (two products and a sum); the kernel reads no table of angles."""
     turned = x.numel * heads * width // x.shape[-1]
     return Cost(3 * turned, x.nbytes, x.nbytes)

@@ -1,17 +1,17 @@
-// Softmax of scaled scores over the past, a row a block: row i of a matrix has i + 1 scores that count, and only
-// those are read. A thread holds ITEMS groups of WIDTH elements of the row in registers.
-// TYPE: of scores; BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= size, which WIDTH divides.
+// Causal softmax of scaled scores. A block processes one row: row i of a matrix has i + 1 unmasked scores, and only
+// these are read. A thread has ITEMS groups of WIDTH elements of the row in registers.
+// TYPE: type of scores; BACKWARD: 0 or 1; WIDTH, ITEMS: WIDTH * ITEMS * THREADS >= size, and WIDTH divides size.
 #include "block.cuh"
 #include "memory.cuh"
 
 constexpr int V = WIDTH;
 
 struct Arguments {
-  const TYPE* x;     // scores; in backward the weights
-  const TYPE* grad;  // in backward
-  TYPE* y;
+  const TYPE* x;     // scores; in backward, the attention weights
+  const TYPE* grad;  // gradient of the attention weights, in backward
+  TYPE* y;           // attention weights; in backward, the gradient of the scores
   long long rows;
-  int size;  // of a row
+  int size;  // number of scores per row
   float scale;
 };
 static_assert(sizeof(Arguments) == ARGUMENTS_BYTES, "Python packs other arguments");

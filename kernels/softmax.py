@@ -1,7 +1,6 @@
-"""Scale, causal mask and softmax of attention scores in one pass: y = softmax(scale * x, past only).
+"""Fused scale, causal mask and softmax of attention scores, like Megatron-LM's `scaled_upper_triang_masked_softmax`.
 
-Megatron-LM has this kernel (`scaled_upper_triang_masked_softmax`, December 2020). Without CUDA, torch's operators
-compute pieces of the scores. Every row is computed in fp32 and rounded once.
+Without CUDA, torch's operators process chunks of the scores. Rows are computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from repro.kernels.library import (
 )
 
 MAX_BLOCKS_PER_PROCESSOR = 64
-"""Maximum blocks per multiprocessor."""
+"""Maximum number of thread blocks per multiprocessor."""
 
 
 @cache
 def program(kind: str, size: int, width: int, backward: bool) -> Program:
-    """Return the program for rows of `size` scores, read by `width` at once. Backward holds two numbers per score."""
+    """Return the CUDA program for rows of `size` scores of type `kind`, of which a thread reads `width` at once."""
     most, threads = (16, 1024) if backward else (32, 1024)
     shape = row_shape(size, width, most, threads)
     if shape is None:
         name = "causal_softmax_backward" if backward else "causal_softmax"
-        raise Unavailable(f"{name} holds rows of up to {most * threads} scores, not {size}")
+        raise Unavailable(f"{name} supports rows of up to {most * threads} scores, not {size}")
     definitions = (("TYPE", kind), ("BACKWARD", int(backward)), ("WIDTH", width), ("ITEMS", shape[1]))
     kernel = "backward" if backward else "forward"
     return Program("softmax", definitions, struct.Struct("@PPPqif"), (kernel,), shape[0])
 
 
 def examples() -> list[Program]:
-    """Return programs for a sequence of 1024, and for one of odd length."""
+    """Return example CUDA programs: for sequences of 1024 tokens, and of an odd length."""
     usual = [("half", 1024, 8), ("float", 2047, 1)]
     return [program(*rows, backward) for rows in usual for backward in (False, True)]
 
 
 def launch_causal_softmax(on: KernelLauncher, scores: Tensor, scale: float) -> Tensor:
-    """Launch the kernel and return the weights."""
+    """Launch the kernel and return the attention weights."""
     return _launch(on, "forward", scores.contiguous(), None, scale)
 
 
@@ -72,13 +71,13 @@ def _launch(on: KernelLauncher, kernel: str, x: Tensor, grad: Tensor | None, sca
 
 
 def _future(scores: Tensor) -> Tensor:
-    """Return [s, s], True where key j comes after query i."""
+    """Return the mask [s, s] (query, key), True where the key comes after the query."""
     s = scores.shape[-1]
     return torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
 
 
 def reference(scores: Tensor, scale: float) -> Tensor:
-    """Compute the definition in the dtype of the arguments."""
+    """Compute the causal softmax with plain torch operators in the dtype of the argument."""
     return (scores * scale).masked_fill(_future(scores), float("-inf")).softmax(-1)
 
 
@@ -103,7 +102,7 @@ def _backward(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     for first, last in row_chunks(weights.shape[0], s * s, y.device):
         weight = weights[first:last].to(wide)
         product = grads[first:last].to(wide) * weight
-        # y (g - sum(g y)); a weight of 0 leaves the future without a gradient.
+        # The gradient is y (g - sum(g y)). Future keys have the weight y = 0, and so no gradient.
         slope = torch.addcmul(product, weight, product.sum(-1, keepdim=True), value=-1)
         out[first:last].copy_(slope.mul_(scale))
     return dx
@@ -125,10 +124,10 @@ backward_operator = operator(
 
 
 def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tensor:
-    """Return weights [..., s, s] in the dtype of scores [..., s, s] (query, key): causal softmax of scale * scores.
+    """Return the causal softmax of scale * scores, where scores are [..., s, s] (query, key), in their dtype.
 
-    Only the result is saved for backward. `plain`: use torch's operators on every device. Raises ValueError unless
-    there are as many keys as queries.
+    Backward saves only the result. `plain`: use torch's operators on every device. Raises ValueError unless there are
+    as many keys as queries.
     """
     if scores.dim() < 2 or scores.shape[-1] != scores.shape[-2]:
         raise ValueError(f"causal_softmax needs scores [..., s, s], not {list(scores.shape)}")
@@ -139,10 +138,10 @@ def causal_softmax(scores: Tensor, scale: float, *, plain: bool = False) -> Tens
 
 
 def forward_cost(scores: Operand, *_: object) -> Cost:
-    """Count 6 per element, future elements included: scale, maximum, difference, exp, sum, quotient."""
+    """Return the cost: 6 FLOP per score, masked ones included (scale, maximum, difference, exp, sum, quotient)."""
     return Cost(6 * scores.numel, scores.nbytes, scores.nbytes)
 
 
 def backward_cost(grad: Operand, y: Operand, *_: object) -> Cost:
-    """Count 5 per element: product, its row sum, difference, product, scale."""
+    """Return the cost: 5 FLOP per score, masked ones included (product, its row sum, difference, product, scale)."""
     return Cost(5 * y.numel, grad.nbytes + y.nbytes, y.nbytes)

@@ -1,5 +1,4 @@
-"""Bindings of the operators' CUDA kernels, which NVRTC compiles at the first call.
+"""Compilation of the CUDA sources `kernels/*.cu` by NVRTC at the first call, and launches of their kernels.
 
-The sources are `kernels/*.cu`. The operators call the bindings through `dispatch`, and the tests run the same bindings
-and sources on a CPU.
+Tests also compile the same sources for a CPU.
 """

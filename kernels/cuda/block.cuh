@@ -1,4 +1,4 @@
-// Sums and maxima over the threads of a block. Every thread must call them, and every thread gets the result.
+// Sums and maxima over the threads of a block. Every thread must call `reduce`, and every thread receives the result.
 #pragma once
 #include "number.cuh"
 
@@ -11,7 +11,7 @@ struct Larger {
   static __device__ float none() { return -infinity(); }
 };
 
-// N reductions at once, for the price of one pair of barriers. Their order is fixed: a result is reproducible.
+// Performs N reductions with one pair of barriers. The order of additions is fixed, so results are reproducible.
 template <class Op, int N>
 __device__ inline void reduce(float (&values)[N]) {
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ inline void reduce(float (&values)[N]) {
   constexpr int WARPS = THREADS / 32;
   if (WARPS == 1) return;
   __shared__ float of_warp[N][32];
-  __syncthreads();  // an earlier reduction may still be read
+  __syncthreads();  // Other threads may still read the results of a preceding reduction.
   if (threadIdx.x % 32 == 0)
 #pragma unroll
     for (int n = 0; n < N; ++n) of_warp[n][threadIdx.x / 32] = values[n];

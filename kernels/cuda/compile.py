@@ -1,7 +1,7 @@
-"""Compilation of programs by NVRTC, and the cache of machine code on disk that all ranks and nodes share.
+"""Compilation of CUDA programs by NVRTC, and a cache of machine code on disk, which all ranks and nodes share.
 
-NVRTC needs no toolkit, host compiler or GPU; the extra cuda installs it. NVRTC 12 supports V100 (sm_70), NVRTC 13 does
-not. The name of a file in the cache is the hash of all inputs, and renames make files complete without locks.
+NVRTC needs no CUDA toolkit, host compiler or GPU. Cached files are named by a hash of all inputs, and are written under
+another name and renamed, so that readers without locks find only complete files.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from repro.kernels.cuda.program import Program, Unavailable, headers
 from repro.util.files import replace_file
 
 COMPILER_PACKAGES = ("cuda-bindings<13", "nvidia-cuda-nvrtc-cu12<13")
-"""Requirements of a compiler for every supported GPU."""
+"""Requirements of NVRTC 12, which supports V100 (sm_70); NVRTC 13 does not."""
 INSTALL_ADVICE = "install the extra cuda; `repro doctor` prints the command"
-"""Advice without a path of this machine, because records contain it."""
+"""Advice in messages; it contains no path of the machine, because records contain these messages."""
 COMPILER_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-source-include")
 
 
 class CompileTarget(NamedTuple):
-    """Architecture of a compilation."""
+    """Architecture for which NVRTC compiles a program."""
 
     architecture: str
-    """`sm_90`: machine code; `compute_90`: intermediate code, which the driver compiles for a newer device."""
+    """`sm_90` for machine code, or `compute_90` for intermediate code, which the driver compiles for a newer device."""
 
 
 class CompiledProgram(NamedTuple):
-    """Output of NVRTC."""
+    """Result of a compilation by NVRTC."""
 
     code: bytes
     log: str
-    """Warnings, and the assembler's report on registers and spills."""
+    """Compiler warnings, and the assembler's report on registers and register spills."""
 
 
 @cache
 def nvrtc() -> Any:
-    """Return NVIDIA's Python module of NVRTC, with the library loaded. Raises Unavailable."""
+    """Return the module `cuda.bindings.nvrtc`. Raises `Unavailable` if the module or NVRTC is not installed."""
     try:
         module = importlib.import_module("cuda.bindings.nvrtc")
         _checked(module, module.nvrtcVersion())
-    except Exception as error:  # NVIDIA's loader has errors of its own for a library that is missing
+    except Exception as error:  # NVIDIA's loader raises its own exception types for a missing library.
         if isinstance(error, Unavailable):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -56,21 +56,21 @@ def nvrtc() -> Any:
 
 @cache
 def nvrtc_version() -> tuple[int, int]:
-    """Return the version of NVRTC. Raises Unavailable."""
+    """Return major and minor version of NVRTC. Raises `Unavailable` without NVRTC."""
     major, minor = _checked(nvrtc(), nvrtc().nvrtcVersion())
     return major, minor
 
 
 @cache
 def supported_architectures() -> tuple[int, ...]:
-    """Return the supported compute capabilities times ten. Raises Unavailable."""
+    """Return the compute capabilities that NVRTC supports, times ten. Raises `Unavailable` without NVRTC."""
     return tuple(sorted(_checked(nvrtc(), nvrtc().nvrtcGetSupportedArchs())[0]))
 
 
 def compile_target(capability: tuple[int, int]) -> CompileTarget:
-    """Return the target for a device: machine code of its generation, or intermediate code of an earlier one.
+    """Return the target for a GPU: machine code of its major architecture, or intermediate code of an earlier one.
 
-    Raises Unavailable for a device that is older than all supported ones.
+    Raises `Unavailable` if NVRTC supports only newer GPUs.
     """
     own = capability[0] * 10 + capability[1]
     known = [a for a in supported_architectures() if a <= own]
@@ -84,7 +84,7 @@ def compile_target(capability: tuple[int, int]) -> CompileTarget:
 
 
 def compile_cuda_program(program: Program, target: CompileTarget) -> CompiledProgram:
-    """Compile a program for a target. Raises Unavailable with the compiler's message."""
+    """Compile a program for a target. Raises `Unavailable` with the compiler's log if the compilation fails."""
     api, texts = nvrtc(), headers()
     handle = _checked(
         api,
@@ -116,44 +116,44 @@ def compile_cuda_program(program: Program, target: CompileTarget) -> CompiledPro
 
 
 def compiler_options(target: CompileTarget) -> tuple[str, ...]:
-    """Return the options of the compiler."""
+    """Return the command line options of NVRTC for a target."""
     return (f"--gpu-architecture={target.architecture}", *COMPILER_OPTIONS)
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     if answer[0] != api.nvrtcResult.NVRTC_SUCCESS:
-        raise Unavailable(f"NVRTC answered {answer[0]}")
+        raise Unavailable(f"NVRTC failed with the status {answer[0]}")
     return answer[1:]
 
 
 def _read_output(api: Any, size: Any, content: Any, handle: Any) -> bytes:
-    # NVIDIA's bindings fill the buffer in place, and Python shares `bytes` of length one: an empty log is one NUL.
+    # NVIDIA's bindings write into the buffer, which must be a bytearray because Python shares `bytes` of length one.
     buffer = bytearray(_checked(api, size(handle))[0])
     _checked(api, content(handle, buffer))
     return bytes(buffer)
 
 
 CACHE_VARIABLE = "REPRO_KERNEL_CACHE"
-"""Environment variable with another folder."""
+"""Environment variable that selects another folder for compiled programs."""
 
 
 def cache_folder() -> Path:
     """Return the folder of compiled programs: $REPRO_KERNEL_CACHE, or `repro/kernels` in the user's cache."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
-    # Without a home folder, the path is `/~/.cache`, which cannot be written.
+    # Without a home folder, the path is `/~/.cache`, which is not writable.
     own = os.path.join("/", os.path.expanduser("~/.cache"))
     return Path(os.environ.get("XDG_CACHE_HOME") or own).expanduser() / "repro" / "kernels"
 
 
 def cache_key(program: Program, target: CompileTarget) -> str:
-    """Return the hash of source, definitions, headers, options with the architecture, and NVRTC's version."""
+    """Return the hash of all inputs of a compilation: source, macros, headers, options and NVRTC's version."""
     parts = [program.text, headers(), compiler_options(target), nvrtc_version()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def cache_contents() -> tuple[int, int]:
-    """Return the number of programs and of bytes in the folder, of all architectures and versions."""
+    """Return the number of compiled programs in the cache folder, for all architectures, and the sum of their bytes."""
     try:
         sizes = [
             entry.stat().st_size for entry in os.scandir(cache_folder()) if not entry.name.startswith(".")
@@ -164,7 +164,7 @@ def cache_contents() -> tuple[int, int]:
 
 
 def cached_program(program: Program, target: CompileTarget) -> CompiledProgram | None:
-    """Return the program if it is in the cache. Raises Unavailable."""
+    """Return the compiled program from the cache on disk; None if it is not there. Raises `Unavailable`."""
     return _read_cached(_cache_path(program, target))
 
 
@@ -173,7 +173,7 @@ def _cache_path(program: Program, target: CompileTarget) -> Path:
 
 
 def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
-    """Return the program from the cache, or compile and cache it. Raises Unavailable."""
+    """Return the compiled program from the cache on disk, or compile and cache it. Raises `Unavailable`."""
     path = _cache_path(program, target)
     found = _read_cached(path)
     if found is None:
@@ -182,8 +182,8 @@ def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
             _write_cached(path, found)
         except OSError as error:
             warnings.warn(
-                f"kernels are compiled again by every process: {path.parent} cannot be written ({error.strerror}); "
-                f"set {CACHE_VARIABLE} to a folder that can",
+                f"every process compiles the kernels again, because {path.parent} cannot be written "
+                f"({error.strerror}); set {CACHE_VARIABLE} to a writable folder",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -191,7 +191,7 @@ def compile_cached(program: Program, target: CompileTarget) -> CompiledProgram:
 
 
 def _read_cached(path: Path) -> CompiledProgram | None:
-    """Return the content of a file; None for a missing or damaged file."""
+    """Return the compiled program in a file of the cache; None for a missing or damaged file."""
     try:
         first, _, code = path.read_bytes().partition(b"\n")
         about = json.loads(first)

@@ -1,7 +1,7 @@
-"""CUDA devices: programs in torch's context, launches on torch's current stream, and the fallback to torch's operators.
+"""Launches of CUDA programs on torch's current stream, with a fallback to torch's operators where they are unavailable.
 
-A launch neither allocates device memory nor waits. The driver copies the arguments at the launch, so that a CUDA graph
-repeats them. Every reason to fall back is reported once, and `ran()` counts the implementations for records.
+A launch neither allocates device memory nor waits for the device. The driver copies the arguments, so that a CUDA graph
+repeats them. Each reason for a fallback is reported once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from repro.kernels.cuda.program import KernelLauncher, Loaded, Program, Unavaila
 
 @cache
 def driver() -> Any:
-    """Return NVIDIA's Python module of the driver. Raises Unavailable."""
+    """Return the module `cuda.bindings.driver`, initialised. Raises `Unavailable` without the module or the driver."""
     try:
         module = importlib.import_module("cuda.bindings.driver")
         status = module.cuInit(0)[0]
-    except Exception as error:  # NVIDIA's loader has errors of its own for a library that is missing
+    except Exception as error:  # NVIDIA's loader raises its own exception types for a missing library.
         raise Unavailable(f"no CUDA driver API ({error}); {compiler.INSTALL_ADVICE}") from error
     if status != module.CUresult.CUDA_SUCCESS:
         raise Unavailable(f"the CUDA driver cannot be used: {_describe_status(module, status)}")
@@ -36,19 +36,19 @@ def driver() -> Any:
 
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""Functions of torch without the check that CUDA is initialised, which the existing CUDA tensors imply."""
+"""Functions of torch that skip the check that CUDA is initialised, because CUDA tensors exist at each call."""
 
 _devices: dict[int, CudaDevice | Unavailable] = {}
 
 
 def cuda_launcher(index: int) -> KernelLauncher:
-    """Return the launcher of torch's device `cuda:<index>`. Raises Unavailable."""
+    """Return the launcher of torch's device `cuda:<index>`. Raises `Unavailable` without the driver or NVRTC."""
     found = _devices.get(index)
     return found if type(found) is CudaDevice else _make_once(_devices, index, lambda: CudaDevice(index))
 
 
 def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return the object for the key, made at the first call; a failure is raised again without another attempt."""
+    """Return `known[key]`, which `make` creates at the first call; further calls raise a first failure again."""
     found = known.get(key)
     if found is None:
         try:
@@ -62,7 +62,7 @@ def _make_once(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 
 class CudaDevice:
-    """One GPU."""
+    """Launcher of one GPU, with its loaded programs."""
 
     def __init__(self, index: int):
         properties = torch.cuda.get_device_properties(index)
@@ -84,13 +84,13 @@ class CudaDevice:
 
 
 class Module:
-    """Program in the memory of a GPU."""
+    """Compiled program that is loaded on a GPU."""
 
     def __init__(self, index: int, program: Program, code: bytes):
         api = driver()
         self._index, self._threads = index, program.threads
         self._queue, self._success = api.cuLaunchKernel, api.CUresult.CUDA_SUCCESS
-        # torch uses the primary context of a device, which a new thread does not have.
+        # A new thread lacks the primary context of the device, which torch uses.
         with torch.cuda.device(index):
             self._context = _checked(api, api.cuDevicePrimaryCtxRetain(_checked(api, api.cuDeviceGet(index))))
             _checked(api, api.cuCtxPushCurrent(self._context))
@@ -104,11 +104,11 @@ class Module:
                 api.cuCtxPopCurrent()
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        # A GPU may wait for this code, so it makes no call that could be made once.
+        # The GPU may idle during this method, so it contains no call that could be made once in advance.
         if _current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self.launch(kernel, blocks, arguments)
-        pointer = c_char_p(arguments)  # an array of one, copied before the driver returns
+        pointer = c_char_p(arguments)  # The driver expects an array of pointers and copies the arguments.
         shape = (blocks, 1, 1, self._threads, 1, 1, 0, _current_stream(self._index), addressof(pointer), 0)
         status = self._queue(self._kernels[kernel], *shape)[0]
         if status == self._success:
@@ -116,7 +116,7 @@ class Module:
         return self._again(kernel, status, shape)
 
     def _again(self, kernel: str, status: Any, shape: tuple[Any, ...]) -> None:
-        """Set the context of a thread that has not used the device, and launch again; raise RuntimeError otherwise."""
+        """Launch again with the device's context if the thread lacked the context; otherwise raise RuntimeError."""
         api = driver()
         if status == api.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _checked(api, api.cuCtxSetCurrent(self._context))
@@ -129,7 +129,7 @@ class Module:
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> Any:
     if answer[0] != api.CUresult.CUDA_SUCCESS:
-        raise Unavailable(f"the CUDA driver answered: {_describe_status(api, answer[0])}")
+        raise Unavailable(f"the CUDA driver failed: {_describe_status(api, answer[0])}")
     return answer[1] if len(answer) > 1 else None
 
 
@@ -145,9 +145,9 @@ _reported_reasons: set[str] = set()
 
 
 def ran() -> Counter[tuple[str, str]]:
-    """Return the calls on CUDA tensors in this process by operator and implementation, `cuda` or `torch: <why>`.
+    """Return the number of calls in this process by (operator, implementation): `cuda` or `torch: <fallback reason>`.
 
-    The numbers only grow; the calls of an experiment are the difference of two results.
+    Only calls on CUDA tensors count. The calls of an experiment are the difference of two results.
     """
     return _ran.copy()
 
@@ -155,7 +155,7 @@ def ran() -> Counter[tuple[str, str]]:
 def cuda_dispatcher(
     name: str, binding: Callable[..., Any], instead: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return an operator on CUDA tensors: `binding(launcher, *arguments)`, or `instead` if it is unavailable."""
+    """Return the operator for CUDA tensors: `binding(launcher, *arguments)`, or `instead` if that is unavailable."""
     done = (name, CUDA)
 
     def call(*arguments: Any) -> Any:
@@ -181,7 +181,7 @@ def _fall_back(name: str, why: str) -> None:
 
 
 def _device_index(arguments: tuple[Any, ...]) -> int:
-    """Return the device index of the first tensor."""
+    """Return the device index of the first tensor among the arguments and in their lists."""
     for argument in arguments:
         if isinstance(argument, list) and argument:
             argument = argument[0]

@@ -1,8 +1,8 @@
-// Access to memory by 16 bytes a thread, whatever the type.
+// Loads and stores of up to 16 bytes per access, for elements of any type.
 #pragma once
 #include "number.cuh"
 
-#ifndef CHECK_ALIGNED  // on a CPU the tests define it; a GPU traps by itself
+#ifndef CHECK_ALIGNED  // Tests on a CPU define this check. A GPU detects unaligned accesses itself.
 #define CHECK_ALIGNED(pointer, bytes)
 #endif
 
@@ -15,7 +15,7 @@ template <> struct Unit<4> { using type = unsigned; };
 template <> struct Unit<8> { using type = Bytes8; };
 template <> struct Unit<16> { using type = Bytes16; };
 
-// V consecutive elements, in as few accesses as their alignment allows.
+// V consecutive elements of type T, as accesses of up to 16 bytes.
 template <class T, int V>
 union Vector {
   static constexpr int BYTES = V * (int)sizeof(T) < 16 ? V * (int)sizeof(T) : 16;
@@ -48,7 +48,7 @@ __device__ inline void store(T* into, const float (&values)[V]) {
     reinterpret_cast<typename Unit<Whole::BYTES>::type*>(into)[i] = whole.units[i];
 }
 
-// Elements before the first from which on V of them are one aligned access; V where there is no such place.
+// Returns the number of elements before the first one that is aligned for accesses to V elements; V if none is.
 template <int V, class T>
 __device__ inline int unaligned(const T* pointer) {
   unsigned long long address = (unsigned long long)pointer;
@@ -57,8 +57,8 @@ __device__ inline int unaligned(const T* pointer) {
   return (int)((bytes - address % bytes) % bytes / sizeof(T));
 }
 
-// Applies whole(i) to V elements from i on and single(i) to the few before and after, the threads of a block
-// sharing n elements. `head`: elements before the first aligned one; V or more: nothing is aligned.
+// Shares n elements among the threads of a block: calls whole(i) for groups of V elements from an aligned index i on,
+// and single(i) for the elements before and after these groups. `head`: result of `unaligned`.
 template <int V, class Whole, class Single>
 __device__ inline void share(long long n, int head, Whole whole, Single single) {
   if (head >= V) {

@@ -1,4 +1,4 @@
-// Numbers of 16 bits, held as bits: no header of the toolkit is needed. All arithmetic is in fp32.
+// 16-bit floating-point numbers as bits, so that no header of the CUDA toolkit is needed. All arithmetic is in fp32.
 #pragma once
 
 struct half { unsigned short bits; };
@@ -18,7 +18,7 @@ __device__ inline float widen(half value) {
 #endif
 }
 
-// The nearest number of the other type, the even one of two.
+// Rounds to the nearest number of the other type; of two equally near ones, to the even one.
 __device__ inline void narrow(float value, float& into) { into = value; }
 
 __device__ inline void narrow(float value, half& into) {
@@ -32,7 +32,7 @@ __device__ inline void narrow(float value, half& into) {
 __device__ inline void narrow(float value, bfloat16& into) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(into.bits) : "f"(value));
-#else  // Volta and Turing have no such instruction
+#else  // Volta and Turing have no instruction for this conversion.
   unsigned bits = __float_as_uint(value);
   bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
   into.bits = nan ? 0x7fff : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
@@ -46,13 +46,13 @@ __device__ inline T narrowed(float value) {
   return result;
 }
 
-// torch's maximum: NaN if any is NaN, where fmaxf would lose it.
+// Returns the maximum, or NaN if a or b is NaN, like torch's maximum; fmaxf would ignore NaN.
 __device__ inline float larger(float a, float b) { return a != a || a > b ? a : b; }
 
 __device__ inline float infinity() { return __uint_as_float(0x7f800000u); }
 
-// exp and a quotient, exact to fp32 where results are fp32 and to 20 bits where they are rounded to 16: a kernel
-// that moves half the bytes has time for half the instructions.
+// exp and quotient with fp32 accuracy for fp32 results, and faster with about 20 bits of accuracy for 16-bit results,
+// because a kernel that moves half the bytes has time for half the instructions.
 template <class T>
 __device__ inline float exponential(float value) {
   return sizeof(T) == 2 ? __expf(value) : expf(value);

@@ -1,4 +1,4 @@
-"""Programs (CUDA sources with definitions), the interface of devices, and launches over lists of tensors."""
+"""CUDA programs (a source with macro definitions), the interface of devices, and launches over lists of tensors."""
 
 from __future__ import annotations
 
@@ -13,80 +13,81 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).resolve().parent.parent
-"""Folder of the .cu files; their shared headers are in `cuda/`."""
+"""Folder of the .cu files, whose shared headers are in `cuda/`."""
 
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-"""Data type of kernels -> name in the sources (`cuda/number.cuh`)."""
+"""Name in the CUDA sources (`cuda/number.cuh`) of each supported dtype."""
 TYPE_BYTES = {name: dtype.itemsize for dtype, name in TYPES.items()}
-"""Bytes of an element, by its type in the sources."""
+"""Bytes of an element, by the name of its type in the CUDA sources."""
 
 
 class Unavailable(RuntimeError):
-    """Error: a kernel cannot be compiled, loaded or applied to these tensors. The message gives reason and remedy."""
+    """Error: a CUDA kernel cannot be compiled, loaded or applied to its arguments. The message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One source with its definitions. Every kernel in it takes one struct `Arguments` by value."""
+    """A CUDA source with macro definitions. Each of its kernels takes one struct `Arguments` by value."""
 
     source: str
-    """Name of the .cu file without its ending."""
+    """Name of the .cu file without its extension."""
     definitions: tuple[tuple[str, str | int], ...]
-    """Macros of the source: types, and sizes that must be constants."""
+    """Names and values of macros: types, and sizes that must be constants at compile time."""
     arguments: struct.Struct
-    """`Arguments` as Python packs it (native order and alignment); the compiler checks its size."""
+    """Format of the source's struct `Arguments`, in native byte order and alignment."""
     kernels: tuple[str, ...]
+    """Names of the kernels in the source."""
     threads: int
-    """Threads per block, defined as THREADS in the source."""
+    """Threads per block, which is the macro THREADS in the source."""
 
     @property
     def name(self) -> str:
-        """Source and definitions as text for messages."""
+        """Name of the source and all macro definitions, for messages."""
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.definitions)])
 
     @cached_property
     def text(self) -> str:
-        """Full source, with its definitions first."""
+        """Text of the source after its macro definitions."""
         sizes = [("THREADS", self.threads), ("ARGUMENTS_BYTES", self.arguments.size)]
         lines = [f"#define {name} {value}" for name, value in [*self.definitions, *sizes]]
         return "\n".join([*lines, f'#line 1 "{self.source}.cu"', (SOURCES / f"{self.source}.cu").read_text()])
 
 
 class Loaded(Protocol):
-    """Interface of a program on a device."""
+    """Interface of a program that is loaded on a device."""
 
     def launch(self, kernel: str, blocks: int, arguments: bytes) -> None:
-        """Queue `blocks` blocks of the program's threads, in the order of torch's current stream."""
+        """Queue the kernel named `kernel` with `blocks` thread blocks on torch's current stream."""
         ...
 
 
 class KernelLauncher(Protocol):
-    """Interface of a device. A binding loads all its programs before a launch, so that a failure changes no tensor."""
+    """Interface of a device that runs programs. An operator loads all its programs before its first launch."""
 
     processors: int
     """Number of multiprocessors."""
 
     def load(self, program: Program) -> Loaded:
-        """Load a program.  Raises Unavailable."""
+        """Compile and load a program, or return the loaded one. Raises `Unavailable`."""
         ...
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Return the text of the shared headers by their name in `#include`."""
+    """Return the texts of the shared CUDA headers, by their names in `#include`."""
     return {path.name: path.read_text() for path in sorted((SOURCES / "cuda").glob("*.cuh"))}
 
 
 def source_type(tensor: Tensor) -> str:
-    """Return the tensor's type in the sources. Raises Unavailable for an unsupported type."""
+    """Return the name of a tensor's type in the CUDA sources. Raises `Unavailable` for an unsupported dtype."""
     name = TYPES.get(tensor.dtype)
     if name is None:
-        raise Unavailable(f"kernels compute on fp32, fp16 and bf16, not on {tensor.dtype}")
+        raise Unavailable(f"CUDA kernels support fp32, fp16 and bf16, not {tensor.dtype}")
     return name
 
 
 def is_aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
-    """Return whether all accesses to `width` elements are aligned in rows of `columns`."""
+    """Return whether reads of `width` elements are aligned in all `tensors`, whose rows have `columns` elements."""
     if columns % width:
         return False
     places = 0
@@ -98,7 +99,7 @@ def is_aligned(columns: int, tensors: Sequence[Tensor], width: int) -> bool:
 
 
 def read_width(columns: int, tensors: Sequence[Tensor]) -> int:
-    """Return the elements that a thread reads at once: 16 bytes of the first tensor, or one element if unaligned."""
+    """Return the number of elements per read of a thread: 16 bytes of the first tensor, or one element if unaligned."""
     width = 16 // tensors[0].element_size()
     return width if is_aligned(columns, tensors, width) else 1
 
@@ -109,20 +110,21 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 BLOCKS_PER_PROCESSOR = 8
-"""Blocks that fill a multiprocessor."""
+"""Number of thread blocks that `pack_launches` starts per multiprocessor."""
 
 
 PackedLaunch = tuple[Loaded, list[tuple[int, ...]], list[int], int]
-"""One launch: program, tensors, cumulative number of chunks by tensor, and blocks."""
+"""One launch over several tensors: program, pointers and size of each tensor, cumulative number of chunks up to each
+tensor, and number of thread blocks."""
 
 
 def pack_launches(
     on: KernelLauncher, tensors: Iterable[tuple[Program, tuple[int, ...]]], max_tensors: int, chunk: int
 ) -> list[PackedLaunch]:
-    """Return launches of at most `max_tensors` tensors, each of one program.
+    """Return launches of at most `max_tensors` tensors each, which cover all `tensors` that are not empty.
 
-    tensors: program of each tensor, and its pointers and number of elements; empty tensors have no launch. chunk:
-    elements that a block processes at once. Raises Unavailable before the first launch.
+    `tensors`: program of each tensor, and its pointers and number of elements. `chunk`: number of elements that a
+    thread block processes at once. Raises `Unavailable` if a program cannot be loaded.
     """
     groups: dict[Program, list[tuple[int, ...]]] = {}
     for program, tensor in tensors:

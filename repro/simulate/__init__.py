@@ -1,4 +1,4 @@
 """Simulation of the real training step at any scale: memory, communication, time, and the layouts that fit.
 
-The native engine's step is traced on shapes. `step` simulates one experiment, and `plan` searches layouts.
+`trace` records the native engine's step on shapes. `step` simulates one experiment, and `plan` searches layouts.
 """

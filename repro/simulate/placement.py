@@ -20,11 +20,11 @@ from repro.config.system import System
 
 BETWEEN_NODES = "inter-node"
 GROUPS = ("world", "tp", "cp", "dp", "pp", "embedding")
-"""The groups of a rank, as `repro.parallel.mesh.Mesh` names them."""
+"""Names of a rank's process groups in `repro.parallel.mesh.Mesh`. `embedding` joins first and last pipeline stage."""
 
 
 def group_members(layout: Layout, group: str) -> npt.NDArray[Any]:
-    """Return all groups of one of `GROUPS` with more than one member, as ranks [groups, members]."""
+    """Return the ranks [groups, members] of all process groups named `group`; empty if groups have one member."""
     if group == "world":
         return np.arange(layout.world)[None, :] if layout.world > 1 else np.empty((0, 0), dtype=int)
     axis = "pp" if group == "embedding" else group
@@ -40,30 +40,29 @@ def group_members(layout: Layout, group: str) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of `layout` on the nodes of `system`.
+    """Placement of the ranks of `layout` on nodes of `system`.
 
-    The number of nodes follows from the ranks, whatever the system's `nodes` is; the last node may be partly empty.
-    Ranks that are processes of one processor (links of class `memory` alone) are all on one node.
+    The layout uses as many nodes as its ranks need, even if the system has fewer. The last node may be partly empty. On
+    a CPU system (only links of class `memory`), all ranks are processes of one node.
     """
 
     layout: Layout
     system: System
 
     def node_of(self, rank: int) -> int:
-        """Return the node of `rank`; `ConfigError` if the number of devices per node is needed and unknown."""
+        """Return the index of a rank's node. Raises `ConfigError` if the system's devices per node are unknown."""
         assert 0 <= rank < self.layout.world, f"rank {rank} of {self.layout.world}"
         return rank // self.devices_per_node
 
     def nodes(self, ranks: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the node of each of `ranks`."""
+        """Return the index of the node of each of `ranks`."""
         return ranks // self.devices_per_node
 
     def link_of(self, group: str, ranks: Sequence[int]) -> str:
-        """Return the slowest class of links that the members of `group` need to reach each other.
+        """Return the slowest class of links between `ranks`, which are members of `group`; empty for a single rank.
 
-        The class is `inter-node` if any two members are on different nodes. Otherwise, the class is the first of
-        memory, nvlink and pcie that the system has (`ConfigError` if it has none). `ranks` may be any of the members:
-        two stages of a pipeline are the edge between them. The class of one rank is empty, because it sends nothing.
+        The class is `inter-node` if the ranks are on different nodes. Otherwise, it is the first of memory, nvlink and
+        pcie that the system has. Raises `ConfigError` if the system has none of these.
         """
         least, most = min(ranks), max(ranks)
         if least == most:
@@ -73,20 +72,22 @@ class Placement:
         try:
             return self.system.link_inside()
         except ConfigError as error:
-            what = f"{error.expected}, since {group} group {_ranks_text(ranks)} is inside a node"
+            what = f"{error.expected}, because all ranks of the {group} group {_ranks_text(ranks)} are on one node"
             raise ConfigError(error.key, error.value, what, file=self.system.name) from None
 
     def links(self, rank: int) -> dict[str, str]:
-        """Return `link_of` each group of `rank` that has more than one member."""
+        """Return the slowest class of links of each group of `rank` with more than one member (see `link_of`)."""
         groups = {group: self.ranks_of(group, rank) for group in GROUPS}
         return {group: self.link_of(group, ranks) for group, ranks in groups.items() if len(ranks) > 1}
 
     def ranks_of(self, group: str, rank: int) -> tuple[int, ...]:
-        """Return the members of the `group` (one of `GROUPS`) of `rank`, in the order of the mesh."""
+        """Return the ranks of the group named `group` (one of `GROUPS`) to which `rank` belongs, in mesh order."""
         layout = self.layout
         if group == "world":
             return tuple(range(layout.world))
-        if group == "embedding":  # first and last stage hold the tied embedding; others form groups of one
+        if (
+            group == "embedding"
+        ):  # First and last stage share the tied embedding; other stages form groups of one.
             pipeline = self.ranks_of("pp", rank)
             ends = (pipeline[0], pipeline[-1])
             return ends if layout.pp > 1 and rank in ends else (rank,)
@@ -94,7 +95,7 @@ class Placement:
 
     @cached_property
     def devices_per_node(self) -> int:
-        """Return the ranks of a full node; all ranks if they are processes of one processor."""
+        """Number of ranks on a full node; all ranks if they are processes on one CPU system."""
         processor = "memory" in self.system.links and BETWEEN_NODES not in self.system.links
         if self.layout.world == 1 or processor:
             return self.layout.world

@@ -1,8 +1,7 @@
 """Record of a simulated step, with the field names of a measured record where the meaning is equal.
 
-Memory is the maximum over roles. Communication is that of the role with rank 0 (the first stage). Times are present if
-the system has the required numbers. A step that does not fit has a record with the outcome `oom`. That record contains
-live bytes but no reserved bytes. Its role contains the state of the allocator at the failed request.
+Memory is the maximum over pipeline roles, and communication is that of the first stage. The record of a step that does
+not fit (`oom`) has live bytes but no reserved bytes, and its role has the allocator's state at the failed request.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from repro.simulate.step import RoleResult, Simulation
 
 SIMULATOR_REVISION = 4
-"""Revision of the formulas for memory and time; raise it if results change while a system's numbers do not."""
+"""Revision of the formulas for memory and time. A change of formulas that changes results must raise it."""
 
 
 def simulated_record(
     experiment: Experiment, simulation: Simulation, system: System, *, suite: str, wall_s: float
 ) -> ExperimentRecord:
-    """Return the record of one simulated experiment, `ok` or `oom`, without its provenance."""
+    """Return the record of one simulated experiment with the outcome `ok` or `oom`, without provenance."""
     roles = simulation.roles
     traffic = [role.traffic for role in roles]
     per_layer = metrics.per_layer(experiment, roles[0].role.stage, traffic[0])
@@ -78,7 +77,8 @@ def failed_record(experiment: Experiment, reason: str, *, suite: str, wall_s: fl
 
 
 def simulation_facts(system: System, kernels: OperatorSet) -> SimulatedOn:
-    """Return the facts that a simulation uses of a system and of the generation of its `kernels`."""
+    """Return the facts of `system` that determine a simulation, and a hash of all its numbers and the calibration of
+    `kernels`."""
     from repro.simulate.time.calibration import CalibrationPoint, calibration_point_of, uncertain_numbers
 
     point = calibration_point_of(kernels, system)
@@ -132,7 +132,7 @@ def _series(experiment: Experiment, simulation: Simulation, system: System) -> S
 
     prediction, fullest = simulation.time, simulation.roles.index(simulation.fullest)
     traced, live = simulation.traces[fullest], simulation.fullest.memory.live
-    if prediction is None:  # no peak, no bandwidth: operators by the bytes that they move
+    if prediction is None:  # The system lacks rates, so the bytes that an operator moves stand for its time.
         return StepSeries(
             memory=live_bytes_over_step(traced, live, lambda operator: operator.read + operator.written)
         )

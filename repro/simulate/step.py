@@ -23,39 +23,36 @@ from repro.simulate.trace.roles import PipelineRole, Trace, roles, trace
 from repro.util.processes import pause_garbage_collection
 
 NO_STEP_TIME = "the step does not fit"
-"""Reason why a step has no predicted time."""
+"""Reason why a step has no predicted time if it exceeds the device's memory."""
 
 
 @dataclass
 class RoleResult:
-    """One role of a simulated step."""
+    """Simulation result of one pipeline role."""
 
     role: PipelineRole
     memory: RoleMemory
     replay: Replay
     traffic: list[TrafficRow]
     operator_flops: int
-    """FLOP of the role's operators in a step."""
+    """FLOP of all operators of one rank with this role in a step."""
     parameters: int
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether the role is out of memory although its live tensors fit at every moment of the step.
-
-        The first failed request may fail by fragmentation while a later peak of live tensors exceeds the limit.
-        """
+        """Whether a request fails by fragmentation although the peak of live bytes is within the allocator's limit."""
         error = self.replay.out_of_memory
         return error is not None and error.by_fragmentation and self.memory.peak_bytes <= error.limit
 
 
 @dataclass
 class Simulation:
-    """One simulated step, in bytes, FLOP and seconds."""
+    """Result of the simulation of one step, in bytes, FLOP and seconds."""
 
     experiment: Experiment
     system: str
     limit_bytes: int | None
-    """Limit of the allocator: the device's memory less the context. None if unknown."""
+    """Bytes that the allocator can reserve: the device's memory less the CUDA context; None if unknown."""
     context_bytes: int
     roles: list[RoleResult]
     trace_seconds: float
@@ -67,7 +64,8 @@ class Simulation:
 
     @property
     def fullest(self) -> RoleResult:
-        """The fullest role: out of memory by live bytes first, then by fragmentation, then by reserved bytes."""
+        """The role with the highest memory use: one that is out of memory by live bytes, else one that is so by
+        fragmentation, else the one with the most reserved bytes."""
         return max(
             self.roles,
             key=lambda r: (
@@ -84,12 +82,12 @@ class Simulation:
 
     @property
     def outcome(self) -> str:
-        """`ok`, or `oom` if some role does not fit its device."""
+        """`ok`, or `oom` if a role exceeds its device's memory."""
         return "oom" if self.fullest.replay.out_of_memory else "ok"
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits the device. A step that does not fit has no time."""
+        """Whether all roles fit the device's memory."""
         return self.outcome == "ok"
 
     @property
@@ -104,7 +102,7 @@ class Simulation:
 
     @property
     def reason(self) -> str:
-        """Reason why the step does not fit; empty if it fits."""
+        """Reason why the step does not fit the device's memory; empty if it fits."""
         error = self.fullest.replay.out_of_memory
         if error is None:
             return ""
@@ -116,7 +114,7 @@ class Simulation:
         return text
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, the document of `repro simulate --json`."""
+        """Return the document of `repro simulate --json`, as dictionaries, lists, texts and numbers."""
         e, fullest, busiest = self.experiment, self.fullest, self.busiest
         return {
             "outcome": self.outcome,
@@ -178,7 +176,7 @@ def _role_document(role: RoleResult) -> dict[str, Any]:
 
 
 def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
-    """Return the sent bytes of `rows` by `group` or by `link`."""
+    """Return the sum of the sent bytes of `rows` for each value of `key`, which is `group` or `link`."""
     found: Counter[str] = Counter()
     for row in rows:
         found[getattr(row, key)] += row.sent_bytes
@@ -186,7 +184,7 @@ def sent_bytes_by(rows: list[TrafficRow], key: str) -> dict[str, int]:
 
 
 def write_snapshot(path: Path, found: Simulation, *, expandable: bool) -> None:
-    """Write the memory of a step for PyTorch's memory viewer, to its end or to the first failure; roles are devices."""
+    """Write a snapshot of a simulated step for PyTorch's memory viewer, in which each pipeline role is a device."""
     devices = []
     for traced in found.traces:
         devices.append(AllocationHistory())
@@ -206,11 +204,11 @@ def simulate(
     record: bool = False,
     interval: bool = False,
 ) -> Simulation:
-    """Trace every role of `experiment` and replay the trace on a device of `system`.
+    """Trace every pipeline role of `experiment`, and simulate its memory and communication on `system`.
 
-    `memory_limit` (bytes) replaces the device's memory, to simulate a smaller device. `expandable` selects torch's
-    expandable segments. `gloo`: see `repro.simulate.trace.roles.trace`. `time` also predicts the step time; `record`
-    adds every span, for a drawing, and `interval` adds the interval of the time.
+    `memory_limit`: bytes of a device's memory; None selects those of the system. `expandable`: use expandable segments.
+    `gloo`: include buffers of gloo's transport. `time`: also predict the step time. `record`: also store each busy
+    interval of each stream. `interval`: also predict the uncertainty interval of the step time.
     """
     began = perf_counter()
     context = system.context()
@@ -235,7 +233,7 @@ def simulate(
     if time:
         try:
             prediction = predict(experiment, system, traces, record=record, interval=interval)
-        except ConfigError as error:  # memory does not depend on these numbers
+        except ConfigError as error:  # Memory does not depend on the numbers that the time prediction lacks.
             no_time = str(error)
     seconds = perf_counter() - began
     return Simulation(experiment, system.name, limit, context, results, seconds, traces, prediction, no_time)

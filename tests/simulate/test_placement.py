@@ -129,7 +129,7 @@ def test_a_system_without_links_inside_its_nodes_is_one_line() -> None:
         on(bare, tp=16).links(0)
     assert str(caught.value) == (
         "dgx2: links = ['inter-node']: must be one of memory, nvlink, pcie, "
-        "since world group (0, 1, 2, ...) is inside a node"
+        "because all ranks of the world group (0, 1, 2, ...) are on one node"
     )
 
 

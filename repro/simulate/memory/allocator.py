@@ -1,18 +1,8 @@
-"""Model of PyTorch's CUDA caching allocator, and the replay of a trace's allocations through it.
+"""Model of PyTorch's CUDA caching allocator (`c10/cuda/CUDACachingAllocator.cpp`), and the replay of a trace in it.
 
-Torch *allocates* the blocks in which live tensors lie. A block is a request rounded up to 512 bytes, and in the large
-pool up to 1 MiB more that is too small to split off. Torch *reserves* segments from the driver. Torch retains empty
-segments and splits them among requests of many sizes. A device is out of memory by fragmentation when the next segment
-does not fit although enough bytes are free inside the segments.
-
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. The sizes (`repro.simulate.memory.pools`) hold from pull
-request 17120 (early 2019) to torch 2.13, which includes torch 1.2 to 1.4 of the ZeRO and Turing-NLG work. Earlier
-versions shared 1 MiB among small requests and rounded large ones to 128 KiB. Pull request 96995 (2023) added
-`expandable`, which is off by default.
-
-Not modelled: other streams (which delay the release of their blocks), pools of CUDA graphs, `max_split_size_mb`,
-garbage collection and rounding to powers of two. The driver's addresses decide between free blocks of equal size; here
-an older segment has lower addresses."""
+The sizes in `repro.simulate.memory.pools` hold from PyTorch's pull request 17120 (2019) to torch 2.13. Expandable
+segments came with pull request 96995 (2023) and are off by default. Not modelled: several streams, CUDA graphs,
+`max_split_size_mb`, garbage collection, rounding to powers of two, and the driver's choice of addresses."""
 
 from __future__ import annotations
 
@@ -40,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class OutOfMemory(Exception):
-    """A request that fits no free block, and exceeds the limit after the release of every empty segment.
+    """Failed request, which fits no free block and would exceed the limit even after the release of all empty segments.
 
-    Bytes: `requested`; `allocated` and `reserved` at that moment; `free_in_blocks`, reserved but not allocated;
-    `largest_free`, the largest free block of the pool that serves the request; `limit`.
+    All attributes are in bytes. `free_in_blocks` is reserved but not allocated. `largest_free` is the size of the
+    largest free block in the pool that serves the request.
     """
 
     requested: int
@@ -55,14 +45,14 @@ class OutOfMemory(Exception):
 
     @property
     def by_fragmentation(self) -> bool:
-        """Whether the live tensors and the request are within the limit, so that only a contiguous block is missing."""
+        """Whether allocated bytes plus the request are within the limit, so that only a contiguous block is missing."""
         return self.allocated + round_up(self.requested) <= self.limit
 
     def __str__(self) -> str:
         return self.because_of(self.by_fragmentation)
 
     def because_of(self, fragmentation: bool) -> str:
-        """Return the sizes behind the failure and its cause: `fragmentation`, or the live tensors."""
+        """Return the failure's message, which names fragmentation or else the live tensors as the cause."""
         why = "fragmentation" if fragmentation else "the live tensors"
         return (
             f"out of memory by {why}: {self.requested} bytes requested, {self.allocated} allocated and "
@@ -72,7 +62,7 @@ class OutOfMemory(Exception):
 
 
 class AllocatedRange(NamedTuple):
-    """A block of a segment: address and size in bytes, and the `id` of the allocation (None: free)."""
+    """A block of a segment: address and size in bytes, and the `id` of its allocation; None for a free block."""
 
     address: int
     size: int
@@ -82,9 +72,9 @@ class AllocatedRange(NamedTuple):
 class CachingAllocator:
     """Caching allocator of one device and one stream.
 
-    limit: bytes that the driver can give (None: unlimited), which is the device's memory less the CUDA context
+    limit: bytes that the allocator can reserve (None: unlimited): the device's memory less the CUDA context
         and other memory outside the allocator.
-    expandable: `expandable_segments:True`.
+    expandable: whether PyTorch's option `expandable_segments:True` is set.
     """
 
     def __init__(self, limit: int | None = None, *, expandable: bool = False) -> None:
@@ -96,17 +86,16 @@ class CachingAllocator:
         self.allocated = self.peak_allocated = 0
         """Current and peak bytes of live blocks."""
         self.retries = 0
-        """Number of releases of all empty segments for a request (torch's `num_alloc_retries`). Each release costs
-        time."""
+        """Number of requests for which all empty segments were released (torch's `num_alloc_retries`)."""
 
     @property
     def reserved(self) -> int:
-        """Bytes that the driver has given and not received back."""
+        """Bytes of all segments that the allocator currently has from the driver."""
         return self.device.reserved
 
     @property
     def peak_reserved(self) -> int:
-        """Peak of reserved bytes: Figure 7's "max cached" of 1910.02054."""
+        """Peak of reserved bytes, called "max cached" in Figure 7 of the ZeRO paper (1910.02054)."""
         return self.device.peak
 
     def malloc(self, id: int, size: int) -> None:
@@ -145,12 +134,12 @@ class CachingAllocator:
             pool.give(block)
 
     def empty_cache(self) -> None:
-        """Give the driver every segment that holds no live block, as `torch.cuda.empty_cache`."""
+        """Return every segment without a live block to the driver, as `torch.cuda.empty_cache` does."""
         self._large.release()
         self._small.release()
 
     def record(self, history: AllocationHistory, event: Alloc, phase: str) -> None:
-        """Add an allocation, and preceding changes of the reserved memory, to a history."""
+        """Add an allocation in `phase`, and preceding changes of the reserved memory, to `history`."""
         for action, address, size in self.device.changes:
             history.add(action, address, size)
         self.device.changes.clear()
@@ -163,7 +152,8 @@ class CachingAllocator:
             history.add("oom", 0, event.bytes, device_free=self.device.limit - self.reserved)
 
     def segments(self) -> list[list[AllocatedRange]]:
-        """Return every segment as its blocks in order of address; an expandable segment gives each mapped stretch."""
+        """Return the blocks of each segment in the order of addresses. An expandable segment counts as one for each
+        contiguous mapped range."""
         names = {place[1].address: id for id, place in self._live.items() if place is not None}
         found: list[list[AllocatedRange]] = []
         for pool in (self._small, self._large):
@@ -195,9 +185,9 @@ class Replay:
     peak_allocated: int
     peak_reserved: int
     retries: int
-    """Number of releases of all empty segments for a request."""
+    """Number of requests for which all empty segments were released."""
     phase: str
-    """Phase of the failure, or of the peak of reserved bytes without a failure."""
+    """Phase of the step with the failure; without a failure, with the peak of reserved bytes."""
     out_of_memory: OutOfMemory | None
 
     @property
@@ -213,10 +203,9 @@ def replay(
     expandable: bool = False,
     history: AllocationHistory | None = None,
 ) -> Replay:
-    """Replay the allocations of `events` on an empty device, to the end or to the first failure.
+    """Replay the device allocations of `events` on an empty device, until the end or the first failed request.
 
-    `limit` is in bytes; the options are those of `CachingAllocator`. Host memory and events without memory are ignored.
-    `history`: receives every allocation.
+    `limit` (bytes) and `expandable` are those of `CachingAllocator`. `history` receives every allocation.
     """
     allocator = CachingAllocator(limit, expandable=expandable)
     malloc, free, device = allocator.malloc, allocator.free, allocator.device

@@ -20,16 +20,16 @@ COLUMNS = {category: column for column, category in enumerate(ACCOUNTED)}
 
 
 class LiveBytes:
-    """Live bytes after every number of changes of a trace, as arrays.
+    """Live bytes of a trace after each change, as arrays over the number of changes.
 
-    An allocation or a release is one change. A new category of a storage is two, a release and an allocation.
+    An allocation or a release is one change. A storage's new category is two changes: a release and an allocation.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.allocations: dict[int, Alloc] = {}
-        """Allocations by the number of changes up to them."""
+        """Allocation events, by the number of changes up to and including the allocation."""
         self.phases: list[tuple[int, int, PhaseStart]] = []
-        """Starts of phases, with the numbers of preceding changes and operators."""
+        """Starts of phases: number of preceding changes, number of preceding operators, and event."""
         self.operators: list[Operator] = []
         self.changes_before: list[int] = []
         """Number of changes before each operator."""
@@ -58,39 +58,40 @@ class LiveBytes:
         self.by_category[np.arange(len(sizes)), columns] = sizes
         self.by_category.cumsum(axis=0, out=self.by_category)
         self.total = self.by_category.sum(axis=1) - self.by_category[:, COLUMNS[Category.HOST]]
-        """Live bytes of the device, without `Category.HOST`, [1 + changes]."""
+        """Live bytes in device memory, [1 + changes]."""
 
     def after(self, changes: int) -> dict[str, int]:
-        """Return the live bytes by category after so many changes; -1 stands for all changes."""
+        """Return the live bytes by category after the given number of changes; -1 stands for all changes."""
         return dict(zip(COLUMNS, self.by_category[changes].tolist(), strict=True))
 
     @property
     def most(self) -> dict[str, int]:
-        """Peak of each category."""
+        """Peak live bytes of each category over the trace."""
         return dict(zip(COLUMNS, self.by_category.max(axis=0).tolist(), strict=True))
 
 
 @dataclass
 class RoleMemory:
-    """Live bytes of one role over initialisation and one step: of the device, unless a name begins with `host`."""
+    """Live bytes of one role in initialisation and one step. Names that begin with `host` refer to host memory, others
+    to device memory."""
 
     live: LiveBytes = field(repr=False, compare=False)
     peak_bytes: int = 0
     by_category: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """Live bytes at the peak."""
+    """Live bytes of each category at the moment of `peak_bytes`."""
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTED, 0))
-    """Peak of each category."""
+    """Peak live bytes of each category by itself."""
     phase: str = ""
-    """Phase of the peak."""
+    """Phase of the step in which the live bytes reach their peak."""
     line: str = ""
-    """Source line whose allocation made the peak."""
+    """Source line whose allocation reaches the peak of live bytes."""
     operator: str = ""
-    """Operator that the source line called."""
+    """Operator that allocates at the peak of live bytes."""
     init_peak_bytes: int = 0
     host_reserved_bytes: int = 0
     """Page-locked bytes that the host allocator of a GPU machine reserves for `host_bytes`."""
     states: dict[str, int] = field(default_factory=dict)
-    """Model states after the step, by category."""
+    """Live bytes of each category of model states after the step."""
 
     @property
     def states_bytes(self) -> int:
@@ -104,7 +105,7 @@ class RoleMemory:
 
 
 def measure_live_bytes(events: Sequence[Event]) -> RoleMemory:
-    """Return the live bytes of a trace."""
+    """Return peaks and categories of the live bytes of a trace."""
     live = LiveBytes(events)
     states = {category: size for category, size in live.after(-1).items() if category in MODEL_STATES}
     found = RoleMemory(live, most=live.most, states=states)
@@ -144,18 +145,20 @@ def page_locked_bytes(events: Sequence[Event]) -> int:
 
 TIMELINE_POINTS = 96
 TIMELINE_RESOLUTION = 10_000
-"""Parts of the device's peak to which a record rounds bytes."""
+"""Number of units into which a record divides the step's peak of live bytes, in order to round them."""
 
 
 def live_bytes_over_step(
     traced: Trace, live: LiveBytes, seconds: Callable[[Operator], float]
 ) -> dict[str, Any]:
-    """Return the live bytes in `TIMELINE_POINTS` equal parts of the device's busy time, at the fullest moment of each.
+    """Return the peak of live bytes in each of `TIMELINE_POINTS` equal parts of the step's operator time.
 
-    `live`: those of the trace. `seconds` gives the time of an operator on the device; messages take no time here. The
-    result has three keys. `unit` is in bytes. `bytes` holds units by category: one number if the category never
-    changes, no entry if it is empty. `phases` holds the part in which each phase begins, its name and micro-batch, for
-    the first phase of each part. The largest sum is the role's peak, unless the peak is in the initialisation.
+    `live`: live bytes of the trace. `seconds`: function that returns an operator's time on the device; messages take no
+    time here. Keys of the result:
+
+    - `unit`: bytes of a unit;
+    - `bytes`: units of each category in each part; one number for a constant category, no entry for an empty one;
+    - `phases`: [part, name, micro-batch] for the first phase that begins in a part.
     """
     step = traced.events[traced.step_start : traced.step_stop]
     before, within = (Counter(map(type, part)) for part in (traced.events[: traced.step_start], step))

@@ -1,7 +1,6 @@
-"""Blocks of device memory and the pools of free blocks, for `repro.simulate.memory.allocator`.
+"""Blocks and pools of the caching allocator (`repro.simulate.memory.allocator`); sizes and addresses are in bytes.
 
-The driver returns a segment for each call. A chain of blocks tiles the segment, and no two neighbours are free.
-Sizes and addresses are in bytes."""
+The driver returns one segment per request. A linked list of blocks covers a segment, and adjacent free blocks merge."""
 
 from __future__ import annotations
 
@@ -10,29 +9,29 @@ from bisect import bisect_left, insort
 MIB = 2**20
 
 MIN_BLOCK_SIZE = 512
-"""Granularity of requests in bytes, to which every request is rounded up (`kMinBlockSize`)."""
+"""Granularity in bytes to which every request is rounded up (PyTorch's `kMinBlockSize`)."""
 SMALL_SIZE = MIB
-"""Largest request that the small pool serves (`kSmallSize`)."""
+"""Largest request in bytes that the small pool serves (PyTorch's `kSmallSize`)."""
 SMALL_BUFFER = 2 * MIB
-"""Size of the small pool's segments (`kSmallBuffer`)."""
+"""Bytes of a segment of the small pool (PyTorch's `kSmallBuffer`)."""
 LARGE_BUFFER = 20 * MIB
-"""Size of the large pool's segments for requests below `MIN_LARGE_ALLOC` (`kLargeBuffer`)."""
+"""Bytes of a segment of the large pool for requests below `MIN_LARGE_ALLOC` (PyTorch's `kLargeBuffer`)."""
 MIN_LARGE_ALLOC = 10 * MIB
-"""Smallest request that gets a segment of its own size (`kMinLargeAlloc`)."""
+"""Smallest request in bytes for which a new segment has the request's own size (PyTorch's `kMinLargeAlloc`)."""
 ROUND_LARGE = 2 * MIB
-"""Granularity of the segments of large requests, which is the page of the device (`kRoundLarge`)."""
+"""Page size in bytes, to which segments for large requests are rounded up (PyTorch's `kRoundLarge`)."""
 UNLIMITED = 2**62
 
 LIVE, FREE, UNMAPPED = "live", "free", "unmapped"
 
 
 def round_up(size: int, unit: int = MIN_BLOCK_SIZE) -> int:
-    """Return the multiple of `unit` bytes that `size` occupies."""
+    """Return `size`, rounded up to a multiple of `unit` bytes."""
     return -(-size // unit) * unit
 
 
 def segment_size(size: int) -> int:
-    """Return the size of a new segment for a (rounded) request of `size` that fits no free block."""
+    """Return the bytes of a new segment for a rounded request of `size` bytes that fits no free block."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     if size < MIN_LARGE_ALLOC:
@@ -41,13 +40,13 @@ def segment_size(size: int) -> int:
 
 
 class DeviceMemory:
-    """The driver: bytes up to `limit`, never fragmented, at ascending addresses that are never reused."""
+    """Model of the CUDA driver's memory: `limit` bytes without fragmentation, and addresses that are never reused."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = UNLIMITED if limit is None else limit
         self.reserved = self.peak = 0
         self.changes: list[tuple[str, int, int]] = []
-        """Memory given and received back: action as in a snapshot of torch, address and size."""
+        """Segments that were allocated and freed: action as in torch's memory snapshots, address and size."""
         self._end = 0
 
     def take(self, size: int) -> bool:
@@ -59,18 +58,18 @@ class DeviceMemory:
         return True
 
     def give(self, block: MemoryBlock, action: str) -> None:
-        """Receive a block back."""
+        """Free `block`, and record the change as `action`."""
         self.reserved -= block.size
         self.changes.append((action, block.address, block.size))
 
     def place(self, size: int) -> int:
-        """Return an address with `size` bytes of address space."""
+        """Return the first address of `size` unused bytes of address space."""
         self._end += size
         return self._end - size
 
 
 class MemoryBlock:
-    """A contiguous part of a segment, with its neighbours."""
+    """A contiguous part of a segment, linked to the preceding and the next block."""
 
     __slots__ = ("address", "next", "prev", "size", "state")
 
@@ -98,7 +97,7 @@ class MemoryBlock:
 
 
 class Pool:
-    """The free blocks for small or for large requests, by size and then by address."""
+    """Pool of the free blocks for small or for large requests, sorted by size and then by address."""
 
     def __init__(self, device: DeviceMemory, *, small: bool) -> None:
         self.device = device
@@ -106,11 +105,11 @@ class Pool:
         """The first block of every segment, by its address."""
         self._free: list[tuple[int, int, MemoryBlock]] = []
         self._grows = False
-        """Whether blocks grow into the bytes after them, which decides between free blocks."""
+        """Whether a block can grow into unmapped bytes after it. Such a block is taken last."""
         self._least_rest = MIN_BLOCK_SIZE if small else SMALL_SIZE + 1
 
     def find(self, size: int) -> MemoryBlock | None:
-        """Remove the best-fitting free block for `size` and return it unsplit; None if no block fits."""
+        """Remove the best-fitting free block for `size` bytes and return it unsplit; None if no block fits."""
         free = self._free
         at = bisect_left(free, (size,))
         if at == len(free):
@@ -120,7 +119,7 @@ class Pool:
         return free.pop(at)[2]
 
     def grow(self, size: int) -> MemoryBlock | None:
-        """Return a block of at least `size` from the driver; None if the limit would be exceeded."""
+        """Return a block of at least `size` bytes in a new segment; None if the limit would be exceeded."""
         span = segment_size(size)
         if not self.device.take(span):
             return None
@@ -130,13 +129,13 @@ class Pool:
         return block
 
     def cut(self, block: MemoryBlock, size: int) -> None:
-        """Mark `block` live; bytes beyond `size` become a free block if they are large enough for one."""
+        """Mark `block` as live. The bytes beyond `size` become a free block if they are enough for one."""
         if block.size - size >= self._least_rest:
             self._insert(block.split(size))
         block.state = LIVE
 
     def give(self, block: MemoryBlock) -> None:
-        """Free `block` and join it with free neighbours."""
+        """Free `block`, and merge it with adjacent free blocks."""
         before, after = block.prev, block.next
         if before is not None and before.state is FREE:
             self._remove(before)
@@ -149,7 +148,7 @@ class Pool:
         insort(self._free, (block.size, block.address, block))
 
     def release(self) -> None:
-        """Give the driver every segment that holds no live block."""
+        """Return every segment without a live block to the driver."""
         retained = []
         for entry in self._free:
             block = entry[2]
@@ -164,9 +163,9 @@ class Pool:
         return self._free[-1][0] if self._free else 0
 
     def _best(self, at: int) -> int:
-        """Return the index of the free block to take, from index `at` on."""
+        """Return the index of the best-fitting free block, from index `at` on."""
         free = self._free
-        # The size of the block before the unmapped end includes the unmapped bytes, so that it is taken last.
+        # A block before unmapped bytes counts as larger by these bytes, so that it is taken last.
         while at + 1 < len(free) and _growable_bytes(free[at + 1][2]) < _growable_bytes(free[at][2]):
             at += 1
         return at
@@ -187,11 +186,12 @@ class Pool:
 
 
 ADDRESS_SPACE = LARGE_BUFFER * 2**24
-"""Bytes of addresses of an expandable segment. PyTorch's memory viewer rounds addresses above 2**53."""
+"""Bytes of address space of an expandable segment; small, because PyTorch's memory viewer rounds addresses above 2**53.
+"""
 
 
 class ExpandablePool(Pool):
-    """A `Pool` whose only segment is mapped granule by granule."""
+    """`Pool` with a single expandable segment, to which the driver maps and unmaps granules of memory."""
 
     def __init__(self, device: DeviceMemory, *, small: bool) -> None:
         super().__init__(device, small=small)
@@ -203,9 +203,9 @@ class ExpandablePool(Pool):
         self._unmapped = [(self._base, everything)]
 
     def grow(self, size: int) -> MemoryBlock | None:
-        """Return a block of at least `size`, mapping missing granules; None if the limit would be exceeded.
+        """Map missing granules, and return a block of at least `size` bytes; None if the limit would be exceeded.
 
-        Granules that were mapped before the limit was reached stay mapped.
+        Granules that this call has mapped before it reaches the limit stay mapped.
         """
         block = self._lowest(size)
         if block.state is UNMAPPED and not self._map(block, min(size, block.size)):
@@ -224,22 +224,25 @@ class ExpandablePool(Pool):
             self._unmap(block)
 
     def _lowest(self, size: int) -> MemoryBlock:
-        """Return the first block of the lowest chain of free or unmapped blocks with `size` bytes together."""
+        """Return the first block of the lowest contiguous range of free or unmapped blocks with `size` bytes."""
         for _, block in self._unmapped:
             before = block.prev
             first = before if before is not None and before.state is FREE else block
-            room, last = 0, first
-            while room < size and last.state is not LIVE:
-                room += last.size
+            free_bytes, last = 0, first
+            while free_bytes < size and last.state is not LIVE:
+                free_bytes += last.size
                 if last.next is None:
                     break
                 last = last.next
-            if room >= size:
+            if free_bytes >= size:
                 return first
-        raise AssertionError("the address space has no end")
+        raise AssertionError("the address space of the expandable segment is exhausted")
 
     def _map(self, block: MemoryBlock, size: int) -> bool:
-        """Map the first `size` bytes of an unmapped block, in full granules, and free them."""
+        """Map the first `size` bytes of an unmapped block, rounded up to full granules, as free memory.
+
+        Return False and map nothing if the limit would be exceeded.
+        """
         span = round_up(size, self._granule)
         if not self.device.take(span):
             return False

@@ -23,17 +23,17 @@ RANK_QUANTILES = {"median": 0.5, "p75": 0.75, "p95": 0.95, COST: 0.75}
 """Quantiles of the step time, or of the cost, by which a plan can order its first layouts."""
 DEFAULT_RANK = "p75"
 MIN_HEADROOM = 0.03
-"""Share of a device's memory. Layouts that leave less come after layouts that leave more."""
+"""Share of a device's memory. A plan lists layouts that leave less memory free after all other layouts that fit."""
 
 
 @dataclass(frozen=True)
 class LayoutQuery:
-    """A query as it was typed. Errors in it are a `ConfigError` about the key."""
+    """Options of a layout search as the user typed them. Invalid values raise a `ConfigError` that names the key."""
 
     system: str
     gpus: int
     layout: dict[str, Any]
-    """Keys of the layout that were given, and `software` with the settings that all of its layouts have."""
+    """Keys of the layout that the user gave, and `software`, which sets further keys of all layouts."""
     seq: int = 0
     """Tokens of a sample; 0 selects the model's maximum."""
     memory_limit: str = ""
@@ -64,7 +64,7 @@ def communicator_bytes(layout: Layout, system: System) -> int:
 
     The groups are those of `repro.parallel.mesh`: world, dp, cp, tp, pp, and the ends of a pipeline.
     """
-    if "memory" in system.links:  # processors have no NCCL
+    if "memory" in system.links:  # CPU systems have no NCCL.
         return 0
     axes = sum(size > 1 for size in (layout.copies, layout.tp, layout.pp))
     groups = axes + (axes > 1) + (layout.pp > 2) + (layout.cp > 1 and layout.dp > 1)
@@ -89,7 +89,7 @@ def device_memory_limit(system: System, given: int | None) -> int:
 
 
 def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
-    """Return the data-parallel degree of `gpus` devices."""
+    """Return the data-parallel degree of a layout on `gpus` devices."""
     for key, degree in (("gpus", gpus), ("tp", tp), ("cp", cp), ("pp", pp)):
         require(degree >= 1, key, degree, "a whole number of at least 1")
         at_most(key, degree, RANKS)
@@ -100,7 +100,7 @@ def data_parallel_degree(gpus: int, tp: int, pp: int, cp: int = 1) -> int:
 
 
 def complete_layout(given: dict[str, Any], gpus: int, system: System) -> Layout:
-    """Return the full layout: dp from the GPUs, precision from the device, schedule from the chunks.
+    """Return a full layout from the `given` keys; dp follows from `gpus`, precision and schedule have defaults.
 
     The default global batch is the smallest that fills the pipeline: micro_batch x dp x pp.
     """
@@ -119,7 +119,7 @@ def complete_experiment(model: str, query: LayoutQuery, system: System) -> Exper
 
 
 def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
-    """Return `given` with the keys that follow from it and from the device."""
+    """Return the `given` keys of a layout, with precision and schedule where they are missing."""
     keys = {"precision": system.best_precision, **given}
     if keys.get("chunks", 1) > 1:
         keys.setdefault("schedule", "interleaved")
@@ -127,7 +127,7 @@ def layout_defaults(given: dict[str, Any], system: System) -> dict[str, Any]:
 
 
 SAMPLES_PER_GPU = 2
-"""Default global batch of a plan, in samples per GPU."""
+"""Default number of samples per GPU in the global batch of a plan."""
 TOKENS_PER_RANK = 8192
 """Minimum tokens of a sample per rank when a plan splits samples over cp. Llama 3 405B was trained on 8,192 tokens with
 cp = 1 and on 131,072 with cp = 16 (2407.21783 Table 4). Shorter samples are split only if cp is given."""
@@ -166,17 +166,17 @@ class PlanRequest:
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can have, without the buffers of further communicators."""
+        """Bytes that the allocator of one device can reserve, without NCCL's buffers for further communicators."""
         return self.limit - self.system.context()
 
     @property
     def global_batch(self) -> int:
-        """Samples of an optimizer step."""
+        """Number of samples in an optimizer step."""
         return int(self.given.get("global_batch") or SAMPLES_PER_GPU * self.gpus)
 
 
 def candidates(request: PlanRequest) -> list[Layout]:
-    """Return all candidate layouts without P_a, which the search adds where it is needed.
+    """Return all candidate layouts of a plan without partitioned activations (P_a), which the search adds if needed.
 
     tp: powers of two that divide heads, MLP and vocabulary and stay inside a node; cp: powers of two, of samples longer
     than `TOKENS_PER_RANK`; pp: divisors of the layers; dp: the rest; ZeRO 0 to 3 (to 2 under a pipeline); with and
@@ -200,7 +200,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
                 engines.check_layout_fits(layout, request.model, request.seq)
                 engines.check_engine(engines.NATIVE, layout, training, request.model)
                 found.append(layout)
-            except ConfigError as error:  # fixed keys may exclude some combinations
+            except ConfigError as error:  # The keys that the user fixed may exclude some combinations.
                 refused.append(error)
     if not found and refused:
         raise refused[0]
@@ -219,7 +219,7 @@ def candidates(request: PlanRequest) -> list[Layout]:
 
 
 def tensor_degrees(request: PlanRequest) -> list[int]:
-    """Return the tp of a plan: the given one, or powers of two that divide the model and stay inside a node."""
+    """Return the candidate values of tp: the given one, or powers of two that divide the model and fit in a node."""
     data_parallel_degree(request.gpus, *(request.given.get(key, 1) for key in ("tp", "pp", "cp")))
     if "tp" in request.given:
         return [request.given["tp"]]
@@ -236,7 +236,7 @@ def tensor_degrees(request: PlanRequest) -> list[int]:
 
 
 def context_degrees(request: PlanRequest, tp: int) -> list[int]:
-    """Return the cp of a plan at `tp`: the given one, or powers of two with `TOKENS_PER_RANK` tokens for each rank."""
+    """Return the candidate values of cp: the given one, or powers of two with `TOKENS_PER_RANK` tokens per rank."""
     given = request.given.get("cp")
     if given is not None:
         splits = given == 1 or request.seq % (2 * given) == 0
@@ -252,7 +252,7 @@ def context_degrees(request: PlanRequest, tp: int) -> list[int]:
 
 
 def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
-    """Return the pp at tp x cp = `ranks`: the given one, or the divisors of the layers that divide the GPUs."""
+    """Return the candidate values of pp at tp x cp = `ranks`: the given one, or divisors of the layers and the GPUs."""
     if "pp" in request.given:
         return [request.given["pp"]]
     chunks = request.given.get("chunks", 1)
@@ -264,7 +264,7 @@ def pipeline_degrees(request: PlanRequest, ranks: int) -> list[int]:
 def _layout_keys(
     request: PlanRequest, given: dict[str, Any], tp: int, cp: int, pp: int
 ) -> list[dict[str, Any]]:
-    """Return the keys of all layouts of one tp, cp and pp."""
+    """Yield the layout keys of all candidates with the same tp, cp and pp."""
     if request.gpus % (tp * cp * pp):
         return []
     dp = request.gpus // (tp * cp * pp)

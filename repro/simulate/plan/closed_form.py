@@ -73,11 +73,11 @@ TERMS = {
     "communication": "communication buffers",
     "other": "temporary tensors",
 }
-"""Term of each category of `repro.parallel.storage`. Temporary tensors are used and dropped by forward, backward and
-update: gradients of activations, recomputed activations and unscaled gradients."""
+"""Printed term of memory for each category of `repro.parallel.storage`. Temporary tensors are gradients of activations,
+recomputed activations and unscaled gradients."""
 FRAGMENTATION = "fragmentation"
 
 
 def largest_term(by_category: Mapping[str, int]) -> str:
-    """Return the largest term of live bytes."""
+    """Return the printed term of memory with the most live bytes."""
     return TERMS[max(TERMS, key=lambda category: by_category.get(category, 0))]

@@ -25,7 +25,7 @@ from repro.simulate.plan.candidates import (
 from repro.simulate.plan.closed_form import FRAGMENTATION, largest_term, suggested_width
 
 MAX_LAYERS = 1000
-"""Layers of the largest trial. A deeper trace takes minutes; a search beyond this limit needs a larger width."""
+"""Maximum number of layers in a search. A deeper trace takes minutes; larger models need a larger width."""
 MAX_SAMPLES = 4096
 LAYERS, MICRO_BATCH = "layers", "micro-batch"
 SEARCHES = (LAYERS, MICRO_BATCH)
@@ -33,10 +33,10 @@ SEARCHES = (LAYERS, MICRO_BATCH)
 
 @dataclass(frozen=True)
 class FitQuestion:
-    """A model of given width under a layout on devices of a system, and the quantity to maximise."""
+    """A search for the largest number of layers or micro-batch: model, layout, system and limits."""
 
     model: Model
-    """Model whose number of layers is searched, or fixed with `search = micro-batch`."""
+    """Model whose number of layers is varied, or constant if the search varies the micro-batch."""
     layout: Layout
     system: System
     limit: int
@@ -50,16 +50,16 @@ class FitQuestion:
 
     @property
     def allocatable(self) -> int:
-        """Bytes that the allocator of one device can have."""
+        """Bytes that the allocator of one device can reserve."""
         return self.limit - self.system.context()
 
     @property
     def communicators(self) -> int:
-        """Bytes of further communicators; a simulated trial does not have them (`communicator_bytes`)."""
+        """Bytes of NCCL's buffers (`communicator_bytes`), which a simulated trial subtracts from the memory limit."""
         return communicator_bytes(self.layout, self.system)
 
     def values(self) -> range | list[int]:
-        """Return the values to try, ascending."""
+        """Return the numbers of layers or samples per micro-batch that the search may try, ascending."""
         layout = self.layout
         if self.search == LAYERS:
             step = layout.pp * layout.chunks
@@ -84,21 +84,21 @@ class FitQuestion:
 
 @dataclass(frozen=True)
 class FitTrial:
-    """One value that was tried, and its result."""
+    """Result of one tried number of layers or micro-batch."""
 
     value: int
     outcome: str
     """`ok`, `oom`, or another failure on real devices."""
     needed: int | None
-    """Required bytes; None if the failure does not show them."""
+    """Bytes that the trial requires; None if its failure does not show them."""
     binding: str = ""
-    """The term that exceeds the limit, if the trial failed."""
+    """The largest term of memory, or fragmentation, if the trial failed; otherwise empty."""
     reason: str = ""
     detail: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether the value fits."""
+        """Whether the trial fits the device's memory."""
         return self.outcome == "ok"
 
 
@@ -132,14 +132,14 @@ def search_largest(
             index = (low + high) // 2 if halve else _next_index(values, found, limit, low, high)
         width, bracketed = high - low, high < len(values)
         trial = found[values[index]] = attempt(values[index])
-        if trial.outcome not in ("ok", "oom"):  # other failures give no memory size
+        if trial.outcome not in ("ok", "oom"):  # Failures other than out-of-memory show no required bytes.
             high = index
             break
         if trial.fits:
             low = index
         else:
             high = index
-        # If the line moves only one end by a little, the middle is next.
+        # If the predicted value is next to an end of the interval, the middle may be faster.
         halve = bracketed and not halve and high - low > width // 2
     largest = found[values[low]] if low >= 0 else None
     failing = found[values[high]] if high < len(values) else None
@@ -149,20 +149,20 @@ def search_largest(
 def _next_index(values: Sequence[int], found: dict[int, FitTrial], limit: int, low: int, high: int) -> int:
     """Return the index to try next, strictly between `low` and `high`."""
     told = sorted((t.value, t.needed) for t in found.values() if t.needed is not None)
-    if high < len(values):  # between the two ends, if both have required bytes
+    if high < len(values):  # Interpolate between the two ends if both have required bytes.
         told = [point for point in told if low >= 0 and point[0] in (values[low], values[high])]
     if len(told) >= 2:
         (a, at_a), (b, at_b) = told[-2:]
         if at_b > at_a:
             index = bisect_right(values, a + (limit - at_a) * (b - a) / (at_b - at_a)) - 1
             return min(max(index, low + 1), high - 1)
-    if high == len(values):  # no failure yet: double the index
+    if high == len(values):  # Without a failed trial, the index doubles.
         return min(2 * low + 1 if low >= 0 else 0, high - 1)
     return (low + high) // 2
 
 
 def fit_by_simulation(question: FitQuestion) -> FitAnswer:
-    """Return the answer by simulation of each trial."""
+    """Search for the largest value that fits by a simulation of each trial."""
     values = question.values()
     deep = question.layout.pp > 1 or question.search != LAYERS
     few = [values[i] for i in ((0, 1) if deep else (2, 5)) if i < len(values)]
@@ -207,7 +207,7 @@ def _simulate_trial(question: FitQuestion, value: int) -> FitTrial:
 def question_of(
     system: System, query: LayoutQuery, model: Model | None, sizes: dict[str, int], what: str
 ) -> FitQuestion:
-    """Return the question of the command line about `system`. Raises `ConfigError`.
+    """Return the search that the options of `repro fit` describe. Raises `ConfigError` for invalid options.
 
     `sizes`: hidden, heads and vocab if they are given, else 0. Missing sizes are those of `model`. Without a model, the
     width is one whose largest model has about width/64 layers, with heads of 128 (or 64). The vocabulary is then 51,200
@@ -239,7 +239,7 @@ def question_of(
 
 
 def _heads(hidden: int, tp: int) -> int:
-    """Return the number of heads, with a width of 128, else 64; else tp."""
+    """Return the number of heads of width 128 for a hidden width, or of width 64, or else tp."""
     sizes = (hidden // width for width in (128, 64) if hidden % width == 0)
     return next((heads for heads in sizes if heads % tp == 0), tp)
 
@@ -275,7 +275,7 @@ def _trial_document(question: FitQuestion, trial: FitTrial | None) -> dict[str, 
         "params": total_parameters(experiment.model),
         "outcome": trial.outcome,
         "reason": trial.reason,
-        # With a limit, the allocator may reserve less than without one.
+        # Near the limit, the allocator releases cached segments and may reserve less than without a limit.
         "needed_bytes": trial.detail.get("reserved_bytes", trial.needed) if trial.fits else trial.needed,
     }
     details = ("largest_term", "memory", "memory_of_process")

@@ -1,7 +1,7 @@
 """Lower bounds of peak memory and step time without a trace, from the operators and collectives of one layer.
 
-A forward and a backward pass of one chunk take f and b seconds. A step of m micro-batches on p stages of v chunks
-takes at least (2104.04473 sec. 2.2 has this sum for equal stages)
+A forward and a backward pass of one chunk take f and b seconds. The time T of a step of m micro-batches on p stages of
+v chunks has the lower bound (2104.04473 sec. 2.2 has this sum for equal stages)
 
     T  >=  (p - 1) f  +  m v (f + b) of the last stage  +  (p - 1) b
 
@@ -32,16 +32,16 @@ class LayerWork:
         self.model, self.layout = model, layout
         self.bytes = ELEMENT_BYTES[layout.precision]
         self.tokens = layout.micro_batch * seq // layout.cp
-        """Tokens of a rank."""
+        """Tokens of a micro-batch that a rank processes."""
         self.stream = self.tokens * model.hidden // (layout.tp if layout.sp else 1)
         """Elements of the residual stream of a rank, which sequence parallelism splits."""
         self.seq = seq
         self.sums = 2 if model.blocks == "sequential" else 1
-        """Sums over tp and residual additions."""
+        """Number of sums over tp, which is also that of residual additions."""
         self.norms = 1 if model.blocks == "parallel-one-norm" else 2
 
     def forward(self) -> list[Operator]:
-        """Return the operators of the forward pass."""
+        """Return the operators of a layer's forward pass."""
         units = self.model.mlp_matrices
         passes = [self._pass(self.stream, 2)] * self.norms + [self._pass(self.stream, 3)] * self.sums
         products = [self._product(self.tokens, width, depth) for depth, width in self._matrices()]
@@ -49,7 +49,7 @@ class LayerWork:
         return [*passes, self._pass(self._ffn, units), *products, *self._attention(1.0, 2), *copies]
 
     def backward(self) -> list[Operator]:
-        """Return the operators of the backward pass, with those of attention that it computes again."""
+        """Return the operators of a layer's backward pass, including recomputed attention."""
         model, (queries, keys) = self.model, self._widths()
         units = 2 * model.mlp_matrices - 1
         additions = self.sums if self.sums > 1 else 0
@@ -96,7 +96,7 @@ class LayerWork:
         return self.bytes * self.tokens * self.model.vocab // self.layout.tp
 
     def tensor_seconds(self, network: Network) -> tuple[float, float, float]:
-        """Return the seconds of awaited collectives of a forward and of a backward pass, and of its others over tp."""
+        """Return seconds of collectives per layer: awaited in forward, awaited in backward, overlapping backward."""
         model, layout = self.model, self.layout
         forward = backward = others = 0.0
         if layout.tp > 1:
@@ -112,14 +112,14 @@ class LayerWork:
         return forward, backward, others
 
     def buckets(self) -> tuple[int, float]:
-        """Return the least number of gradient buckets of a layer, and the largest bytes of a bucket.
+        """Return lower bounds of the number of gradient buckets per layer, and the maximum bytes of a bucket.
 
         A parameter of more than `bucket_bytes` has a bucket of its own. Stage 3 has at least one bucket for each layer.
         """
         sizes, limit = self.gradient_bytes(), self.layout.bucket_bytes
         if self.layout.zero == 3:
             return 1, sum(sizes)
-        if not self.layout.cb:  # one bucket for all layers
+        if not self.layout.cb:  # All layers share one bucket.
             return 0, float("inf")
         return sum(size > limit for size in sizes), max(limit, *sizes)
 
@@ -148,7 +148,7 @@ class LayerWork:
         return [*queries, (inner, hidden), (hidden, (model.mlp_matrices - 1) * ffn), (ffn, hidden)]
 
     def _copies(self, gathers: int, scatters: int) -> list[Operator]:
-        """Return the copies of several samples that sequence parallelism gathers and scatters."""
+        """Return the copies before and after collectives of sequence parallelism, which several samples need."""
         if not self.layout.sp or self.layout.micro_batch == 1:
             return []
         elements = self.tokens * self.model.hidden
@@ -158,7 +158,7 @@ class LayerWork:
         ]
 
     def _attention(self, flash: float, batched: int) -> list[Operator]:
-        """Return fused attention, with `flash` times the FLOP of its forward pass, or `batched` products."""
+        """Return attention: fused, with `flash` x the FLOP of its forward pass, or as `batched` matrix products."""
         model, layout = self.model, self.layout
         heads, width = model.heads // layout.tp, model.head_width
         if layout.kernels.writes_scores:
@@ -179,19 +179,19 @@ class LayerWork:
         return Operator(name, 2 * depth * prod(result), read, written, (left, right), self.bytes)
 
     def _pass(self, elements: int, times: int, name: str = "repro.elementwise") -> Operator:
-        """Return an operator that moves `times` bytes of each of so many elements."""
+        """Return an operator that moves `times` x the bytes of `elements` elements."""
         return Operator(name, 0, self.bytes * elements * times, 0, (), self.bytes)
 
 
 def memory_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, dict[str, float]]:
     """Return lower bounds of the peak memory of each role by category, in bytes: model states and retained activations.
 
-    The peak is not below the moment before the first backward pass of a stage with all of its micro-batches in flight.
-    The loss then has its logits. Stage 3 has the parameters of two layers and the gradients of one soon after.
+    The bound is the memory before a pipeline stage's first backward pass: activations of micro-batches in flight, and
+    logits. ZeRO stage 3 then adds gathered parameters of two layers and the gradients of one layer.
     """
     work = LayerWork(model, layout, seq)
     layers = model.layers // (layout.pp * layout.chunks)
-    again = work.retained() - work.bytes * work.stream  # the input of a layer is its checkpoint
+    again = work.retained() - work.bytes * work.stream  # The checkpoint of a layer is its input.
     found = {}
     for role, parameters in stage_parameters(model, layout).items():
         stage = layout.pp - 1 if role == LAST else 0
@@ -255,7 +255,7 @@ def step_time_lower_bound(
 
 
 def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, float, float]:
-    """Return the least seconds of gathers and reductions of the layers of a chunk, and of awaited reductions.
+    """Return lower bounds of the seconds per chunk of parameter gathers, gradient reductions, and awaited reductions.
 
     A backward pass of stages 1 and 2 awaits the reductions of all but its last two buckets.
     """
@@ -276,9 +276,10 @@ def _data_parallel_seconds(work: LayerWork, network: Network) -> tuple[float, fl
 
 
 def _messages_in_step(layout: Layout) -> tuple[int, int]:
-    """Return how often a step reduces all gradients of a rank, and gathers its parameters (1910.02054 sec. 7).
+    """Return how often a step reduces all gradients of a rank, and how often it gathers all its parameters.
 
-    Stage 3 that gathers parameter by parameter retains an unknown part of the parameters between uses.
+    The numbers are those of 1910.02054 sec. 7. For stage 3 that gathers single parameters, the second number is 0 as a
+    lower bound, because an unknown part of the parameters remains between uses.
     """
     m = layout.accumulation
     in_blocks = layout.zero3_gather == "block"
@@ -288,7 +289,7 @@ def _messages_in_step(layout: Layout) -> tuple[int, int]:
 def sent_bytes_lower_bound(model: Model, layout: Layout, seq: int) -> dict[str, float]:
     """Return lower bounds of the bytes that a rank of the last stage sends over tp and over dp in a step."""
     work, (reductions, gathers) = LayerWork(model, layout, seq), _messages_in_step(layout)
-    # Sums of outputs, of their gradients, and of recomputed outputs.
+    # A layer sums outputs, gradients of inputs and recomputed outputs over the tp group.
     sums = work.sums * (2 + layout.has_checkpoints)
     payload = layout.accumulation * model.layers // layout.pp * work.bytes * work.tokens * model.hidden
     parameters = list(stage_parameters(model, layout).values())[-1]

@@ -26,9 +26,9 @@ from repro.simulate.plan.rows import OK, OOM, OPEN, STATES, PlanRow, plan_entry,
 from repro.util.processes import Workers, pause_garbage_collection
 
 COMPARED_ROWS = 12
-"""Minimum number of first rows that are compared in all draws of the unknowns, because any may be the fastest."""
+"""Minimum number of first rows that a plan compares in all joint draws of the unknown numbers."""
 BEGUN_PER_WORKER = 2
-"""Number of simulations that are begun for each worker, so that no worker waits for the next comparison with bounds."""
+"""Number of simulations that are queued per worker process, so that no worker is idle."""
 
 
 @dataclass
@@ -46,11 +46,12 @@ class Plan:
 def search_layouts(
     request: PlanRequest, workers: Workers, shown: int = 0, *, exhaustive: bool = True
 ) -> Plan:
-    """Return all sensible layouts, best first; the first `shown` rows, at least `COMPARED_ROWS`, have intervals.
+    """Return all candidate layouts of `request`, best first.
 
-    The rows with the shortest steps at the best values are the first rows. `request.rank_by` decides their order.
-    `exhaustive`: simulate all layouts that may fit; otherwise, rows that cannot be among the first stay open. With
-    `shown` = 0, no row has an interval. Raises `ConfigError` if there are no layouts.
+    The first rows are those with the shortest step times at the best values, in the order of `request.rank_by`. There
+    are max(`shown`, `COMPARED_ROWS`) of them, with intervals; with `shown` = 0, no row has an interval. `exhaustive`:
+    simulate all layouts that may fit; otherwise, layouts that cannot be among the first rows are not simulated. Raises
+    `ConfigError` if there are no layouts.
     """
     compared = max(shown, COMPARED_ROWS) if shown else 0
     layouts = candidates(request)
@@ -82,7 +83,7 @@ def search_layouts(
             begun[layout] = planner.begin(layout, interval_below_s=limit)
         if not begun:
             break
-        layout = next(iter(begun))  # results in the order of their begin, so that equal plans have equal rows
+        layout = next(iter(begun))  # The order in which simulations began makes equal plans have equal rows.
         had_times, rows[layout] = not planner.no_time, begun.pop(layout)()
         add_bounded(_with_partitioned_activations(request, [rows[layout]]))
         if had_times and planner.no_time:
@@ -99,13 +100,13 @@ def search_layouts(
 
 
 def _seconds_of_place(rows: Iterable[PlanRow], place: int) -> float:
-    """Return the seconds of the row at `place` (from 1) of those that fit and are not tight; infinity for fewer."""
+    """Return the step time of the `place`-th fastest row that fits and is not tight; infinity if there are fewer."""
     known = sorted(row.seconds for row in rows if row.outcome == OK and not row.is_tight)
     return 0.0 if not place else known[place - 1] if len(known) >= place else float("inf")
 
 
 def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow]) -> list[Layout]:
-    """Return layouts with P_a for rows that do not fit without P_a for other reasons than model states."""
+    """Return layouts with partitioned activations (P_a) for rows that do not fit because of other terms than states."""
     if "pa" in request.given:
         return []
     fuller = [row.layout for row in rows if row.outcome == OOM and row.evidence != STATES]
@@ -118,7 +119,7 @@ def _with_partitioned_activations(request: PlanRequest, rows: Iterable[PlanRow])
 
 @dataclass
 class MapCell:
-    """One pair (tp, pp) of the map."""
+    """Cell of a layout map: one pair of tp and pp."""
 
     tp: int
     pp: int

@@ -1,8 +1,8 @@
-"""Evaluation of the layouts of one request. Each row names its evidence, the cheapest that decides the row:
+"""Evaluation of the layouts of one search. The row of a layout has one of these kinds of evidence, the cheapest first:
 
-    states     closed form of the model states, which exceed the device
-    retained   lower bound of the model states and the retained activations, which exceed the device
-    bound      lower bound of the step time, with which the layout cannot be among the first
+    states     closed form of the model states, which exceed the device's memory
+    retained   lower bound of model states plus retained activations, which exceeds the device's memory
+    bound      lower bound of the step time, which is too long for the first rows of the plan
     full       simulation of the step (`repro.simulate.step`), as `repro simulate` prints it
 
 Layouts that do not fit get no step time.
@@ -28,7 +28,7 @@ from repro.util.processes import Workers, pause_garbage_collection
 
 
 class Planner:
-    """Evaluates layouts of one request."""
+    """Evaluation of the layouts of one layout search, by lower bounds and by simulation."""
 
     def __init__(self, request: PlanRequest, workers: Workers):
         self.request, self.workers = request, workers
@@ -40,7 +40,7 @@ class Planner:
         self._networks: dict[Layout, Network] = {}
 
     def bounded(self, layouts: Iterable[Layout]) -> list[PlanRow]:
-        """Return the rows of `layouts` from lower bounds: out of memory, or open with the least step time."""
+        """Return the rows of `layouts` from lower bounds: out of memory, or open with a bound of the step time."""
         request = self.request
         found = [self._excluded(layout) or PlanRow(layout, OPEN, BOUND, {}) for layout in layouts]
         try:
@@ -55,7 +55,7 @@ class Planner:
         return found
 
     def remove_times(self, rows: Iterable[PlanRow]) -> None:
-        """Remove the times of `rows`, which `ideal_s` orders; open rows get a lower bound of it."""
+        """Remove the predicted times of `rows`, so that `ideal_s` orders them; open rows get a lower bound of it."""
         request = self.request
         for row in rows:
             row.time = {}
@@ -75,9 +75,9 @@ class Planner:
     def begin(
         self, layout: Layout, *, time: bool = True, interval_below_s: float = 0.0
     ) -> Callable[[], PlanRow]:
-        """Begin to simulate `layout`, and return a function that waits for its row.
+        """Begin to simulate `layout` in a worker, and return a function that waits for the row.
 
-        `time`: with times. `interval_below_s`: a shorter step gets an interval.
+        `time`: also predict the step time. `interval_below_s`: also predict the interval of a shorter step time.
         """
         task = self.request, layout, time and not self.no_time, interval_below_s
         wait = self.workers.begin(_simulated_row, [task])
@@ -91,7 +91,7 @@ class Planner:
         return row
 
     def _excluded(self, layout: Layout) -> PlanRow | None:
-        """Return the row of a layout that does not fit by a lower bound of its memory."""
+        """Return the row of a layout whose lower bound of memory exceeds the device; None for other layouts."""
         request = self.request
         memory = memory_lower_bound(request.model, layout, request.seq)
         limit = request.allocatable - communicator_bytes(layout, request.system)
@@ -121,7 +121,7 @@ class Planner:
 
     def _cost_of(self, layout: Layout) -> DeviceCost:
         """Return the cost of operators, which is the same for all layouts of a request."""
-        if self._cost is None:  # each worker needs these kernels for its simulations
+        if self._cost is None:  # Every worker process needs these kernels for its simulations.
             system = self.request.system
             task = (calibration_point_of(layout.kernels, system),)
             kernels = self.workers.map(_kernels_in_worker, [task] * self.workers.count)[0]
@@ -129,7 +129,7 @@ class Planner:
         return self._cost
 
     def _network(self, layout: Layout) -> Network:
-        """Return the links as the groups of `layout` use them."""
+        """Return the communication times of `layout` on the system's links."""
         groups = Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, pp=layout.pp, order=layout.order)
         if groups not in self._networks:
             self._networks[groups] = Network(self.request.system, groups)
@@ -159,7 +159,7 @@ def _simulated_row(
             found.time = predict(experiment, system, found.traces)
             if found.time.step_s <= interval_below_s:
                 found.time.interval = predict(experiment, system, found.traces, interval=True).interval
-    except ConfigError as error:  # memory does not depend on these numbers
+    except ConfigError as error:  # Memory does not depend on the numbers that the time prediction lacks.
         no_time = str(error)
     document = found.as_dict()
     row = PlanRow(layout, found.outcome, FULL, document["memory"], document["comm"], reason=found.reason)

@@ -24,7 +24,7 @@ from repro.results.interval import Sensitivity, StepInterval
 from repro.simulate.plan.candidates import RANK_QUANTILES, PlanRequest, communicator_bytes
 
 TimedStep = tuple[float, StepInterval]
-"""Seconds at the best values, and the interval of the step time."""
+"""Step time in seconds at the best values of unknown numbers, and its interval."""
 MIN_TIE_SHARE = 0.05
 """Share of joint draws above which a later layout is tied with an earlier one, because it is faster in more draws.
 Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
@@ -32,15 +32,15 @@ Otherwise, the 90 % interval of the ratio of their times is on one side of 1."""
 
 @dataclass(frozen=True)
 class Tie:
-    """A layout that may be faster than an earlier one."""
+    """Tie of a layout with an earlier one in the plan, which may be slower."""
 
     than: int
-    """Place of the earlier layout, from 1."""
+    """Position of the earlier layout in the plan, from 1."""
     part: float
     """Share of the joint draws in which the later layout is faster."""
     by: tuple[str, ...]
-    """Unknowns that alone reverse the order at an end of their range, or else the unknown that moves the ratio most.
-    The unknown that moves the ratio of the times most is first."""
+    """Unknown numbers that alone reverse the order at an end of their range, or else the one that changes the ratio of
+    the times most; sorted by their effect on the ratio."""
 
 
 def find_ties(steps: Sequence[TimedStep]) -> list[list[Tie]]:
@@ -91,8 +91,8 @@ class PlanRow:
     ideal_s: float | None = None
     """Step time at the peak rates of devices and links, without overlap: a sort key, not a prediction."""
     time: dict[str, Any] = field(default_factory=dict)
-    """The predicted step, as in `repro.simulate.time.predict.Prediction.as_dict`. Empty if the system lacks numbers for
-    times, or without a simulation."""
+    """The predicted step time as in `repro.simulate.time.predict.Prediction.as_dict`; empty for layouts that were not
+    simulated, and for systems without the numbers that times need."""
     interval: StepInterval | None = None
     """Interval of the step time; only the first rows have one."""
     is_tight: bool = False
@@ -102,7 +102,7 @@ class PlanRow:
     undecided: list[Tie] | None = None
     """Earlier rows that may be slower than this row; None if the row was not compared."""
     ruled_out_by: str = ""
-    """The term that rules the layout out: model states, activations, ... or fragmentation."""
+    """The term of memory for which the layout does not fit: model states, activations, ... or fragmentation."""
     reason: str = ""
     trace_seconds: float = 0.0
     least_s: float = 0.0

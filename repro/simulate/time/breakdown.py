@@ -1,4 +1,4 @@
-"""Breakdown of a stage's step time, the spans of its streams, and their export as a Chrome trace."""
+"""Breakdown of a pipeline stage's step time, busy intervals of its streams, and their export as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ STAGE_SEND = "send between stages (pp)"
 
 @dataclass
 class StageTime:
-    """Breakdown of one stage's step time, in seconds of the first lane."""
+    """Breakdown of one pipeline stage's step time in seconds, in the first lane (best values of unknown numbers)."""
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Busy time of the compute stream, by kind of operator."""
+    """Busy seconds of the compute stream, by kind of operator."""
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Wait for communication, by label."""
+    """Seconds of waiting for communication, by label of the message."""
     communication: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time of all communication, hidden or not, by label."""
+    """Seconds of all communication, hidden or exposed, by label of the message."""
     bubble: float = 0.0
-    """Wait for other stages to compute."""
+    """Seconds of waiting for compute of other pipeline stages."""
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Total time of forward passes, backward passes and the update, including waits."""
+    """Seconds of all forward passes, of all backward passes, and of the update, including waits."""
 
     def add(self, other: StageTime, times: int) -> None:
         """Add `other`, multiplied by `times`."""
@@ -40,7 +40,7 @@ class StageTime:
                 mine[name] += times * seconds
 
     def copy(self) -> StageTime:
-        """Return a copy."""
+        """Return a copy of the breakdown."""
         found = StageTime()
         found.add(self, 1)
         return found
@@ -50,11 +50,11 @@ class StageTime:
         return self.busy, self.exposed, self.communication, self.by_phase
 
     def phase(self, name: str, began: float, now: float) -> None:
-        """Add the time of a finished forward pass, backward pass or update."""
+        """Add a forward pass, backward pass or update (`name`) from `began` to `now`."""
         self.by_phase[name] += first_lane(now) - first_lane(began)
 
     def computed(self, block: OperatorBlock, seconds: float, took: float) -> None:
-        """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
+        """Add `block`, which took `took` seconds, or `seconds` if all stages computed on the shared cores."""
         slowed = first_lane(seconds)
         part_of = 1.0 if took is seconds or not slowed else first_lane(took) / slowed
         for kind, part in block.parts:
@@ -71,18 +71,18 @@ class StageTime:
         self.communication[label] += first_lane(seconds)
 
     def received(self, start: float, end: float) -> None:
-        """Add a message from another stage."""
+        """Add a message from another pipeline stage, whose transfer lasts from `start` to `end`."""
         self.communication[STAGE_SEND] += first_lane(end) - first_lane(start)
 
     def waited_for_message(self, now: float, start: float, end: float) -> None:
-        """Add the wait from `now` until a message's `end`; the wait before its `start` is for the other stage."""
+        """Add the wait from `now` until a message's `end`. The wait until its `start` is pipeline bubble."""
         now = first_lane(now)
         delay, waited = max(0.0, first_lane(end) - now), max(0.0, first_lane(start) - now)
         self.bubble += waited
         self.exposed[STAGE_SEND] += delay - waited
 
     def waited_for(self, issue: Issue, now: float, end: float, *, across: bool) -> None:
-        """Add the wait from `now` until a collective's `end`; `across`: other members of its group may start later."""
+        """Add the wait from `now` until a collective's `end`. `across`: whether its group spans pipeline stages."""
         delay = max(0.0, first_lane(end) - first_lane(now))
         exposed = min(delay, first_lane(issue.seconds)) if across else delay
         self.exposed[issue.label] += exposed
@@ -91,17 +91,18 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Span:
-    """Interval in which a stream is busy."""
+    """Time interval in which a stream of a pipeline stage is busy."""
 
     stage: int
     stream: str
-    """`COMPUTE`, or the name of a group."""
+    """`COMPUTE`, or the name of a process group."""
     name: str
-    """Action of the compute stream, or label of a collective."""
+    """Name of the action that computes, such as `forward 3`, or label of a message."""
     start: float
+    """Start in seconds."""
     seconds: float
     block: OperatorBlock | None = None
-    """Operators of the compute stream."""
+    """Operators that run in the interval; None for a message."""
 
     @property
     def stop(self) -> float:
@@ -109,7 +110,7 @@ class Span:
         return self.start + self.seconds
 
     def kernels(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield stream, name, start and seconds of each kernel. A block slowed by other work has slower kernels."""
+        """Yield stream, name, start and seconds of each kernel, in proportion to the duration of the interval."""
         if self.block is None:
             yield self.stream, self.name, self.start, self.seconds
             return
@@ -127,7 +128,7 @@ PROFILER_NAMES = {
     "reduce-scatter": "nccl:_reduce_scatter_base",
     "send": "nccl:recv",
 }
-"""Names of `torch.profiler` that do not follow from an operator's name or from a collective's label."""
+"""Names in traces of `torch.profiler`, where they do not follow from an operator's name or a collective's label."""
 
 
 def profiler_name(name: str) -> str:
@@ -139,10 +140,10 @@ def profiler_name(name: str) -> str:
 
 
 def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of `stages`, with times in microseconds from the beginning of the step.
+    """Yield the Chrome trace events of `stages`, with times in microseconds from the start of the step.
 
-    A stage is a process and a stream is a thread, as in the trace of `torch.profiler`. Events have the names and the
-    categories of that trace: kernels are named by their operators, and an annotation encloses each action.
+    A stage is a process and a stream is a thread. As in traces of `torch.profiler`, kernels have the names of their
+    operators, and an annotation encloses each forward pass, backward pass and update.
     """
     shown = [span for span in spans if span.stage in stages]
     began = min((span.start for span in shown), default=0.0)
@@ -171,6 +172,6 @@ def trace_events(spans: Sequence[Span], stages: Collection[int]) -> Iterator[dic
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], stages: Collection[int]) -> None:
-    """Write the trace of `stages`."""
+    """Write the Chrome trace of `stages` to the file `path`."""
     document = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, stages))}
     path.write_text(json.dumps(document), encoding="utf-8")

@@ -1,8 +1,7 @@
-"""Calibration points of software generations, their unknowns, and the basis of a predicted time.
+"""Calibration of the kernels of software generations, its uncertainty, and the basis of a predicted step time.
 
-The device model gives the time that shapes, arithmetic and bandwidth allow. A calibration point gives one factor for a
-generation's kernels: published seconds over modelled seconds of one step (`calibration_points.toml`). Kernel times of a
-profile give one factor for each kind of kernel. This module does not import torch.
+`calibration_points.toml` has one published step per generation, which gives the ratio of published to modelled kernel
+time. For some generations it has the kernel times of a profile instead. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CALIBRATION_FILE = Path(__file__).with_name("calibration_points.toml")
 
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """A generation of kernels on one kind of device, and the point that calibrates it."""
+    """A generation of software on one kind of device, whose kernels one published step time calibrates."""
 
     name: str
     compute_capability: str
@@ -50,48 +49,48 @@ class CalibrationPoint:
     layout: Layout
     """Layout of the published run, on one device or one node."""
     flops_per_device: float
-    """Published rate, with the FLOPs of `repro.model.counts` including recomputation."""
+    """Published FLOP/s per device, with the FLOP count of `repro.model.counts` including recomputation."""
     claim: str
-    """Claim that publishes the point. Predictions of this claim are no evidence."""
+    """Name of the claim that publishes the run. Predictions get no verdict on this claim."""
     source: str
     low: float | None = None
     """Lower bound of `flops_per_device`, explained in `source`."""
     high: float | None = None
-    """Upper bound of `flops_per_device`."""
+    """Upper bound of `flops_per_device`, explained in `source`."""
     dropout: float = 0.0
-    """Dropout of hidden states and of attention weights."""
+    """Dropout probability of hidden states and of attention weights."""
     products: Quantity = EQUAL_PRODUCTS_SHARE
-    """Excess time of matrix products over the model, relative to that of other kernels; both are shares of modelled
-    time. With 0, products take the modelled time."""
+    """Ratio of the slowdown of matrix products to that of all other kernels, where a slowdown is actual over modelled
+    time, minus 1. With 0, products take the modelled time."""
     passes: Quantity = DEFAULT_PASSES
-    """Ratio of the time of passes over parameters and gradients to the time of their bytes; measured separately."""
+    """Ratio of the actual time of passes over parameters and gradients to the time of their bytes."""
     operator_s: Quantity | None = None
-    """Host time of an operator of a layer in seconds, including its modules and their backward passes. None selects the
+    """Host time in seconds per operator of a layer, including calls of modules and of autograd. None selects the
     `launch_s` of the device."""
     attention: Quantity | None = None
-    """Rate of fused attention in FLOP/s in the limit of many keys, forward and backward, without masked scores. None:
-    not measured separately."""
+    """Rate of fused attention for infinitely many keys, forward and backward, in FLOP/s without masked scores; None if
+    it was not measured separately."""
     attention_start: float = 0.0
-    """Number of keys at which fused attention reaches half of `attention`."""
+    """Number of keys with which fused attention reaches half of the rate `attention`."""
     card: str = ""
-    """Prefix of the device's name, if cards of one capability have a point each; empty: all other cards."""
+    """Prefix of the device's name, if devices of one compute capability have several points; empty for all others."""
     note: str = ""
-    """Properties of the software that no operator of the trace represents, so the factor includes them."""
+    """Properties of the software that the trace does not represent, so that the calibration includes their effect."""
 
     @property
     def rate(self) -> Unknown:
-        """The unknown of `flops_per_device`."""
+        """`flops_per_device` with its bounds, as an unknown."""
         number = Quantity(value=self.flops_per_device, low=self.low, high=self.high, source=self.source)
         return make_unknown(f"{self.name}: FLOP/s", number)
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """Uncertain numbers of the point."""
+        """All numbers of the point that have a range."""
         numbers = (unknown_of(self, key) for key in ("products", "passes", "operator_s", "attention"))
         return tuple(one for one in (self.rate, *numbers) if one is not None and one.low < one.high)
 
     def experiment(self, model: Model) -> Experiment:
-        """Return the published run with `model` in place of the full model."""
+        """Return the published run with `model` instead of the published model."""
         training = Training(dropout=self.dropout, attention_dropout=self.dropout)
         return Experiment(
             name="calibration", model=model, layout=self.layout, training=training, system=self.system
@@ -100,67 +99,64 @@ class CalibrationPoint:
 
 @dataclass(frozen=True)
 class MeasuredKernels:
-    """Kernels of a generation of software on one kind of device, calibrated by the kernel times of a profile.
-
-    The factors are measured seconds over modelled seconds, by kind of kernel. They need no published step.
-    """
+    """A generation of software on one kind of device, whose kernels are calibrated by the kernel times of a profile."""
 
     name: str
     compute_capability: str
     kernels: tuple[OperatorSet, ...]
-    """Sets of operators that this software runs."""
+    """Values of `layout.kernels` that this software runs."""
     products: Quantity
-    """Ratio of the time of matrix products to the modelled time."""
+    """Ratio of measured to modelled time of matrix products."""
     others: Quantity
-    """Ratio of the time of all other kernels except passes and attention to the modelled time."""
+    """Ratio of measured to modelled time of all kernels except products, attention and passes."""
     passes: Quantity
-    """Ratio of the time of passes over parameters and gradients to the time of their bytes."""
+    """Ratio of the measured time of passes over parameters and gradients to the time of their bytes."""
     attention: Quantity
-    """Rate of fused attention in FLOP/s in the limit of many keys, forward and backward, without masked scores."""
+    """Rate of fused attention for infinitely many keys, forward and backward, in FLOP/s without masked scores."""
     operator_s: Quantity
-    """Host time of an operator of a layer in seconds, forward and backward."""
+    """Host time in seconds per operator of a layer, forward and backward."""
     source: str
     attention_start: float = 0.0
-    """Number of keys at which fused attention reaches half of `attention`."""
+    """Number of keys with which fused attention reaches half of the rate `attention`."""
     only_software_of: str = ""
-    """Prefix of the name of devices on which no published run calibrates an older generation. There, `fused` is this
-    software."""
+    """Prefix of the names of devices on which this software also represents `kernels = "fused"`, because no published
+    run calibrates an older generation there."""
     note: str = ""
     """Conditions of the measurement that predicted steps may not share."""
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
-        """Uncertain numbers of the kernels."""
+        """All numbers of the kernels that have a range."""
         keys = ("products", "others", "passes", "operator_s", "attention")
         return tuple(one for key in keys if (one := unknown_of(self, key)) is not None and one.low < one.high)
 
     def runs(self, kernels: OperatorSet, device: str) -> bool:
-        """Return whether layouts with these kernels run this software on the device of that name."""
+        """Return whether layouts with `kernels` run this software on the device named `device`."""
         if kernels is OperatorSet.FUSED:
             return bool(self.only_software_of) and device.startswith(self.only_software_of)
         return kernels in self.kernels
 
 
 Generation: TypeAlias = CalibrationPoint | MeasuredKernels
-"""Software whose kernels are calibrated on a device."""
+"""A generation of software with the calibration of its kernels on one kind of device."""
 
 
 def unknown_of(generation: Generation, key: str) -> Unknown | None:
-    """Return the unknown of a generation's number, such as `products`; None if the number has no value."""
+    """Return the number `key` of a generation (such as `products`) as an unknown; None if the generation lacks it."""
     number: Quantity | None = getattr(generation, key)
     return make_unknown(f"{generation.name}: {key}", number) if number is not None else None
 
 
 @cache
 def measured_kernels() -> tuple[MeasuredKernels, ...]:
-    """Return all generations that a profile calibrates, in the order of the file."""
+    """Return all generations that a profile calibrates, in the order of `CALIBRATION_FILE`."""
     found = read_toml(CALIBRATION_FILE)["measured"]
     return tuple(build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name) for entry in found)
 
 
 @cache
 def calibration_points() -> tuple[CalibrationPoint, ...]:
-    """Return all points in the order of the file, except that points of one card are last and have priority."""
+    """Return all published points: points for any card in the order of `CALIBRATION_FILE`, then points for one card."""
     found = [
         build_dataclass(CalibrationPoint, entry, file=CALIBRATION_FILE.name)
         for entry in read_toml(CALIBRATION_FILE)["generation"]
@@ -171,10 +167,9 @@ def calibration_points() -> tuple[CalibrationPoint, ...]:
 def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | None:
     """Return the calibration of a layout's kernels on a system's device; None for a device with measured operators.
 
-    Measured kernels have priority over published points, and a point of the device's card over other points.
-    Megatron-LM's two generations differ by operators, which the trace shows. If one has no point on a device, the point
-    of the other generation is used, for example `unfused` on an A100 to predict the gain of fusing.
-    A device without any calibration has `uncalibrated_kernels`.
+    Profiles have priority over published points, and a point for the device's card over other points. The Megatron-LM
+    generations `unfused` and `softmax` replace each other, because the trace contains their different operators. Other
+    devices have `uncalibrated_kernels`.
     """
     if system.device.operators:
         return None
@@ -193,13 +188,13 @@ def calibration_point_of(kernels: OperatorSet, system: System) -> Generation | N
 
 @cache
 def uncalibrated_efficiency() -> MeasuredKernels:
-    """Return the median, the least and the most of all generations; `attention` is a share of the device's peak."""
+    """Return median and range of all calibrated kernels; `attention` is a share of the device's peak FLOP/s."""
     entry = read_toml(CALIBRATION_FILE)["uncalibrated"]
     return build_dataclass(MeasuredKernels, entry, file=CALIBRATION_FILE.name)
 
 
 def uncalibrated_kernels(system: System) -> MeasuredKernels:
-    """Return kernels that are as efficient on the system's device as calibrated kernels are on theirs."""
+    """Return kernels for a device without calibration: the median efficiency of calibrated kernels on other devices."""
     found = uncalibrated_efficiency()
     peaks = (system.device.peak_flops.get(precision) for precision in ("bf16", "fp16"))
     peak = next((peak.value for peak in peaks if peak is not None and peak.value), 0.0)
@@ -209,11 +204,11 @@ def uncalibrated_kernels(system: System) -> MeasuredKernels:
 
 
 TIMING_KEY_PREFIXES = ("device.", "links.")
-"""Prefixes of the keys on which time depends."""
+"""Prefixes of a system's keys on which the step time depends."""
 
 
 def uncertain_numbers(system: System, generation: Generation | None) -> list[Unknown]:
-    """Return the uncertain numbers on which the time of a step on `system` depends."""
+    """Return all numbers with a range on which the step time depends: those of `system` and of its kernels."""
     found = [one for one in unknowns(system) if one.key.startswith(TIMING_KEY_PREFIXES)]
     return [*found, *(generation.unknowns if generation is not None else ())]
 
@@ -228,7 +223,7 @@ BASES = {
     PUBLISHED_POINT: "one published run of one GPU or node calibrates the kernels",
     UNCALIBRATED: "no run calibrates the kernels on this device; calibrated kernels of other devices give the range",
 }
-"""Meaning of each basis, the firmest first."""
+"""Meaning of each basis of a predicted step time, in the order of reliability."""
 BASIS_LABELS = {
     CALIBRATED: "calibrated",
     KERNEL_TIMES: "kernels",
@@ -236,11 +231,11 @@ BASIS_LABELS = {
     UNCALIBRATED: "other devices",
     "": "–",
 }
-"""One word for each basis, as a table column; a dash without a prediction."""
+"""Label of each basis in a table column; a dash without a prediction."""
 
 
 def prediction_basis(kernels: OperatorSet, system: System) -> str:
-    """Return the basis (of `BASES`) of a prediction with these kernels on `system`."""
+    """Return the basis (a key of `BASES`) of step times that are predicted with `kernels` on `system`."""
     generation = calibration_point_of(kernels, system)
     if generation is None:
         return CALIBRATED
@@ -250,7 +245,7 @@ def prediction_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def describe_basis(kernels: OperatorSet, system: System) -> str:
-    """Return the basis as text: its meaning, the published point, its source, and its effects outside the trace."""
+    """Return a text on the basis of predicted step times: its meaning, and name, source and note of the calibration."""
     basis = prediction_basis(kernels, system)
     point = calibration_point_of(kernels, system)
     if point is None:
@@ -260,7 +255,7 @@ def describe_basis(kernels: OperatorSet, system: System) -> str:
 
 
 def basis_of_record(record: ExperimentRecord) -> str:
-    """Return the basis of a record's predicted speed; empty without a prediction or without the system's file."""
+    """Return the basis of a record's predicted step time; empty without a prediction or without the system's file."""
     if record.evidence != SIMULATED or record.outcome != "ok" or STEP_SECONDS not in record.metrics:
         return ""
     try:
@@ -270,12 +265,15 @@ def basis_of_record(record: ExperimentRecord) -> str:
 
 
 def weakest_basis(bases: Iterable[str]) -> str:
-    """Return the weakest of `bases`, which is the basis of a result of several predictions; empty for none."""
+    """Return the least reliable of `bases`, which is the basis of a result from several predictions; empty for none."""
     return max(filter(None, bases), key=list(BASES).index, default="")
 
 
 def count_bases(bases: Iterable[str]) -> str:
-    """Return the predictions by basis: `Times rest on: published point (7), bound (1).`; empty for none."""
+    """Return a sentence with the number of predictions per basis, or an empty text for no predictions.
+
+    Example: `Times rest on: published point (7), uncalibrated (1).`
+    """
     found = Counter(filter(None, bases))
     parts = ", ".join(f"{basis} ({found[basis]})" for basis in BASES if found[basis])
     return f"Times rest on: {parts}." if parts else ""

@@ -1,7 +1,6 @@
-"""State that the streams of all pipeline stages share: messages in flight, collectives across stages, and cores.
+"""State that the streams of all pipeline stages share: messages in flight, collectives across stages, and CPU cores.
 
-A collective across stages begins when all of them have reached it. A message between stages begins when it is sent and
-its receive is posted.
+A collective across stages begins when the last stage reaches it. A message begins when both stages have posted it.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from repro.simulate.time.program import GROUPS_ACROSS_STAGES, Issue, Item, Stage
 from repro.simulate.time.step_order import step_order
 
 MIN_COMPUTE_SHARE = 1e-9
-"""Minimum share of the processors that remains for compute."""
+"""Minimum share of a processor that remains for compute during a collective, 0 to 1."""
 
 
 class CoreWork:
-    """Work of one stage on shared cores; `end` is known once all concurrent work is known."""
+    """Compute work of one stage on shared CPU cores. Its `end` is None until all concurrent work is known."""
 
     def __init__(self, start: float, seconds: float):
-        """`seconds`: time of the work while all stages compute."""
+        """`seconds`: duration of the work if all stages compute all the time."""
         self.start, self.left = start, seconds
         self.end: float | None = None
 
 
 class CrossStageCollective:
-    """A collective of several stages, which begins when all of them have reached it."""
+    """A collective of several pipeline stages. Its `end` is None until all of them have reached it."""
 
     def __init__(self) -> None:
         self.ready: dict[int, float] = {}
@@ -40,36 +39,37 @@ class CrossStageCollective:
 
 @dataclass(frozen=True, eq=False)
 class UndelayedRun:
-    """Consecutive items whose times do not depend on the start, unless their group is busy at the start."""
+    """Consecutive items whose total duration is constant unless an unfinished collective delays them at the start."""
 
     items: Sequence[Item]
     seconds: float
     keys: frozenset[tuple[object, ...]]
-    """Keys of the collectives of the run."""
+    """Keys of the collectives in `items`."""
     groups: frozenset[str]
-    """Groups of the collectives of the run."""
+    """Groups of the collectives in `items`."""
     time: StageTime
+    """Breakdown of `seconds`."""
 
 
 StageItems = list[Item | UndelayedRun]
-"""Items of an action, or of the optimizer, in the order of a stage."""
+"""Items of an action or of the optimizer in the order in which a stage runs them."""
 
 
 class SharedCores:
-    """The cores of a machine, shared evenly by the stages that compute."""
+    """The CPU cores of a machine, of which all computing stages have equal shares."""
 
     def __init__(self, ranks_per_core: float, stages: int):
-        """`ranks_per_core`: ranks for each core. A rank uses at most one core, however many are free."""
+        """`ranks_per_core`: number of ranks per core. A rank uses at most one core, even if others are free."""
         self.ranks_per_core, self.stages = ranks_per_core, stages
         self.now = 0.0
         self.works: list[CoreWork] = []
 
     def add(self, work: CoreWork) -> None:
-        """Add `work`, which a stage has reached and which begins now or later."""
+        """Add `work`, whose start is not before the current time."""
         self.works.append(work)
 
     def advance(self) -> list[CoreWork]:
-        """Advance the time until the first work ends, and return the work that ended."""
+        """Advance the current time to the next end of any work, and return all work that ends then."""
         while True:
             active = [work for work in self.works if work.start <= self.now]
             later = min((work.start for work in self.works if work.start > self.now), default=float("inf"))
@@ -98,11 +98,11 @@ class Transfers(Protocol):
     """Time of messages between stages; see `repro.simulate.time.network.Network`."""
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of a message of `payload` bytes per rank."""
+        """Return the seconds of a message of `payload` bytes from each rank of one stage to its peer in another."""
 
 
 class CrossStageState:
-    """State that the streams of all stages share: messages in flight, collectives across stages, cores."""
+    """State that the streams of all pipeline stages share: messages in flight, collectives across stages, CPU cores."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class CrossStageState:
         self.layout, self.network, self.overlap_cost = layout, network, overlap_cost
         self.has_overlap_cost = in_any_lane(overlap_cost)
         self.slowdown = overlap_cost / maximum(1 - overlap_cost, MIN_COMPUTE_SHARE)
-        """Seconds by which one second of computation is longer during a collective."""
+        """Seconds that a collective adds to each second of concurrent computation."""
         self.ranks_per_core = ranks_per_core if layout.pp > 1 else 1.0
         self.order = step_order(layout)
         self.payloads: dict[int, int] = {}
-        """Bytes of each message per rank."""
+        """Bytes that each rank sends in a message between stages, by message number."""
         self.arrivals: dict[int, tuple[float, float]] = {}
-        """Start and end of each message's transfer."""
+        """Start and end of a message's transfer, by message number."""
         self._stamps: dict[int, float] = {}
         self._meetings: dict[tuple[object, ...], deque[CrossStageCollective]] = defaultdict(deque)
         used = {id(program): _groups(program) for program in programs}
@@ -133,7 +133,7 @@ class CrossStageState:
         self.prepared_items: dict[int, StageItems] = {}
 
     def seconds(self, message: int) -> float:
-        """Return the seconds of a message, which are those of all messages of its exchange."""
+        """Return the seconds of a message; for messages that stages exchange together, the sum of their seconds."""
         sender = message // len(self.order.actions[0])
         return sum(
             self.network.send_seconds(
@@ -144,7 +144,7 @@ class CrossStageState:
         )
 
     def stamp(self, message: int, now: float) -> None:
-        """Post or send a message. The transfer begins at the later of the two."""
+        """Record that the send or the receive of a message is posted at `now`. The second call begins the transfer."""
         if message not in self._stamps:
             self._stamps[message] = now
             return
@@ -153,7 +153,7 @@ class CrossStageState:
         self.woken.append(message)
 
     def meet(self, item: Issue, stage: int, ready: float) -> CrossStageCollective:
-        """Register that `stage` has reached a collective of several stages, and return the collective."""
+        """Record that `stage` reaches a collective of several stages at the time `ready`, and return the collective."""
         open_ = self._meetings[item.group, item.label]
         meeting = next((m for m in open_ if stage not in m.ready), None)
         if meeting is None:
@@ -168,6 +168,6 @@ class CrossStageState:
 
 
 def _groups(program: StageProgram) -> set[str]:
-    """Return the groups of a program's collectives."""
+    """Return the names of all groups of the collectives in a program."""
     pieces = {id(piece): piece for piece in (*program.segments.values(), program.tail)}
     return {item.group for piece in pieces.values() for item in piece if isinstance(item, Issue)}

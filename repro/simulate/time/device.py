@@ -1,19 +1,8 @@
-"""Seconds of an operator by its shapes (a roofline with tiles and waves), and the delay of the slowest device.
+"""Seconds of an operator from its shapes: a roofline with tiles and waves for matrix products, bytes for others.
 
-A matrix product is cut in tiles. Multiprocessors take the tiles in waves, and the last wave may be partly empty. A tile
-costs its K steps and a prologue. Small tiles fill a device better, but reach less of its peak because they read more
-for the same arithmetic; a long K may be split. The fastest choice counts. Power bounds all multiprocessors together:
-where some are idle, the clock of the others does not fall. All other operators move bytes. A kernel begins after the
-preceding one (t0 + n / r, Hockney). A calibrated system has measured rates by operator, which count instead.
-
-Devices of one kind differ in chips, heat, power and hosts. The model draws each device's kernel seconds independently
-from a normal distribution. A synchronous step runs at the pace of the slowest device, whose mean is that of the largest
-of N draws (H. A. David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5): 1 + spread * E[max]. Variation over time
-delays each collective: after s seconds of kernels its variance is `jitter_s` * s, and the last of n ranks comes
-sqrt(jitter_s * s) * E[max of n] after their mean.
-
-Seconds may be arrays with one entry for each case of the unknowns ("lanes"). A schedule compares seconds only by
-maximum and minimum, so one pass times the step in every case.
+A synchronous step runs at the pace of the slowest of N devices, whose kernel times are normally distributed (H. A.
+David, H. N. Nagaraja, Order Statistics, 3rd ed., sec. 4.5). Seconds may be arrays of "lanes", one entry per case of the
+unknown numbers, so that one schedule times a step in all cases.
 """
 
 from __future__ import annotations
@@ -31,26 +20,26 @@ from repro.simulate.trace.events import HOST_COPY, HOST_VIEWS, HOST_WAIT, Operat
 
 
 def maximum(first: float, other: float) -> float:
-    """Return the larger number, in each lane."""
+    """Return the larger one of two numbers, lane by lane for arrays."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.maximum(first, other))
     return other if other > first else first
 
 
 def maximum_of(several: Iterable[float]) -> float:
-    """Return the largest number, in each lane."""
+    """Return the largest one of several numbers, lane by lane for arrays."""
     return reduce(maximum, several)
 
 
 def minimum(first: float, other: float) -> float:
-    """Return the smaller number, in each lane."""
+    """Return the smaller one of two numbers, lane by lane for arrays."""
     if isinstance(first, np.ndarray) or isinstance(other, np.ndarray):
         return cast(float, np.minimum(first, other))
     return min(first, other)
 
 
 def nonzero_or(number: float | None, other: float) -> float:
-    """Return the number, or `other` if it is 0 or unknown, in each lane."""
+    """Return `number`, or `other` where `number` is 0 or None, lane by lane for arrays."""
     if isinstance(number, np.ndarray):
         return cast(float, np.where(number, number, other))
     return number or other
@@ -62,30 +51,32 @@ def in_any_lane(condition: Any) -> bool:
 
 
 def first_lane(number: float) -> float:
-    """Return the number in the first lane, which has the best value of every unknown."""
+    """Return the number in the first lane, in which every unknown has its best value."""
     return float(number.flat[0] if isinstance(number, np.ndarray) else number)
 
 
 INTEGRAL_REACH, INTEGRAL_STEPS = 10.0, 4000
-"""Limit of the integral in standard deviations, and its number of parts."""
+"""Upper limit of the integral in `expected_maximum`, in standard deviations, and its number of intervals."""
 
 
 def slowest_device_factor(spread: float, devices: int) -> float:
-    """Return the time of the slowest of `devices` over the mean. `spread` is the standard deviation over the mean."""
+    """Return the expected time of the slowest of `devices` over the mean. `spread`: standard deviation over mean."""
     return 1.0 + spread * expected_maximum(devices) if in_any_lane(spread) else 1.0
 
 
 def last_arrival_delay(jitter_s: float, seconds: float, members: int) -> float:
-    """Return the mean delay of the last of `members` behind their mean, `seconds` after they were synchronous."""
+    """Return the mean delay in seconds of the last of `members` ranks behind their mean, after `seconds` of kernels.
+
+    `jitter_s`: variance of a rank's time, in seconds squared per second of kernels.
+    """
     return (jitter_s * seconds) ** 0.5 * expected_maximum(members)
 
 
 @cache
 def expected_maximum(draws: int) -> float:
-    """Return the mean of the largest of `draws` of a standard normal distribution.
+    """Return the expected maximum of n = `draws` draws from the standard normal distribution F.
 
-    The mean is the integral of 1 - F(x)^n - F(-x)^n over x > 0. The trapezoid rule is exact to rounding for such a
-    curve.
+    It is the integral of 1 - F(x)^n - F(-x)^n over x > 0, for which the trapezoid rule is exact to rounding.
     """
     step = INTEGRAL_REACH / INTEGRAL_STEPS
     inner = sum(_integrand(i * step, draws) for i in range(1, INTEGRAL_STEPS))
@@ -100,19 +91,19 @@ def _integrand(x: float, draws: int) -> float:
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 ATTENTION = "aten._scaled_dot_product_"
 BIASED_ATTENTION = "aten._scaled_dot_product_efficient_"
-"""Attention that reads a bias as large as the scores; with ALiBi, the bias is the causal mask."""
+"""Prefix of attention operators that read a bias as large as the scores, which contains the causal mask."""
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that one thread block computes: those of cuBLAS's and CUTLASS's half-precision kernels
-from Volta on."""
+"""Rows and columns of the result that one thread block computes, as in half-precision kernels of cuBLAS and CUTLASS."""
 TILE_READS = 16.0
-"""Elements of K's depth that a multiprocessor multiplies while it reads one row and one column of a tile from shared
-memory. A tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of an unlimited tile."""
+"""Cost of reading a tile's operands from shared memory: a tile of m x n reaches 1 / (1 + 16 (1/m + 1/n)) of the rate of
+an infinitely large tile."""
 PROLOGUE = 64
-"""Overhead of a tile in K steps: filling the pipeline of loads, and writing the result."""
+"""Overhead of a tile in elements of the inner dimension: the load pipeline fills, and the result is written."""
 SPLITS = (1, 2, 4, 8)
+"""Numbers of parts into which a product may split its inner dimension, so that more thread blocks compute."""
 ATTENTION_EFFICIENCY = 0.7
-"""Default rate of attention over that of large products, for a generation without a measurement: two alternating
-products with a softmax in registers (2205.14135 sec. 4, 2307.08691)."""
+"""Rate of fused attention over that of large products, for kernels without a measured rate (2205.14135 sec. 4,
+2307.08691)."""
 STREAMED = frozenset(
     (
         "aten.add_",
@@ -125,45 +116,44 @@ STREAMED = frozenset(
         "repro.adamw_",
     )
 )
-"""Passes over parameters and gradients, which read and write memory once. The ratio of their time to that of their
-bytes was measured separately (`CalibrationPoint.passes`). Names identify them; operators of a layer with such a name,
-like a bias added in place, have the same ratio."""
+"""Names of operators that pass over parameters and gradients, and read and write memory once. `Kernels.passes` scales
+their time. Operators of a layer with such a name, like a bias added in place, count as passes."""
 ALIGNMENT = 8
-"""Divisor of sizes that tensor cores multiply (16 bytes of half precision)."""
+"""Number of half-precision elements (16 bytes) of which all sizes of a product on tensor cores are multiples."""
 
 
 class Kernels(NamedTuple):
-    """Efficiency of a generation's kernels; see `repro.simulate.time.calibration`."""
+    """Efficiency of the kernels of a software generation (see `repro.simulate.time.calibration`)."""
 
     products: float
-    """Ratio of the time of matrix products to the modelled time."""
+    """Ratio of actual to modelled time of matrix products."""
     others: float
-    """Ratio of the time of all other kernels except `STREAMED` to the modelled time."""
+    """Ratio of actual to modelled time of all kernels except products, attention and `STREAMED` operators."""
     passes: float = 1.0
-    """Ratio of the time of `STREAMED` to the modelled time."""
+    """Ratio of actual to modelled time of `STREAMED` operators."""
     operator_s: float = 0.0
-    """Host time of an operator of a layer in seconds; 0: equal to that of other operators."""
+    """Host time per operator of a layer in seconds; 0 selects the system's host time per operator."""
     attention: float = 0.0
-    """Rate of fused attention in FLOP/s in the limit of many keys, without masked scores; 0: the modelled rate, with
-    the factor `others`."""
+    """Rate of fused attention for infinitely many keys, in FLOP/s without masked scores; 0 selects the modelled rate,
+    with the factor `others`."""
     attention_start: float = 0.0
-    """Number of keys at which fused attention reaches half of `attention`."""
+    """Number of keys with which fused attention reaches half of the rate `attention`."""
 
 
 MODELLED_KERNELS = Kernels(1.0, 1.0)
-"""Kernels that take the modelled time."""
+"""Kernels that take exactly the modelled time."""
 
 
 class DeviceCost:
-    """Time of operators on a device of `system` at one precision, for the slowest of the synchronous devices.
+    """Time of operators on the slowest of all devices in a synchronous step, at one precision.
 
-    Its numbers are lanes where numbers of the system or of the kernels are.
+    Times are arrays of lanes if numbers of the system or of the kernels are arrays.
     """
 
     def __init__(self, system: System, precision: str, kernels: Kernels = MODELLED_KERNELS, devices: int = 1):
-        """Raises `ConfigError` if the device's peak or bandwidth is unknown.
+        """`kernels`: efficiency of the software's kernels. `devices`: number of devices in the synchronous step.
 
-        `kernels`: efficiency of the software's kernels. `devices`: number of devices of the synchronous step.
+        Raises `ConfigError` if the device's peak FLOP/s or memory bandwidth is unknown.
         """
         time = system.timing
         self.system, self.kernels, self.pace = system, kernels, time.pace
@@ -203,7 +193,7 @@ class DeviceCost:
         name, factor = operator.name, self.kernels.others
         if name in MATMULS:
             if self._on_ordinary_cores(operator):
-                # Arithmetic alone limits such products, so the measured rate holds for every generation.
+                # Only arithmetic limits unaligned products, so their measured rate applies to every generation.
                 return self._product(operator, self.unaligned) + self.kernel_s
             if operator.itemsize == 4 and in_any_lane(self.slow_peak):
                 found = self._product(operator, self.slow_peak)
@@ -224,7 +214,7 @@ class DeviceCost:
         if kind == "matmul" and UNALIGNED_MATMUL in self.rates and is_unaligned(operator):
             rate = self.rates[UNALIGNED_MATMUL]
         calls, work = operator.calls, float(operator.flops)
-        if operator.name.startswith(ATTENTION):  # measured rates belong to square scores, half of them masked
+        if operator.name.startswith(ATTENTION):  # Measured rates count all scores, half of which were masked.
             work = 2 * work * causal_share(operator)
         return calls * rate.seconds(work / calls, (operator.read + operator.written) / calls)
 
@@ -234,7 +224,7 @@ class DeviceCost:
         return bytes_moved(operator) / self.bandwidth
 
     def _attention(self, operator: Operator) -> float:
-        """Return the seconds of fused attention: the larger of operands and arithmetic (all scores with a bias)."""
+        """Return the seconds of fused attention: the maximum of memory time and arithmetic on unmasked scores."""
         rate = self.peak * ATTENTION_EFFICIENCY
         if in_any_lane(self.kernels.attention):
             rate = self.kernels.attention / (1 + self.kernels.attention_start / attention_keys(operator))
@@ -242,7 +232,7 @@ class DeviceCost:
         return maximum(operator.flops * part / rate, self._moved(operator))
 
     def _on_ordinary_cores(self, operator: Operator) -> bool:
-        """Return whether this device multiplies a product of half precision without the rate of its tensor cores."""
+        """Return whether unaligned sizes exclude a half-precision product from the device's tensor cores."""
         return in_any_lane(self.unaligned) and is_unaligned(operator)
 
     def _product(self, operator: Operator, peak: float) -> float:
@@ -259,9 +249,10 @@ class DeviceCost:
 
 @lru_cache(maxsize=4096)
 def split_flops(batch: int, m: int, n: int, k: int, units: float) -> list[float]:
-    """Return the work of a product with the best tile for each of `SPLITS`, in FLOP at the rate of the largest tile.
+    """Return the cost of a product [m, k] x [k, n] with the best tile, for each of `SPLITS`.
 
-    `units`: number of multiprocessors, each of which takes its tiles one after another.
+    The cost is in FLOP at the rate of the largest tile, including idle multiprocessors. `units`: number of
+    multiprocessors, each of which computes its tiles one after another.
     """
     return [
         min(
@@ -276,12 +267,12 @@ def split_flops(batch: int, m: int, n: int, k: int, units: float) -> list[float]
 
 
 def bytes_moved(operator: Operator) -> int:
-    """Return the bytes between the device and its memory; an embedding reads only the rows that it returns."""
+    """Return the bytes that an operator reads from and writes to device memory; an embedding reads only result rows."""
     return 2 * operator.written if operator.name == "aten.embedding" else operator.read + operator.written
 
 
 def is_unaligned(operator: Operator) -> bool:
-    """Return whether a product of half precision has a size whose rows are no multiple of 16 bytes."""
+    """Return whether m, n or k of a half-precision product is no multiple of `ALIGNMENT`."""
     return operator.itemsize != 4 and any(size % ALIGNMENT for size in product_sizes(operator)[1:])
 
 
@@ -290,14 +281,14 @@ def _shared_memory_cost(rows: int, columns: int) -> float:
 
 
 def causal_share(operator: Operator) -> float:
-    """Return the share of the scores that causal attention needs: 1/2 for as many queries as keys, more for the last
-    queries, like those of a chunk under context parallelism."""
+    """Return the share of scores that the causal mask leaves: 1/2 for as many queries as keys, more for fewer queries,
+    which are the last ones of a sequence (context parallelism)."""
     lengths = _lengths(operator)
     return 1 - min(lengths) / max(lengths) / 2
 
 
 def attention_keys(operator: Operator) -> int:
-    """Return the number of keys of an attention operator."""
+    """Return the number of keys per head of an attention operator."""
     return max(_lengths(operator))
 
 

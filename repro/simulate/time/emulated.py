@@ -1,10 +1,8 @@
-"""Emulated network as a system: the operators of a calibrated machine, with links of requested rates.
+"""System of an emulated network: the operators of a calibrated CPU machine, with links of the network's rates.
 
-The prediction uses no step with messages and no collective behind a link. `repro calibrate` measured operators, copies,
-single messages, a ring of all ranks without links, and steps without messages, with as many ranks at once. A link has
-the rate of its token bucket. Gloo sends a rank's part of a ring in two segments, so that the link transfers one while
-the cores process the other (gloo/allreduce.cc). A ring's step therefore takes the longer of two times: the link's time
-plus the cores' time for simultaneous small segments of all ranks, or the cores' time for the messages of all ranks.
+Gloo sends a rank's part of a ring step in two segments, so that the link transfers one while the CPU cores process the
+other (gloo/allreduce.cc). A ring step therefore takes the longer of two times: link plus cores for one small segment,
+or cores for all messages. No number comes from a step with messages or from a collective on an emulated link.
 """
 
 from __future__ import annotations
@@ -23,21 +21,20 @@ from repro.parallel.ledger import RING_PASSES
 from repro.simulate.placement import BETWEEN_NODES
 
 RING_COLLECTIVE = "all_reduce"
-"""The collective that passes all ranks in one ring."""
+"""The measured collective that uses one ring of all ranks."""
 RING_SEGMENTS = 2
-"""Minimum number of segments in which gloo sends a rank's part of a message."""
+"""Minimum number of segments in which gloo sends a rank's part of a ring step."""
 MESSAGE_CORES_FACT = "cores_for_messages"
-"""Fact of a calibrated file: number of cores that processed messages while the others computed."""
+"""Key of a calibrated file's fact: number of cores that processed messages while the others computed."""
 PROCESS_LINK = "memory"
-"""Class of links between processes of one machine, which stands for each rank's own link here."""
+"""Class of links between processes of one machine; in an emulated network, the class of links inside a node."""
 
 
 def emulated_system(machine: System, network: EmulatedNetwork) -> System:
-    """Return `machine` (a file of `repro calibrate --system local`) with its ranks on `network`.
+    """Return a system with the operators of `machine` (`repro calibrate --system local`) and the links of `network`.
 
-    Each rank has a fixed share of a core, whatever the other ranks wait for: `CORES_SHARE` of its share in the
-    measurement. Links are scaled to it like those of a run. Raises `ConfigError` if the file was measured with another
-    number of ranks, or on other cores than those on which ranks of a network compute.
+    Each rank has a fixed share of a core: `CORES_SHARE` of its share in the measurement. Raises `ConfigError` if the
+    file was measured with another number of ranks, or on other cores than those on which ranks of a network compute.
     """
     network = scale_network(network, machine)
     measured = machine.provenance
@@ -46,7 +43,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
         right = f"measured with {network.world} ranks: repro calibrate --system local --gpus {network.world}"
         raise ConfigError("machine", f"{machine.name} ({count} ranks)", right)
     if not measured.facts.get(MESSAGE_CORES_FACT):
-        right = "measured where ranks of a network compute, on half of the cores: repro calibrate --suite SUITE.toml"
+        right = "measured on the half of the cores on which ranks compute: repro calibrate --suite SUITE.toml"
         raise ConfigError("machine", machine.name, right)
     here = machine.links[PROCESS_LINK]
     most = here.bandwidth.known(f"links.{PROCESS_LINK}.bandwidth", system=machine.name)
@@ -63,7 +60,7 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
     inside = min(most, network.within * share) if network.within else most
 
     def link(per: str, rate: float, ranks: int) -> Link:
-        # The cores' time for messages is proportional to bytes: slow messages leave the cores to concurrent products.
+        # The cores' time for messages is proportional to bytes, so that slow links leave more of it to compute.
         lost = cost * min(1.0, rate / (ranks * most))
         return Link(
             per=per,
@@ -103,25 +100,25 @@ def emulated_system(machine: System, network: EmulatedNetwork) -> System:
 
 
 def scale_network(network: EmulatedNetwork, machine: System) -> EmulatedNetwork:
-    """Return `network` with links scaled to the compute rate of `machine`, as `repro.launch.local_launch` starts it.
+    """Return `network` with links scaled to the compute rate of `machine`, as in a launch of real ranks.
 
-    Raises `ConfigError` if the rates belong to a compute rate and the machine's file has no compute rate.
+    Raises `ConfigError` if the network's rates are relative to a compute rate and the machine's file has none.
     """
     if not network.flops_per_s:
         return network
     rate = product_rate(machine)
     if not rate:
-        right = f"with {COMPUTE_RATE_FACT}, to which links are scaled: run repro calibrate again"
+        right = f"a file with {COMPUTE_RATE_FACT}, to which link rates are scaled: run repro calibrate again"
         raise ConfigError("machine", machine.name, right)
     return network.scaled(rate)
 
 
 def product_rate(machine: System) -> float:
-    """Return the FLOP/s of a rank's products on its share of a core; 0 if the machine's file has no rate."""
+    """Return the measured FLOP/s of a rank's matrix products on its share of a core; 0 if the file has no such rate."""
     return float(machine.provenance.facts.get(COMPUTE_RATE_FACT, 0.0)) if machine.provenance else 0.0
 
 
 def ring_step_times(ring: Collective, ranks: int) -> Collective:
-    """Return the seconds of one step of a measured all-reduce of all `ranks`, by the bytes that each rank passes on."""
+    """Return the seconds of a ring step of a measured all-reduce of `ranks` ranks, by the bytes that each forwards."""
     steps = (ranks - 1) * RING_PASSES[RING_COLLECTIVE]
     return Collective(points=tuple((payload / ranks, seconds / steps) for payload, seconds in ring.points))

@@ -1,11 +1,8 @@
-"""Bandwidth of rings while all groups of an axis use the adapters of their nodes and the network above pods at once.
+"""Sharing of network adapters and pod uplinks among all groups of an axis, which communicate at the same time.
 
-A network may narrow above pods of nodes. Inside a pod every node has its full bandwidth. The uplink of a pod has its
-nodes' bandwidth divided by the oversubscription; Llama 3's cluster has pods of 3,072 devices and 1:7 above them
-(2407.21783v3 sec. 3.3.1). Flows that leave a pod at the same time share its uplink equally. A ring passes its nodes in
-the order of its ranks, so it leaves each pod once.
-
-Not modelled: flows that meet on one link while others are free, jobs that do not fill pods in order, and latency."""
+A pod is a set of nodes with full bandwidth between them. Its uplink has the nodes' bandwidth divided by the
+oversubscription, which flows out of the pod share equally (Llama 3: 3,072 devices and 1:7, 2407.21783v3 sec. 3.3.1).
+Not modelled: collisions of flows on one of several links, and jobs that do not fill pods in order."""
 
 from __future__ import annotations
 
@@ -24,34 +21,35 @@ from repro.simulate.time.device import maximum, minimum
 
 ALL_REDUCE, BROADCAST = "all_reduce", "broadcast"
 TREE_EFFICIENCY = 0.9
-"""Bandwidth of a tree over that of the rings: NVIDIA/nccl src/graph/tuning.cc."""
+"""Ratio of a tree's bandwidth to that of rings in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
 Numbers = npt.NDArray[Any]
 
 
 class Ring(NamedTuple):
-    """Parameters of a group's ring that determine the time of its collectives; rates and times may be arrays."""
+    """Parameters of the ring of a group, which determine the time of collectives. Rates and times may be arrays."""
 
     ranks: int
     nodes: int
     rate: float
-    """Bytes/s that pass every rank, all rings together: the bus bandwidth of NCCL."""
+    """Bytes/s that pass each rank, as NCCL's bus bandwidth."""
     start: float
-    """Start-up time in seconds, before the first step."""
+    """Start-up time before the first ring step, in seconds."""
     inside: float
-    """Latency of a step within a node, in seconds."""
+    """Latency of a ring step between devices of one node, in seconds."""
     between: float
-    """Latency of a step between nodes, in seconds."""
+    """Latency of a ring step between nodes, in seconds."""
     half: float
-    """Payload of a step, in bytes, at which it reaches half of its rate."""
+    """Payload of a ring step, in bytes, with which the step reaches half of `rate`."""
     chunk: float
-    """Time for which a node holds a chunk of a tree's message before it passes the chunk on, in seconds."""
+    """Time until a node in a tree has received a full chunk and forwards it, in seconds."""
 
     def seconds(
         self, op: str, payload: int, *, trees: bool = True, cores_s: Callable[[float], float] = lambda _: 0.0
     ) -> float:
-        """Return the seconds of `op`: the minimum of ring and tree if the library has `trees`, else those of the ring.
+        """Return the seconds of the collective `op` with `payload` bytes, by a ring or, if faster, by a tree.
 
-        `cores_s` gives the minimum time of the ranks' cores for a step in which every rank passes on that many bytes.
+        `trees`: whether the library has trees for all-reduces over several nodes. `cores_s`: minimum seconds of the
+        CPU cores for a ring step in which every rank forwards the given bytes.
         """
         passes, n = RING_PASSES[op], self.ranks
         hops = (n - 1) * passes
@@ -72,17 +70,17 @@ class Ring(NamedTuple):
 
 
 class GroupsOnNodes:
-    """Groups of equal size on their nodes, as entries: one for each group and node with ranks of the group."""
+    """Groups of equal size as entries: one entry for each pair of a group and a node with ranks of the group."""
 
     def __init__(self, members: Numbers, nodes: Numbers):
-        """`members` are [groups, ranks of each], and `nodes` are the nodes of these ranks."""
+        """`members`: ranks of each group, [groups, ranks per group]. `nodes`: node of each of these ranks."""
         self.members = members
         self._count = int(nodes.max()) + 1
         place = np.arange(len(members))[:, None] * self._count + nodes
         entries, of_member, self.ranks = np.unique(place.ravel(), return_inverse=True, return_counts=True)
-        """`ranks`: number of the group's ranks on the node, for each entry."""
+        """`ranks`: for each entry, number of the group's ranks on the node."""
         self.of_member = of_member.reshape(-1)
-        """The entry of each member."""
+        """Index of the entry of each rank in the flattened `members`."""
         self.group, self.node = np.divmod(entries, self._count)
         self.nodes = np.bincount(self.group)
         """Number of nodes of each group."""
@@ -94,71 +92,71 @@ class GroupsOnNodes:
         return found
 
     def most(self, of_entries: Numbers) -> Numbers:
-        """Return the largest value among each group's entries."""
+        """Return, for each group, the largest of the values `of_entries` among its entries."""
         return np.maximum.reduceat(of_entries, self._first)
 
     def by_node(self, of_entries: Numbers) -> Numbers:
-        """Return the sum of each node's entries."""
+        """Return, for each node, the sum of the values `of_entries` over its entries."""
         return np.bincount(self.node, weights=of_entries, minlength=self._count)
 
 
 class NodeCounts(NamedTuple):
-    """Whole numbers of a network between nodes, which decide the adapters and uplinks that groups share.
+    """Integer properties of the network between nodes, which decide the adapters and uplinks that groups share.
 
-    Each device sends through the nearest adapter. Groups take several adapters behind one switch in the same order.
+    Devices and adapters are divided among PCIe switches, and a device sends through adapters of its switch.
     """
 
     adapters: int = 1
-    """Network adapters of a node."""
+    """Number of network adapters per node."""
     switch: int = 1
-    """Devices behind a switch."""
+    """Number of devices per PCIe switch."""
     pod: int = 0
-    """Nodes of a pod; 0 if the network does not narrow above pods."""
+    """Number of nodes per pod; 0 if there is full bandwidth between all nodes."""
 
 
 class AdapterShare(NamedTuple):
-    """Adapters that a group uses in a node which it leaves."""
+    """Network adapters of one node that a group uses."""
 
     adapters: int
-    """Number of these adapters."""
+    """Number of adapters that the group uses."""
     part: float
-    """Sum of the group's shares of these adapters."""
+    """Sum over these adapters of 1 / (number of groups that use the adapter)."""
 
 
 class PlacedRing(NamedTuple):
-    """Placement of one or more groups of an axis on nodes, while all groups of the axis communicate."""
+    """Placement that one or more groups of an axis have, while all groups of the axis communicate."""
 
     ranks: int
     """Number of ranks of a group."""
     nodes: int
     """Number of nodes of a group."""
     inside: frozenset[tuple[int, int]]
-    """Number of groups and of ranks in a node, for each node with two or more ranks of a group."""
+    """For each node with several ranks of the group: number of groups with several ranks there, and of their ranks."""
     between: frozenset[AdapterShare]
-    """Adapters of a group in each of its nodes; empty for a group inside a node."""
+    """Adapters that the group uses in each of its nodes; empty for a group inside a node."""
     uplink_users: int
-    """Largest number of groups that share an uplink of a group's pods; 0 for a group inside a pod."""
+    """Largest number of groups that share an uplink with the group; 0 for a group inside a pod."""
 
 
 class PlacedMessage(NamedTuple):
-    """Placement of one or more messages between two stages, while all ranks of the stages communicate."""
+    """Placement that one or more messages between two stages have, while all ranks of the stages communicate."""
 
     senders: int
-    """Number of senders in the sender's node."""
+    """Number of ranks of the sending stage on the sender's node."""
     share: AdapterShare | None
-    """Adapters of the sender; None if no message between the two stages leaves its node."""
+    """Adapters that the sender uses; None if no message between the two stages leaves its node."""
     uplink_users: int
-    """Largest number of messages that share an uplink; 0 for a message inside a pod."""
+    """Largest number of messages that share an uplink with the message; 0 for a message inside a pod."""
 
 
 @lru_cache(maxsize=4)
 def placed_groups(layout: Layout, devices: int) -> PlacedGroups:
-    """Return the groups of `layout` on nodes of `devices` devices; the networks of an experiment share them."""
+    """Return the cached placement of the groups of `layout` on nodes with `devices` devices each."""
     return PlacedGroups(layout, devices)
 
 
 class PlacedGroups:
-    """Groups of a layout on nodes: the ranks, shared adapters and uplinks of each group."""
+    """Placement of the process groups of a layout on nodes, with the adapters and uplinks that groups share."""
 
     def __init__(self, layout: Layout, devices: int):
         """`devices`: number of devices per node."""
@@ -167,23 +165,23 @@ class PlacedGroups:
         self.edge, self.messages = cache(self._edge), cache(self._messages)
 
     def neighbours(self, group: str) -> list[int]:
-        """Return the ranks of a group on a node that has several of them."""
+        """Return the ranks of some group on some node, where the group has several ranks on the node."""
         on = self.on_nodes(group)
         assert on is not None
         return on.members_of(int((on.ranks > 1).argmax()))
 
     def _on_nodes(self, group: str) -> GroupsOnNodes | None:
-        """Return every group of the axis with more than one member; None if there is none."""
+        """Return all groups of an axis with the nodes of their ranks; None if groups have one member."""
         members = group_members(self.layout, group)
         return GroupsOnNodes(members, members // self.devices) if members.size else None
 
     def _edge(self, sender: int, receiver: int) -> GroupsOnNodes:
-        """Return all pairs of a rank of one stage and a rank of another, whose first ranks are these."""
+        """Return all pairs of a sending and a receiving rank of two stages, whose first ranks are the arguments."""
         pairs = group_members(self.layout, "pp")[:, :1] + (sender, receiver)
         return GroupsOnNodes(pairs, pairs // self.devices)
 
     def _rings(self, group: str, counts: NodeCounts) -> frozenset[PlacedRing]:
-        """Return the distinct placements of the groups of an axis; `counts` matter only between nodes."""
+        """Return the distinct placements of the groups of an axis. `counts` matters only for groups across nodes."""
         on = self.on_nodes(group)
         if on is None:
             return frozenset()
@@ -202,7 +200,7 @@ class PlacedGroups:
         return frozenset(_placed_ring(size, entries[chosen]) for chosen in _distinct_rows(has_entry)[0])
 
     def _messages(self, sender: int, receiver: int, counts: NodeCounts) -> frozenset[PlacedMessage]:
-        """Return the distinct placements of the messages from one stage to another, whose first ranks are these."""
+        """Return the distinct placements of messages between two stages with first ranks `sender` and `receiver`."""
         edge = self.edge(sender, receiver)
         across = edge.nodes > 1
         leaves = bool(across.any())
@@ -211,11 +209,14 @@ class PlacedGroups:
         rows = np.zeros((4, len(pairs)))
         rows[0] = senders.by_node(senders.ranks)[senders.node]
         if leaves:
-            # A message uses all adapters near its device in turn, but a ring uses those of its communicator.
+            # A message uses all adapters near its sender; a ring uses as many behind a switch as it has devices there.
             rows[1:3] = self._adapter_shares(senders, across[across], counts._replace(switch=1))
             if counts.pod:
                 pods = pairs // self.devices // counts.pod
-                ways = 2 * pods + (0, 1)  # out of the sender's, into the receiver's
+                ways = 2 * pods + (
+                    0,
+                    1,
+                )  # A message leaves the sender's pod (even) and enters the receiver's (odd).
                 rows[3] = _uplink_users(ways, pods[:, 0] != pods[:, 1])
         return frozenset(
             PlacedMessage(int(ranks), AdapterShare(int(count), part) if leaves else None, int(users))
@@ -223,13 +224,13 @@ class PlacedGroups:
         )
 
     def _adapter_shares(self, on: GroupsOnNodes, across: Numbers, counts: NodeCounts) -> Numbers:
-        """Return `AdapterShare` of the entries `across`, whose groups leave their nodes, [2, entries]."""
+        """Return the two numbers of `AdapterShare` for each entry, [2, entries]; 0 for entries outside `across`."""
         reached: Numbers = self._reached(on, counts) & across[:, None]
         users = np.stack([on.by_node(column) for column in reached.T], axis=1)
         return np.stack([reached.sum(axis=1), (reached / np.maximum(users[on.node], 1)).sum(axis=1)])
 
     def _reached(self, on: GroupsOnNodes, counts: NodeCounts) -> Numbers:
-        """Return the adapters that each entry's group uses, as booleans [entries, adapters]."""
+        """Return whether each entry's group uses each adapter of the entry's node, as booleans [entries, adapters]."""
         count, switch = counts.adapters, counts.switch
         switches = -(-self.devices // switch)
         first = np.arange(switches) * count // switches
@@ -244,7 +245,7 @@ class PlacedGroups:
 
 
 def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
-    """Return the placement of a group of `size` ranks with these entries: the rows of `PlacedGroups._rings`."""
+    """Return the placement of a group of `size` ranks from the rows of its entries in `PlacedGroups._rings`."""
     groups, ranks, count, part, users, nodes = entries.T
     return PlacedRing(
         ranks=size,
@@ -256,9 +257,9 @@ def _placed_ring(size: int, entries: Numbers) -> PlacedRing:
 
 
 def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
-    """Return the largest number of flows that share an uplink of each flow, [flows]; 0 unless it is `leaving`.
+    """Return, for each flow, the largest number of flows that share one of its uplinks; 0 unless it is `leaving`.
 
-    `ways`: uplinks of each flow, [flows, any]. A flow may use one uplink more than once.
+    `ways`: uplinks of each flow, [flows, uplinks per flow], with repetitions. `leaving`: whether a flow leaves its pod.
     """
     found = np.zeros(len(ways))
     if leaving.any():
@@ -268,7 +269,7 @@ def _uplink_users(ways: Numbers, leaving: Numbers) -> Numbers:
 
 
 def _distinct_rows(rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the distinct rows, of which there are few, and the index of each row among them."""
+    """Return the distinct rows of an array that has few of them, and the index of each row among the distinct ones."""
     index, found = np.full(len(rows), -1), list[Numbers]()
     while (left := index < 0).any():
         row = rows[left.argmax()]

@@ -1,15 +1,8 @@
-"""Seconds of a collective, and of a message between stages, on a system's links.
+"""Seconds of collectives and of messages between pipeline stages on a system's links.
 
-A large message passes a ring of all ranks (the rings of NCCL, NVIDIA/nccl#412). The ring enters and leaves each node
-once and is as fast as its slowest hop. Between nodes a group uses the adapters near its own devices, at most `rings` of
-them, and shares each with the other groups of its axis. A small all-reduce over several nodes takes a tree. Its latency
-grows with the logarithm of the nodes and includes each node's wait for full chunks. Both formulas are those of NCCL
-(NVIDIA/nccl src/graph/tuning.cc, 2.5 on). `repro.simulate.time.interconnect` shares adapters and uplinks. If `repro
-calibrate` measured a collective, the model interpolates its seconds between payloads and group sizes.
-
-Not modelled: groups of different axes at the same time, pairs of devices with unequal NVLink (DGX-1), protocols for
-small messages, and trees over two nodes with few adapters. Such trees reach up to twice the network's bandwidth
-(NVIDIA/nccl#307).
+Rings and trees follow NCCL's tuning model (NVIDIA/nccl src/graph/tuning.cc, 2.5 on). Collectives that `repro calibrate`
+measured are interpolated instead. Not modelled: groups of different axes at the same time, devices with unequal NVLink
+(DGX-1), protocols for small messages, and trees over two nodes with few adapters (NVIDIA/nccl#307).
 """
 
 from __future__ import annotations
@@ -43,9 +36,10 @@ from repro.simulate.time.interconnect import (
 
 
 class GroupSpan(NamedTuple):
-    """Placement of a group's members on the ranks."""
+    """Size of a process group, and the distribution of its members over ranks and nodes."""
 
     ranks: int
+    """Number of members."""
     per_node: int
     """Largest number of members on one node."""
     stride: int
@@ -53,10 +47,10 @@ class GroupSpan(NamedTuple):
 
 
 def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payload: float) -> float:
-    """Return the seconds of `payload` bytes in groups like `span`; the file was measured with `all_ranks` ranks.
+    """Return the seconds of a `measured` collective of `payload` bytes in groups like `span`.
 
-    The measured groups that are most similar in members, members on a node, then stride count, scaled to the ranks of
-    `span`. A ring has ranks - 1 steps (or twice as many) of payload / ranks bytes.
+    The seconds are those of the measured group with the most similar size, members per node and stride, scaled to the
+    steps of a ring of `span.ranks` ranks. `all_ranks`: number of ranks of the measurement.
     """
 
     def distance(known: Collective) -> tuple[float, float]:
@@ -72,10 +66,10 @@ def measured_seconds(measured: Collective, all_ranks: int, span: GroupSpan, payl
 
 
 def interpolate(measured: Collective, payload: float) -> float:
-    """Return the seconds of `payload` bytes, interpolated between measured points.
+    """Return the seconds of `payload` bytes, interpolated linearly between measured points.
 
-    A point that is faster than a smaller one is noise and gets the time of the smaller one. Time does not fall below
-    that of the first point. Bandwidth does not rise above that of the last point.
+    A point that is faster than one with a smaller payload gets the time of the latter. Below the first point, its time
+    applies; above the last point, its bandwidth.
     """
     sizes = [size for size, _ in measured.points]
     times = list(accumulate((seconds for _, seconds in measured.points), max))
@@ -92,30 +86,30 @@ PCIE = "pcie"
 
 
 class Network:
-    """The links of `system` as the groups of `layout` use them; times are arrays if numbers of the system are."""
+    """Communication times of `layout` on the links of `system`; arrays of lanes if numbers of the system are arrays."""
 
     def __init__(self, system: System, layout: Layout):
         self.system, self.layout = system, layout
         self.placement = Placement(layout, system)
         self.link, self._rings = cache(self._link_of), cache(self._rings_of)
         self._edge_link, self._edge_rate = cache(self._slowest_link), cache(self._slowest_rate)
-        # A step repeats the same few collectives thousands of times.
+        # Results are cached because a step repeats the same few collectives thousands of times.
         self._seconds, self._send_seconds = cache(self._seconds_of), cache(self._send_seconds_of)
         self._message_seconds = cache(self._message_seconds_of)
 
     @cached_property
     def overlap_cost(self) -> float:
-        """Fraction of a hidden collective's seconds that concurrent compute loses, 0 to 1."""
-        hidden = self.link("dp")  # nearly all hidden collectives are those of data parallelism
+        """Seconds that concurrent compute loses per second of a hidden collective, 0 to 1."""
+        hidden = self.link("dp")  # Nearly all hidden collectives are those of data parallelism.
         links = [hidden] if hidden else self.system.links
         return reduce(maximum, (self.number(link, "overlap_cost") for link in links), 0.0)
 
     def seconds(self, op: str, group: str, payload: int) -> float:
-        """Return the seconds of one collective, from the time at which its slowest member reaches it.
+        """Return the seconds of a collective from the arrival of its last rank, for the slowest group of an axis.
 
-        `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding. `payload`:
-        bytes of the full message, as `repro.parallel.ledger` counts it. All groups of an axis communicate at the same
-        time, and the slowest one counts. One rank takes no time. `ConfigError` if the bandwidth is needed and unknown.
+        `op`: all_reduce, reduce_scatter, all_gather, broadcast. `group`: world, tp, cp, dp, pp, embedding; all groups
+        of this name communicate at the same time. `payload`: bytes of the full message (see `repro.parallel.ledger`).
+        A group of one rank takes 0 seconds. Raises `ConfigError` if the bandwidth is unknown.
         """
         assert op in RING_PASSES, op
         assert group in GROUPS, group
@@ -127,7 +121,7 @@ class Network:
             count = self.system.provenance.ranks
             found = (measured_seconds(measured, count, span, payload) for span in self._spans(group))
             return max(found, default=0.0)
-        trees = "memory" not in self.system.links  # processor cores have gloo, and gloo has rings alone
+        trees = "memory" not in self.system.links  # A CPU system uses gloo, which has only rings.
 
         def slowest(counts: NodeCounts) -> float:
             rings = self._rings(group, counts)
@@ -137,14 +131,15 @@ class Network:
         return self._in_node_counts(self.link(group), slowest)
 
     def _cores_s(self, payload: float) -> float:
-        """Return the cores' seconds for a step of all rings of an axis, in which every rank has one."""
+        """Return the seconds that CPU cores need for one ring step of `payload` bytes of every rank; 0 on GPUs."""
         hops = (link.hop for link in self.system.links.values() if link.hop is not None)
         return max((interpolate(hop, payload) for hop in hops), default=0.0)
 
     def messages(self, op: str, group: str) -> int:
-        """Return the number of messages that a rank's thread begins and awaits in a collective of gloo.
+        """Return the number of messages that a rank's compute thread starts and awaits in a collective of gloo.
 
-        The number is 1 for groups with a ring of nodes, in which another thread does this (`GlooRing`).
+        The number is 1 for groups with several nodes and several ranks on a node, where another thread exchanges the
+        messages (`GlooRing`).
         """
         on = self._placed.on_nodes(group)
         if on is None or ((on.nodes > 1) & (on.most(on.ranks) > 1)).all():
@@ -152,11 +147,11 @@ class Network:
         return messages_of(op, on.members.shape[1])
 
     def send_seconds(self, payload: int, *, from_stage: int, to_stage: int) -> float:
-        """Return the seconds of `payload` bytes from each rank of a stage to its peer, all at the same time."""
+        """Return the seconds of messages of `payload` bytes from every rank of a stage to its peer at the same time."""
         return self._send_seconds(payload, from_stage, to_stage) if from_stage != to_stage else 0.0
 
     def _send_seconds_of(self, payload: int, from_stage: int, to_stage: int) -> float:
-        """Return the seconds between two stages, which are those between the first stages on such nodes."""
+        """Return the seconds of a message between two stages, which equal those of the first stages in such places."""
         offsets = self.layout.offsets("pp")
         sender, receiver = offsets[from_stage], offsets[to_stage]
         shift = min(sender, receiver) // self._period * self._period
@@ -169,7 +164,7 @@ class Network:
         return self._placed.devices * lcm(*(counts.pod for counts in known if counts.pod))
 
     def _message_seconds_of(self, payload: int, sender: int, receiver: int) -> float:
-        """Return the seconds between two stages, whose first ranks are `sender` and `receiver`."""
+        """Return the seconds of a message between two stages whose first ranks are `sender` and `receiver`."""
         link = self._edge_link(sender, receiver)
         measured = self._measured(SEND, link)
         if measured is not None:
@@ -177,7 +172,7 @@ class Network:
         return self.number(link, "latency_s") + payload / self._edge_rate(sender, receiver)
 
     def bus_bandwidth(self, group: str) -> float:
-        """Return the bytes/s of the slowest group of this axis, as in nccl-tests, in the limit of large messages."""
+        """Return the bus bandwidth in bytes/s of the slowest group of an axis for large messages, as in nccl-tests."""
 
         def slowest(counts: NodeCounts) -> float:
             return reduce(minimum, (ring.rate for ring in self._rings(group, counts)), float("inf"))
@@ -185,10 +180,10 @@ class Network:
         return self._in_node_counts(self.link(group), slowest)
 
     def least_seconds(self, op: str, group: str, payload: float, count: int) -> float:
-        """Return a lower bound of the seconds of `count` collectives with together `payload` bytes.
+        """Return a lower bound of the seconds of `count` collectives with a total payload of `payload` bytes.
 
-        A ring takes the same time for each collective and for each byte. Where all-reduces may take a tree, bytes alone
-        count, since a tree is faster for small messages only.
+        The bound is the time of rings. That of an all-reduce has no latency, because a tree may be faster for small
+        payloads.
         """
 
         def slowest(counts: NodeCounts) -> float:
@@ -203,21 +198,21 @@ class Network:
         return self._in_node_counts(self.link(group), slowest)
 
     def number(self, link: str, key: str) -> float:
-        """Return a number of a class of links, known or assumed."""
+        """Return the number `key` of a class of links: from the system's file, or else the suite's assumption."""
         return self.system.links[link].used(link, key).known(f"links.{link}.{key}", system=self.system.name)
 
     def peak(self, link: str) -> float:
-        """Return the bytes/s of a device (`per = "device"`) or of a node that collectives reach on this link."""
+        """Return the bytes/s that collectives reach on a link: per device, or per node if it has `per = "node"`."""
         found = self.system.links[link].bandwidth.known(f"links.{link}.bandwidth", system=self.system.name)
         return found * self.number(link, "efficiency")
 
     def _measured(self, op: str, link: str) -> Collective | None:
-        """Return the measurement of `op` on `link`, or None."""
+        """Return the measured times of `op` on a class of links; None if the system's file has none."""
         known = self.system.links.get(link)
         return known.collectives.get(op) if known is not None else None
 
     def _spans(self, group: str) -> frozenset[GroupSpan]:
-        """Return the distinct spans of the groups of an axis."""
+        """Return the distinct `GroupSpan` objects of all groups of an axis."""
         if (on := self._placed.on_nodes(group)) is None:
             return frozenset()
         stride = on.members[:, 1] - on.members[:, 0]
@@ -226,11 +221,11 @@ class Network:
 
     @cached_property
     def _placed(self) -> PlacedGroups:
-        """Groups of the layout on the nodes of the system."""
+        """Placement of the layout's process groups on the nodes of the system."""
         return placed_groups(self.layout, self.placement.devices_per_node)
 
     def _link_of(self, group: str) -> str:
-        """Return the slowest class of links that any group of this axis needs; empty for one rank."""
+        """Return the slowest class of links in any group of an axis; empty if groups have one rank."""
         on = self._placed.on_nodes(group)
         if on is None or (on.nodes > 1).any():
             return BETWEEN_NODES if on is not None else ""
@@ -238,9 +233,11 @@ class Network:
 
     @cached_property
     def _node_counts(self) -> dict[NodeCounts, Lanes]:
-        """Distinct counts of the network between nodes, and for each of them the cases that have these counts."""
+        """Distinct counts of adapters, switches and pods, each with a mask of the lanes that have these counts."""
         if BETWEEN_NODES not in self.system.links:
-            self.system.link_per_device(BETWEEN_NODES)  # raises ConfigError with the known links
+            self.system.link_per_device(
+                BETWEEN_NODES
+            )  # This call raises a ConfigError that names the known links.
         names = ("adapters", "switch", "pod", "oversubscription")
         adapters, switch, pod, factor = (self.number(BETWEEN_NODES, name) for name in names)
         if self.system.links[BETWEEN_NODES].per == "device":
@@ -250,7 +247,7 @@ class Network:
         return {NodeCounts(*map(int, one)): (cases == one).all(axis=-1) for one in distinct}
 
     def _in_node_counts(self, link: str, find: Callable[[NodeCounts], float]) -> float:
-        """Return `find(counts)` for the counts of each case. Only the link between nodes depends on counts."""
+        """Return `find(counts)` for each lane's `NodeCounts`, which matter only for the link between nodes."""
         if link != BETWEEN_NODES:
             return find(NodeCounts())
         found = [find(counts) for counts in self._node_counts]
@@ -258,7 +255,7 @@ class Network:
         return found[0] if len(found) == 1 else cast(float, np.select(cases, found))
 
     def _rings_of(self, group: str, counts: NodeCounts) -> list[Ring]:
-        """Return the distinct rings of the groups of an axis."""
+        """Return the distinct rings of all groups of an axis."""
         return [self._ring(group, placed, counts) for placed in self._placed.rings(group, counts)]
 
     def _ring(self, group: str, placed: PlacedRing, counts: NodeCounts) -> Ring:
@@ -276,24 +273,24 @@ class Network:
         return Ring(placed.ranks, placed.nodes, rate, start, within, between, half, chunk)
 
     def _leaves_pod(self, group: str, link: str) -> bool:
-        """Return whether a ring of an axis leaves the devices that share a host bridge (`pod` of PCIe)."""
+        """Return whether a ring of an axis has devices at several PCIe host bridges; `pod`: devices per bridge."""
         on, pod = self._placed.on_nodes(group), self.system.links[link].pod.value or 1
         assert on is not None
         bridges = on.members % self.placement.devices_per_node // int(pod)
         return bool((bridges != bridges[:, :1]).any())
 
     def _rate_inside(self, link: str, groups: int, ranks: int, leaves_pod: bool = True) -> float:
-        """Return the bytes/s of a ring in a node in which `ranks` devices form `groups` rings at the same time."""
+        """Return the bytes/s of one ring inside a node whose `ranks` devices form `groups` rings at the same time."""
         if self.system.links[link].per == "node":
             return self.peak(link) / ranks
-        if link == PCIE:  # all rings that leave a pod pass the link of the sockets
+        if link == PCIE:  # All rings between host bridges share the link between the CPU sockets.
             uplink = (self.system.links[link].pod.value or 1) / self.number(link, "oversubscription")
             return self.peak(link) * (minimum(1.0, uplink / groups) if leaves_pod else 1.0)
         others = max(ranks / groups, 2) - 1
         return self.peak(link) * minimum(1.0, self.number(link, "pair") * others)
 
     def _rate_between(self, shares: Iterable[AdapterShare], uplink_users: int, counts: NodeCounts) -> float:
-        """Return the bytes/s of a flow with these adapters in its nodes, which shares uplinks with other flows."""
+        """Return the bytes/s of a flow with `shares` of each node's adapters, whose uplink has `uplink_users` flows."""
         per_device = self.system.links[BETWEEN_NODES].per == "device"
         adapter = self.peak(BETWEEN_NODES) / (1 if per_device else counts.adapters)
         rings = self.number(BETWEEN_NODES, "rings")
@@ -311,7 +308,7 @@ class Network:
         return self.placement.link_of("pp", edge.members[0].tolist())
 
     def _slowest_rate(self, sender: int, receiver: int) -> float:
-        """Return the bytes/s of a rank of one stage that sends to another, while all ranks of the stage send."""
+        """Return the bytes/s of a stage's slowest rank while all its ranks send to their peers in another stage."""
         link = self._edge_link(sender, receiver)
 
         def rate(placed: PlacedMessage, counts: NodeCounts) -> float:

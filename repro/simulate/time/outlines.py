@@ -1,7 +1,6 @@
-"""Outlines of a trace's pieces: what follows what, without seconds, shared by all passes over the trace.
+"""Untimed outlines of a trace, in which each distinct sequence of operators has one number.
 
-Layers and micro-batches repeat the same sequences of operators. Each distinct sequence has one number, so that a pass
-computes its seconds once.
+Layers and micro-batches repeat the same sequences, so that a time prediction computes the seconds of each once.
 """
 
 from __future__ import annotations
@@ -15,47 +14,47 @@ from repro.simulate.trace.events import HOST_WAIT, Message, Operator, Timed, Wai
 from repro.simulate.trace.roles import Trace
 
 PURPOSE_STOP = 1 + Message._fields.index("purpose")
-"""Number of fields of a message up to its purpose."""
+"""Number of fields of a `Message` up to and including `purpose`."""
 INNER_GROUP = "tp"
-"""The group whose collectives begin and end within a layer."""
+"""Name of the process group whose collectives begin and end within a layer."""
 
 
 class Stretch(NamedTuple):
-    """Operators and collectives awaited at once, up to the next event for which a rank does not wait or waits later."""
+    """Operators and immediately awaited collectives, up to the next asynchronous message or wait."""
 
     entries: tuple[int | Message, ...]
-    """Indices of operator sequences (`EventOutlines.sequences`), and awaited collectives without their numbers."""
+    """Index of each operator sequence (in `EventOutlines.sequences`), and each immediately awaited collective."""
     last: Message | Wait | None
-    """Event after the operators: a message to a stage, the start of a collective, or a wait. None: none of these."""
+    """Event after `entries`: a message to another stage, the start of a collective, or a wait; None at the end."""
 
 
 class EventOutlines:
-    """Pieces of a trace as stretches, in which equal sequences of operators have one number."""
+    """Pieces of a trace (one per pipeline action) as stretches, in which equal operator sequences have one number."""
 
     def __init__(self) -> None:
         self.sequences: list[dict[Operator, int]] = []
-        """Number of each operator in each distinct sequence."""
+        """Each distinct sequence as a count of its operators."""
         self._numbers: dict[tuple[int | None, ...], int] = {}
         self._operators: dict[int, int] = {}
-        """Index in `_known` by the identity of an operator, because hashing an operator takes longer."""
+        """Index in `_known` by `id(operator)`, because hashing an operator itself takes longer."""
         self._known: dict[Operator, int] = {}
         self._awaited: dict[tuple[object, ...], Message] = {}
-        """Collectives without their numbers, by their fields up to the purpose."""
+        """Collectives with `work` -1, by their fields up to `purpose`, so that equal collectives are one object."""
         self._pieces: dict[int, list[Stretch]] = {}
 
     def of_piece(self, traced: Trace, place: int) -> list[Stretch]:
-        """Return the stretches of one of the pieces of `traced`, whose events outlive this object."""
+        """Return the stretches of `traced.pieces[place]`. The trace must exist as long as this object."""
         if place not in self._pieces:
             self._pieces[place] = self.stretches(traced.pieces[place], traced.keys)
         return self._pieces[place]
 
     def ordered(self, number: int) -> list[Operator]:
-        """Return the operators of a distinct sequence in the order in which they run."""
+        """Return the operators of the sequence `number` in the order in which they run."""
         known, sequences = list(self._known), list(self._numbers)
         return [known[at] for at in sequences[number] if at is not None]
 
     def stretches(self, events: Sequence[Timed], keys: Container[int]) -> list[Stretch]:
-        """Return `events` as stretches. `keys`: numbers of collectives; other waits follow from the schedule."""
+        """Return `events` as stretches. `keys`: numbers of collectives. Waits for other messages are excluded."""
         found: list[Stretch] = []
         entries: list[int | Message] = []
 
@@ -96,7 +95,7 @@ class EventOutlines:
         return found
 
     def _sequence(self, operators: Sequence[Timed]) -> int:
-        """Return the number of a sequence of operators."""
+        """Return the number of a sequence of operators; an unknown sequence gets the next number."""
         numbers = tuple(map(self._operators.get, map(id, operators)))
         if None in numbers:
             for operator in operators:
@@ -116,7 +115,7 @@ _OUTLINES: WeakKeyDictionary[Trace, EventOutlines] = WeakKeyDictionary()
 
 
 def outlines_of(traced: Trace) -> EventOutlines:
-    """Return the outlines of a trace, which all passes over the trace share."""
+    """Return the outlines of a trace. All predictions from one trace share them."""
     if traced not in _OUTLINES:
         _OUTLINES[traced] = EventOutlines()
     return _OUTLINES[traced]

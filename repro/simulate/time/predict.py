@@ -1,8 +1,7 @@
-"""Predicted step time: the kernels of a calibration point, the schedule of the traces, and the prediction interval.
+"""Predicted step time: calibrated kernels, the schedule of the traces, and the interval from unknown numbers.
 
-The interval comes from one trace that is timed in all cases in one pass: each unknown at values in and around its range
-with all others at their best values, and joint draws of all unknowns. The factor of a generation's kernels follows from
-its published point in the same case, so no uncertainty counts twice. No number is fitted to a value that is predicted.
+One schedule times the step in all cases of the unknown numbers: each at values in and around its range, and joint draws
+of all. The kernels are calibrated in the same cases. No number is fitted to a value that is predicted.
 """
 
 from __future__ import annotations
@@ -48,19 +47,17 @@ from repro.simulate.time.stage import UPDATE
 from repro.simulate.trace.roles import Trace, trace_roles
 
 SHALLOW_LAYERS, DEEP_LAYERS = 2, 4
-"""Numbers of layers of the two calibration traces. Step time is linear in the number of layers."""
+"""Numbers of layers of the two traces that calibrate kernels. Step time is linear in the number of layers."""
 MAX_GENERATIONS = 32
-"""Maximum number of generations whose best kernels and traces are cached."""
+"""Maximum number of software generations whose kernels and traces a process caches."""
 
 
 @lru_cache(maxsize=MAX_GENERATIONS)
 def calibrated_kernels(generation: Generation | None) -> Kernels:
-    """Return the kernels with which the published step takes its published time, or the measured kernels.
+    """Return the best values of a generation's kernels: with these, its published step takes the published time.
 
-    None stands for measured operators, which need no correction.
-
-    Kernels of a published step get all remaining time. On a node, messages therefore have to overlap with the kernels
-    (tests/simulate/time/test_device.py).
+    None stands for a device with measured operators. All time beyond the model is attributed to kernels, so a published
+    step on one node must hide its communication (tests/simulate/time/test_device.py).
     """
     if generation is None:
         return MODELLED_KERNELS
@@ -68,11 +65,10 @@ def calibrated_kernels(generation: Generation | None) -> Kernels:
 
 
 def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]) -> Kernels:
-    """Return `calibrated_kernels` in each case, [cases], from the `quantiles` of unknowns by key.
+    """Return a generation's kernels in each case, [cases], from the `quantiles` of unknown numbers by key.
 
-    Other unknowns have their best values. On a slower device than assumed, the kernels are more efficient. If products
-    take the modelled time, the other kernels get all remaining time. A quantile holds for the measured system and for
-    the timed system, because both have the same device.
+    Other unknowns have their best values. A quantile of a device's number applies to the calibrating step and to the
+    predicted step, because both run on the same device.
     """
 
     def value(key: str, cases: Mapping[str, Lanes] = quantiles) -> Any:
@@ -88,7 +84,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
     model, layout = models.load_model(generation.model), generation.layout
     work = counts.hardware_flops(model, model.seq, layout.global_batch, layout.recompute) / layout.world
 
-    # One pass times the step with modelled kernels, with all kernels twice as slow, and with all but products.
+    # The lanes time the step three times: with modelled kernels, with all slower, and with all but products slower.
     cases = {key: np.tile(each, 3) for key, each in quantiles.items()}
     count = max(map(len, quantiles.values()), default=1)
     of_cases = kernels(np.repeat((1.0, 2.0, 1.0), count), np.repeat((1.0, 2.0, 2.0), count), cases)
@@ -104,7 +100,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
     rate = generation.rate
     beyond = work / rate.values_at(quantiles.get(rate.key, BEST)) - modelled
-    # If kernels are faster than the model, all have the same factor.
+    # If kernels are faster than modelled, products and other kernels have the same factor.
     share = np.where(beyond > 0, value("products"), 1.0)
     beyond /= share * (slower - slower_others) + slower_others - modelled
     return kernels(1 + share * beyond, 1 + beyond)
@@ -112,7 +108,7 @@ def calibrated_kernels_at(generation: Generation, quantiles: Mapping[str, Lanes]
 
 @lru_cache(maxsize=MAX_CASES)
 def kernels_in_cases(generation: Generation, found: tuple[Unknown, ...]) -> Kernels:
-    """Return the kernels in each case of the unknowns `found` of the timed system and of its kernels."""
+    """Return a generation's kernels in each case of the unknowns `found` of a system and of the generation."""
     return calibrated_kernels_at(generation, quantiles_in_cases(found))
 
 
@@ -125,19 +121,16 @@ def _traces_of_layers(generation: CalibrationPoint, layers: int) -> tuple[Experi
 SIGNIFICANT_DIGITS = 7
 """Significant digits of rounded seconds."""
 MIN_CURVE_SPAN = 0.01
-"""Minimum effect of an unknown on the step time for which its curve is stored, as a share of the step time."""
+"""Minimum effect of an unknown on the step time, as a share of it, for which a record stores a curve of step times."""
 
 
 def round_seconds(seconds: float) -> float:
-    """Return the seconds, rounded as in a record."""
+    """Return the seconds, rounded to `SIGNIFICANT_DIGITS` as in a record."""
     return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
 
 
 def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInterval:
-    """Return the interval from the seconds in the cases of `quantiles_in_cases`.
-
-    Unknowns that move the step by more than `MIN_CURVE_SPAN` have a curve.
-    """
+    """Return the interval of the step time from its seconds in the cases of `quantiles_in_cases(found)`."""
     cases = quantiles_in_cases(found)[found[0].key]
     rounded = iter([round_seconds(one) for one in np.broadcast_to(seconds, cases.shape).tolist()[1:]])
     moves = []
@@ -157,14 +150,14 @@ def interval_of_seconds(found: tuple[Unknown, ...], seconds: float) -> StepInter
 
 @dataclass
 class Prediction:
-    """Predicted step: times in seconds, rates in FLOP/s."""
+    """Predicted step. Times are in seconds and rates in FLOP/s."""
 
     experiment: Experiment
     system: System
     timeline: Timeline
     roles: list[Trace]
     generation: Generation | None
-    """Calibration of the kernels; None if they have none."""
+    """Calibration of the kernels; None if the device has measured operators or the caller chose the kernels."""
     kernels: Kernels
     interval: StepInterval | None = None
     """Interval of the step time, if it was requested and a number is uncertain."""
@@ -176,18 +169,18 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all replicas per second."""
+        """Samples per second of all replicas together."""
         return self.experiment.layout.global_batch / self.step_s
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s of one device under `repro.model.counts.flops_formula`, including recomputation."""
+        """FLOP/s of one device, including recomputation, by the FLOP formula `repro.model.counts.flops_formula`."""
         e, layout = self.experiment, self.experiment.layout
         work = counts.hardware_flops(e.model, e.seq, layout.global_batch, layout.recompute)
         return work / self.step_s / layout.world
 
     def _utilisation(self, model_flops: Callable[[Model, int, int], float]) -> float | None:
-        """Return the MFU, which excludes recomputation; None if the device's peak is unknown."""
+        """Return the model FLOP/s utilisation, without recomputation; None if the device's peak is unknown."""
         e, layout = self.experiment, self.experiment.layout
         work = model_flops(e.model, e.seq, layout.global_batch)
         return counts.utilisation(work / self.step_s, layout.world, self.system, layout.precision)
@@ -199,13 +192,13 @@ class Prediction:
 
     @property
     def slowest(self) -> StageTime:
-        """The stage with the largest sum of compute and exposed communication, which the other stages wait for."""
+        """The pipeline stage with the largest sum of compute and exposed communication."""
         return max(
             self.timeline.stages, key=lambda stage: sum(stage.busy.values()) + sum(stage.exposed.values())
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, the key `time` of `repro simulate --json`."""
+        """Return the value of the key `time` in `repro simulate --json`."""
         stage = self.slowest
         exposed, total = sum(stage.exposed.values()), sum(stage.communication.values())
         busy = dict(stage.busy)
@@ -246,10 +239,10 @@ def predict(
     record: bool = False,
     interval: bool = False,
 ) -> Prediction:
-    """Predict a step of `experiment` on `system`.
+    """Predict the step time of `experiment` on `system`.
 
-    `traces` of all its roles; None traces them. `kernels`: by default those of the layout's generation. `record`: store
-    every span, for a drawing. `interval`: compute the interval of the step time.
+    `traces`: one per pipeline role; None traces them. `kernels`: None selects the calibration of the layout's kernels.
+    `record`: store busy intervals of all streams, for a drawing. `interval`: also compute the interval of the time.
     """
     generation = calibration_point_of(experiment.layout.kernels, system) if kernels is None else None
     found = tuple(uncertain_numbers(system, generation)) if interval else ()

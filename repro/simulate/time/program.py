@@ -1,8 +1,7 @@
-"""A role's step as a program: the blocks, collectives and messages of each action of the pipeline schedule, in seconds.
+"""Conversion of a role's trace to a program: the timed operator blocks, collectives and messages of pipeline actions.
 
-Consecutive operators form one block, together with collectives that a rank waits for at once. The trace has few
-micro-batches; the segment of an ordinary one stands for all that were not run. Items that nothing else can delay form a
-run, which the stages time once: layers and micro-batches are alike."""
+An action is a forward or backward pass of one micro-batch. One traced micro-batch stands for all that were not traced.
+Items that no other item can delay form a run (`split_into_runs`), whose duration is computed once."""
 
 from __future__ import annotations
 
@@ -28,42 +27,42 @@ from repro.simulate.trace.roles import TYPICAL_MICRO_BATCH, Trace
 
 MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST = "matmul", "attention", "elementwise", "optimizer", "host"
 KINDS = (MATMUL, ATTENTION_KIND, OTHER, OPTIMIZER, HOST)
-"""Kinds of a device's busy time; `host`: waiting for the host to issue the next operator."""
+"""Kinds of a device's busy time. `host` is time in which the device waits for the host to issue operators."""
 
 
 COMPUTE = "compute"
-"""Name of the stream of a stage's operators."""
+"""Name of the stream on which a stage runs its operators."""
 
 
 class OperatorBlock(NamedTuple):
-    """Consecutive operators, and collectives that are awaited at once."""
+    """Consecutive operators, and collectives for which the compute stream waits immediately."""
 
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    """Seconds of the first lane by kind; those of collectives by label."""
+    """Seconds in the first lane for each kind of operator (`KINDS`) and for each label of a collective."""
     kernels: tuple[tuple[str, str, float], ...] = ()
-    """Stream, name and seconds of each operator and awaited collective in order, if they are recorded for a drawing."""
+    """Stream, name and seconds of each operator and collective in order; empty unless a drawing needs them."""
 
 
 class Issue(NamedTuple):
-    """Start of a collective, after the preceding items and the preceding collectives of its group."""
+    """Start of a collective, which runs after all preceding collectives of its group."""
 
     key: tuple[object, ...]
     group: str
     label: str
     seconds: float
     late_s: float = 0.0
-    """Delay of the group's last rank behind the mean of the ranks, in seconds."""
+    """Mean delay of the group's last rank behind the mean of its ranks, in seconds."""
 
 
 class Await(NamedTuple):
-    """Wait for the oldest unfinished collective of `key`."""
+    """Wait for the oldest unfinished collective with this key."""
 
     key: tuple[object, ...]
 
 
 class Send(NamedTuple):
-    """Send of a boundary tensor to the stage `offset` further."""
+    """Send of activations or gradients to the pipeline stage whose index is larger by `offset`."""
 
     offset: int
     channel: int
@@ -71,31 +70,31 @@ class Send(NamedTuple):
 
 
 GROUPS_ACROSS_STAGES = ("world", "pp", "embedding")
-"""Groups whose members are on different stages."""
+"""Groups whose members are on different pipeline stages."""
 Item = OperatorBlock | Issue | Await | Send
 CollectiveSeconds = Callable[[Message], float]
-"""Seconds of a collective."""
+"""Function that returns the seconds of a collective."""
 MessageCount = Callable[[str, str], int]
-"""Number of messages of a collective, by operation and group, that a rank's own thread begins and awaits."""
+"""Function that returns how many messages of a collective a rank's compute thread handles (`Network.messages`)."""
 
 
 @dataclass
 class StageProgram:
-    """Program of the stages of one role."""
+    """Timed items of a step, for the pipeline stages of one role."""
 
     segments: dict[Action, list[Item]] = field(default_factory=dict)
-    """Items by action of the shortened schedule."""
+    """Items of each action that the trace ran."""
     tail: list[Item] = field(default_factory=list)
-    """Items after the last action: gradients, norm, optimizer, parameter all-gather."""
+    """Items after the last action: remaining gradient reductions, norm, optimizer, parameter all-gather."""
     micro_batches: int = 0
-    """Number of micro-batches of the shortened schedule."""
+    """Number of micro-batches that the trace ran."""
 
     def items_of(self, action: Action, last: int) -> list[Item]:
-        """Return the items of an action of a schedule with the micro-batches 0 to `last`."""
+        """Return the items of an action in a schedule of `last` + 1 micro-batches."""
         return self.segments[Action(action.kind, self.shown(action.micro_batch, last), action.chunk)]
 
     def shown(self, micro_batch: int, last: int) -> int:
-        """Return the traced micro-batch that represents `micro_batch`; the first and the last represent themselves."""
+        """Return the index of the traced micro-batch that represents `micro_batch` among `last` + 1 micro-batches."""
         if last < self.micro_batches:
             return micro_batch
         if micro_batch == 0:
@@ -118,10 +117,10 @@ def compile_program(
     captured: bool = False,
     record: bool = False,
 ) -> StageProgram:
-    """Return the program of a trace. `micro_batches`: those of the step, of which a trace has a few.
+    """Return the program of a trace. `micro_batches`: number of micro-batches of the real step.
 
-    `captured`: the host launches each pass of a micro-batch as one CUDA graph, so its operators cost no host time.
-    `record`: store the kernels of each block, for a drawing.
+    `captured`: whether the host launches each pass of a micro-batch as one CUDA graph, so that operators cost no host
+    time. `record`: store the kernels of each block, for a drawing.
     """
     found = StageProgram(micro_batches=traced.layout.accumulation)
     outlines = outlines_of(traced)
@@ -142,11 +141,11 @@ class _SequenceTime(NamedTuple):
     device: float
     host: float
     parts: tuple[tuple[str, float], ...]
-    """Device seconds of the first lane by kind."""
+    """Device seconds in the first lane for each kind of operator (`KINDS`)."""
 
 
 class ProgramCompiler:
-    """Compiler of stretches into items."""
+    """Converter of the stretches of a trace (`repro.simulate.time.outlines.Stretch`) to timed items."""
 
     def __init__(
         self,
@@ -168,18 +167,15 @@ class ProgramCompiler:
             BACKWARD: 0.0 if captured else cost.backward_s,
             OPTIMIZER: cost.launch_s,
         }
-        """Host seconds of an operator."""
+        """Host seconds per operator in each phase."""
         self._jitter, self._own = in_any_lane(cost.jitter_s > 0), in_any_lane(cost.message_s > 0)
         self._sequences: dict[tuple[int, str], _SequenceTime] = {}
         self._blocks: dict[tuple[tuple[int | Message, ...], str], OperatorBlock | None] = {}
         self._apart = 0.0
-        """Compute seconds since the ranks were synchronous."""
+        """Compute seconds since the ranks' last wait for a collective."""
 
     def timed(self, stretches: Sequence[Stretch], phase: str = FORWARD) -> list[Item]:
-        """Return the items of a piece in the forward pass, the backward pass or the optimizer (`phase`).
-
-        The host runs ahead of the device inside a block.
-        """
+        """Return the items of consecutive stretches of one phase: FORWARD, BACKWARD or OPTIMIZER."""
         found: list[Item] = []
         self._apart = 0.0
         for entries, last in stretches:
@@ -201,7 +197,7 @@ class ProgramCompiler:
     def _block(
         self, entries: tuple[int | Message, ...], last: Message | Wait | None, phase: str
     ) -> OperatorBlock | None:
-        """Return the block of `entries`; None if it is empty. The compute thread also begins the message `last`."""
+        """Return the block of `entries`, with the compute thread's time to begin the message `last`; None if empty."""
         if self._own or self._jitter:
             return self._new_block(entries, last if isinstance(last, Message) else None, phase)
         key = entries, phase
@@ -263,7 +259,7 @@ class ProgramCompiler:
                 seconds = times * self.cost.seconds(operator)
                 device += seconds
                 parts[kind] = parts.get(kind, 0.0) + first_lane(seconds)
-                # Repeated views and copies are no operators of a layer, and each takes the host as long as any.
+                # Repeated views and copies are not operators of a layer's modules, so each takes one launch time.
                 calls = operator.calls
                 host += times * (self.host_s[phase] if calls == 1 else self.cost.launch_s * calls)
             found = _SequenceTime(device, host, tuple(parts.items()))
@@ -271,7 +267,7 @@ class ProgramCompiler:
         return found
 
     def _own_seconds(self, message: Message) -> float:
-        """Return the compute thread's seconds for a message; between stages, there is a receive for each send."""
+        """Return the seconds that a message takes the compute thread. A send between stages includes one receive."""
         if message.op == SEND:
             return 2 * self.cost.message_s
         count = self.messages(message.op, message.group)
@@ -279,19 +275,22 @@ class ProgramCompiler:
         return count * self.cost.exchange_s if exchanged else self.cost.message_s
 
     def _late(self, message: Message) -> float:
-        """Return the delay of the group's last rank since its ranks were synchronous."""
+        """Return the mean delay in seconds of the group's last rank, from compute since the ranks' last wait."""
         return last_arrival_delay(self.cost.jitter_s, self._apart, message.size) if self._jitter else 0.0
 
 
 def kind_of(operator: Operator) -> str:
-    """Return the kind of a device's seconds on `operator`."""
+    """Return the kind (one of `KINDS`) to which the device time of `operator` belongs."""
     if operator.name in MATMULS:
         return MATMUL
     return ATTENTION_KIND if operator.name.startswith(ATTENTION) else OTHER
 
 
 def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
-    """Yield `items` in order, cut into undelayed runs (True) and other items (False)."""
+    """Yield `items` in order in parts: runs that no other item delays (True), and other items (False).
+
+    A run awaits all collectives that it issues, and contains no message or collective between pipeline stages.
+    """
     matched = _matched_positions(items)
     part: list[Item] = []
     open_, whole = 0, 0
@@ -310,7 +309,7 @@ def split_into_runs(items: Sequence[Item]) -> Iterator[tuple[bool, list[Item]]]:
 
 
 def _matched_positions(items: Sequence[Item]) -> set[int]:
-    """Return the positions of a stage's own collectives that `items` both issue and await, and of the awaits."""
+    """Return the positions of collectives inside a stage that `items` both issue and await, and of these awaits."""
     under_way: dict[tuple[object, ...], list[int]] = defaultdict(list)
     leaving = Counter(
         item.key for item in items if isinstance(item, Issue) and item.group not in GROUPS_ACROSS_STAGES

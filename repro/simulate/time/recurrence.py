@@ -1,9 +1,7 @@
-"""Times of all actions of a step as a recurrence on arrays of stages and cases.
+"""Times of all actions (forward or backward passes) of a step, as a recurrence on arrays of stages and lanes.
 
-The items of an action take the same time wherever the action stands in the schedule, except while a collective of an
-earlier action is under way. So a step is a longest path over actions and messages between stages. The few other actions
-(gathers of parameters, reductions of gradients) are timed item by item by `repro.simulate.time.stage.StageStreams`.
-That class also runs the same step event by event, as the reference of the tests.
+An action takes the same time everywhere in the schedule unless a collective of an earlier action delays it, so the step
+time is a longest path. Delayed actions are timed item by item by `repro.simulate.time.stage.StageStreams`.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from repro.simulate.time.step_order import DEPART, FINISH, SLOTS, START, StepOrd
 
 
 def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool) -> ActionTimes | None:
-    """Run the actions of `stages`, which have reached the step; None if only the events can time them.
+    """Time all actions of `stages`, which have begun the step; None if an action has a collective across stages.
 
-    `compare`: store the times of the last periods, in which `ActionTimes.samples` finds a cycle.
+    `compare`: store the times of the last periods in `ActionTimes.samples`, which finds cycles.
     """
     order = stages[0].all.order
     found = _distinct_bodies(stages, order)
@@ -47,9 +45,10 @@ def run_actions(stages: Sequence[StageStreams], layout: Layout, *, compare: bool
 
 
 class _Body(NamedTuple):
-    """Items of an action around its message to another stage."""
+    """Items of an action before and after its message to another stage."""
 
     items: StageItems
+    """Items before the message."""
     payload: int
     """Bytes of the message; -1 without a message."""
     rest: StageItems
@@ -57,15 +56,15 @@ class _Body(NamedTuple):
 
     @property
     def run(self) -> UndelayedRun | None:
-        """The run that is all of `items`; None if there are other items, or none."""
+        """The single run of which `items` consists; None if `items` is empty or has other items."""
         (only,) = self.items if len(self.items) == 1 else (None,)
         return only if isinstance(only, UndelayedRun) else None
 
 
 def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[list[_Body], Lanes] | None:
-    """Return the distinct actions, and the index of each action, [stages, actions].
+    """Return the distinct bodies of actions, and the index of each action's body, [stages, actions].
 
-    None if an action has a collective across stages.
+    Return None if an action has a collective across stages.
     """
     found: list[_Body] = []
     known: dict[int, Lanes] = {}
@@ -96,7 +95,7 @@ def _distinct_bodies(stages: Sequence[StageStreams], order: StepOrder) -> tuple[
 
 
 class ActionTimes:
-    """Times of the actions of a step, in seconds."""
+    """Evaluation of the times of all actions of a step, in seconds."""
 
     def __init__(
         self,
@@ -110,9 +109,9 @@ class ActionTimes:
         self.has_rest = np.array([bool(body.rest) for body in bodies])
         runs = [body.run for body in bodies if body.run is not None]
         self.keys = {key for run in runs for key in run.keys}
-        """Keys of the collectives of actions that are one run."""
+        """Keys of all collectives in actions that consist of one run."""
         self.groups = {group for run in runs for group in run.groups}
-        """Groups of the collectives of actions that are one run."""
+        """Groups of all collectives in actions that consist of one run."""
         durations = [body.run.seconds if body.run is not None else 0.0 for body in bodies]
         seconds, self.second_of = self._message_seconds()
         starts = [stage.now for stage in stages]
@@ -124,30 +123,29 @@ class ActionTimes:
         lanes = max(map(np.size, numbers))
         self.durations, self.now, self.seconds = (_rows(of, lanes) for of in (durations, starts, seconds))
         self.ends = np.zeros((2 * SLOTS * len(stages) + 1, lanes))
-        """Ends of the messages in `StepOrder.slots`; until both of its stages have stamped a message, the first stamp.
-        """
+        """End of the message in each slot (`StepOrder.slots`), or the time of its first post until both are posted."""
         self.stamps = np.zeros(len(order.slots), dtype=int)
-        """Number of stages that have stamped each message."""
+        """For each message, how many of its send and its receive have been posted."""
         self.stamps[-1] = 2
         self.samples: PeriodSamples | None = None
         shape = body_of.shape
-        # For the breakdown, which is that of the first lane:
+        # The breakdown needs the following arrays, which have the times of the first lane only.
         self.first_start, self.finished = self.now[:, 0].copy(), np.zeros(shape)
         self.first_end = np.zeros(len(order.slots))
-        """End of each message."""
+        """Time at which each message's transfer ends."""
         self.waited_at = [np.zeros(awaited.shape) for awaited in (*order.awaited, order.last)]
-        """Time from which each awaited message is awaited."""
+        """Time at which a stage begins to wait for each message, in the shapes of `order.awaited` and `order.last`."""
         self.is_alone = ~self.is_plain[body_of]
-        """Whether each action ran item by item, [stages, actions]."""
+        """Whether each action was timed item by item, [stages, actions]."""
         self.uneven: set[int] = set()
-        """Stages of which some items run alone in each period."""
+        """Stages with actions that are timed item by item in every period."""
         self.accounts: dict[tuple[int, int], StageTime] = {}
-        """Breakdown of the items of an uneven stage that ran alone before a position."""
+        """Breakdown of all actions that were timed item by item, by stage in `uneven` and schedule position."""
         self.busy, self.open = set(range(len(stages))), set(range(len(stages)))
-        """Stages with collectives that may delay the next action, and those that may have collectives under way."""
+        """Stages whose next action a collective may delay, and stages that may have unfinished collectives."""
 
     def _message_seconds(self) -> tuple[list[float], Lanes]:
-        """Return the distinct seconds of messages, and the index of each message's."""
+        """Return the distinct durations of messages in seconds, and the index of each message's duration."""
         order, state = self.order, self.stages[0].all
         messages = np.flatnonzero(order.receivers[:-1] >= 0)
         if not len(messages):
@@ -164,7 +162,7 @@ class ActionTimes:
         return [sum(alone[one] for one in row) for row in distinct.tolist()], place
 
     def run(self) -> None:
-        """Evaluate all actions and give the results to the stages."""
+        """Evaluate all actions, and store end time and breakdown in each of `stages`."""
         order, count = self.order, self.order.actions.shape[1]
         everyone = np.arange(len(self.stages))
         position, step = np.zeros((2, len(everyone)), dtype=int)
@@ -194,7 +192,7 @@ class ActionTimes:
                     position[stages] += 1
                 step[stages] = (number + 1) % 3
                 moved += len(stages)
-            assert moved, "stages wait for each other for ever"
+            assert moved, "deadlock: every pipeline stage waits for a message of another stage"
             left = left[position[left] < count]
         for column, messages in enumerate(order.last.T):
             self.waited_at[-1][:, column] = self.now[:, 0]
@@ -205,7 +203,7 @@ class ActionTimes:
             stage.time.add(self._breakdown(stage.stage, 0, count), 1)
 
     def cycle_time(self, cycle: Cycle, stage: int) -> StageTime:
-        """Return the breakdown of a stage's last cycle."""
+        """Return the breakdown of a stage's time over the last repetition of `cycle`."""
         begin, end = int(cycle.begin[stage]), int(cycle.end[stage])
         found = self._breakdown(stage, begin, end)
         if stage in self.uneven:
@@ -217,7 +215,7 @@ class ActionTimes:
         self.now[stages] = np.maximum(self.now[stages], self.ends[self.order.slots[messages]])
 
     def _stamp(self, stages: Lanes, messages: Lanes) -> None:
-        """Send or post the message of each stage, which may be none."""
+        """Post the send or the receive of one message of each stage; `NO_MESSAGE` for none."""
         chosen = messages >= 0
         stages, messages = stages[chosen], messages[chosen]
         slots, now = self.order.slots[messages], self.now[stages]
@@ -225,7 +223,7 @@ class ActionTimes:
         both = self.stamps[messages] == 2
         self.ends[slots[~both]] = now[~both]
         slots, messages = slots[both], messages[both]
-        # The receiver has awaited the preceding message of the route before it posted this one.
+        # Transfers need no queue: a stage posts a receive only after the preceding message of the sender has arrived.
         ends = np.maximum(self.ends[slots], now[both]) + self.seconds[self.second_of[messages]]
         self.ends[slots], self.first_end[messages] = ends, ends[:, 0]
 
@@ -241,7 +239,7 @@ class ActionTimes:
         self.now[stages] += self.durations[bodies]
 
     def _is_delayed(self, number: int) -> bool:
-        """Return whether a collective under way may delay the next action of a stage."""
+        """Return whether an unfinished collective may delay the next action of a stage."""
         if number in self.busy:
             stage = self.stages[number]
             stage.now = self._value(self.now[number])
@@ -251,7 +249,7 @@ class ActionTimes:
         return number in self.busy
 
     def _run_alone(self, stage: StageStreams, body: StageItems) -> None:
-        """Run the items of one action."""
+        """Time the items of one action one by one."""
         stage.now = self._value(self.now[stage.stage])
         for waited in stage.run_items(body, ""):
             raise AssertionError(f"an action waits for {waited}")
@@ -268,7 +266,7 @@ class ActionTimes:
             self._sample(self.samples, stages, positions)
 
     def _sample(self, samples: PeriodSamples, stages: Lanes, positions: Lanes) -> None:
-        """Store the times after the actions of `stages` that are compared."""
+        """Store the times after those actions of `stages` that `samples` compares."""
         rows = samples.rows(stages, positions)
         sampled = rows >= 0
         stages, positions, rows = stages[sampled], positions[sampled], rows[sampled]
@@ -287,7 +285,7 @@ class ActionTimes:
                 self.accounts[number, position + 1] = stage.time.copy()
 
     def _breakdown(self, stage: int, begin: int, end: int) -> StageTime:
-        """Return the breakdown of a stage from position `begin` to `end`, without items that ran alone."""
+        """Return the breakdown of the actions at positions `begin` to `end` - 1, without those timed item by item."""
         found, order = StageTime(), self.order
         part = slice(begin, end)
         awaited = [messages[stage, part].ravel() for messages in order.awaited]
@@ -319,7 +317,7 @@ class ActionTimes:
         return found
 
     def _value(self, row: Lanes) -> float:
-        """Return a copy of a row, as a number if the step has one case."""
+        """Return a copy of a row of lanes, or a number if the step has one lane."""
         return float(row[0]) if self.is_scalar else row.copy()
 
 
@@ -329,7 +327,7 @@ def _rows(numbers: Sequence[float], lanes: int) -> Lanes:
 
 
 def _distinct(rows: Lanes) -> tuple[Lanes, Lanes]:
-    """Return the distinct rows of small numbers that are not negative, and the index of each row among them."""
+    """Return the distinct rows of an array of small non-negative integers, and the index of each row among them."""
     codes = np.zeros(len(rows), dtype=int)
     for column in rows.T:
         values, place = np.unique(column, return_inverse=True)

@@ -1,12 +1,7 @@
 """Schedule of a step: the streams of all pipeline stages, the messages between them and collectives across stages.
 
-A collective across stages begins when all of them have reached it. A message between stages begins when it is sent and
-its receive is posted. A step begins while parameters of the preceding step are still being gathered, and one stage may
-begin before another. All ranks agree on the norm of the gradients and then update. The events that follow the
-last backward pass are therefore scheduled once before the step.
-
-A calibrated file of more ranks than cores holds the seconds of operators while all ranks compute. In the bubble of a
-pipeline fewer ranks compute, and the kernel gives them the free share of the cores."""
+A step begins while the preceding step still gathers parameters, so the update is also scheduled once before the step.
+If a machine has more ranks than cores, ranks that compute share the cores of ranks that wait in the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -31,12 +26,14 @@ from repro.simulate.trace.roles import Trace
 
 @dataclass
 class Timeline:
-    """A scheduled step."""
+    """Times of a scheduled step."""
 
     seconds: float
-    """Predicted seconds of the step, in each lane."""
+    """Predicted seconds of the step; an array of lanes if numbers of the system are."""
     stages: list[StageTime]
+    """Breakdown of the step time of each pipeline stage."""
     spans: list[Span]
+    """Busy intervals of all streams; empty unless they are recorded."""
     unmatched: int
     """Number of waits for collectives that were never issued; 0 in a correct schedule."""
 
@@ -47,7 +44,7 @@ class Timeline:
 
 
 def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStageState) -> None:
-    """Run a part of the step of all stages."""
+    """Run the generators of all stages for one part of the step, each until the object that it awaits has a time."""
     waiting: dict[object, list[Generator[object, None, None]]] = defaultdict(list)
     ready = list(runs)
     cores = SharedCores(state.ranks_per_core, len(runs))
@@ -64,7 +61,7 @@ def _run_stages(runs: Sequence[Generator[object, None, None]], state: CrossStage
         for known in state.woken:
             ready.extend(waiting.pop(known, ()))
         state.woken.clear()
-    assert not any(waiting.values()), "stages wait for each other for ever"
+    assert not any(waiting.values()), "deadlock: every pipeline stage waits for another one"
 
 
 def schedule(
@@ -76,15 +73,16 @@ def schedule(
     ranks_per_core: float = 1.0,
     record: bool = False,
 ) -> Timeline:
-    """Schedule a step of `layout` in which stage s runs `programs[s]`.
+    """Schedule a step of `layout` in which pipeline stage s runs `programs[s]`.
 
-    `ranks_per_core`: ranks per core while operators were measured, all at once. `record`: schedule every event of every
-    micro-batch, which gives the same times, and store every span.
+    `overlap_cost`: seconds that compute loses per second of a concurrent collective, 0 to 1. `ranks_per_core`: ranks
+    per CPU core in the measurement of operators, in which all ranks compute. `record`: schedule all items of all
+    micro-batches one by one, and store the busy intervals of all streams; the times are the same.
     """
     by_events = record or (ranks_per_core > 1 and layout.pp > 1)
 
     def scheduled(count: int, compare: bool = False) -> tuple[Timeline, ActionTimes | None]:
-        """Schedule `count` micro-batches."""
+        """Schedule a step of `count` micro-batches. `compare`: store times in which a cycle can be found."""
         short = replace(layout, global_batch=count * layout.micro_batch * layout.dp)
         state = CrossStageState(short, programs, network, overlap_cost, ranks_per_core)
         stages = [
@@ -126,9 +124,9 @@ def schedule_traces(
     *,
     record: bool = False,
 ) -> Timeline:
-    """Return the schedule of a step.
+    """Return the schedule of a step from the `traces` of all its pipeline roles.
 
-    `traces` of all its roles. `kernels`: those of the layout's generation. `record`: store every span, for a drawing.
+    `kernels`: efficiency of the kernels. `record`: store busy intervals of all streams, for a drawing.
     """
     layout = experiment.layout
     cost, network = DeviceCost(system, layout.precision, kernels, layout.world), Network(system, layout)

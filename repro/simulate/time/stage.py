@@ -1,7 +1,7 @@
-"""Streams of one pipeline stage: it computes, starts concurrent collectives, and waits for the results that it needs.
+"""Simulation of one pipeline stage: its compute stream, and one concurrent stream of collectives per process group.
 
-Replicas and tp ranks do the same at the same time, so one stage represents all of its ranks. A collective begins when
-its stage has reached it and the preceding collective of its group has ended. `CrossStageState` connects the stages.
+All ranks of a stage do the same at the same time. A collective begins when its stage has reached it and the preceding
+collective of its group has ended. `CrossStageState` connects the stages.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ from repro.simulate.time.program import (
 from repro.simulate.time.step_order import DEPART, FINISH, START
 
 UPDATE = "update"
-"""Phase after the last backward pass: remaining reductions of gradients, norm, optimizer, parameters."""
+"""Name of the phase after the last backward pass: remaining gradient reductions, norm, optimizer, parameter gathers."""
 
 
 class StageStreams:
-    """The streams of one stage."""
+    """Compute stream and collective streams of one pipeline stage."""
 
     def __init__(self, peers: CrossStageState, stage: int, program: StageProgram, *, record: bool):
-        """`record`: store the spans of the step."""
+        """`record`: store each busy interval of each stream in `spans`."""
         self.all, self.stage, self.program, self.record = peers, stage, program, record
         self.action = 0
-        """Position of the action that runs."""
+        """Schedule position of the action (forward or backward pass) that runs."""
         self.has_sent = False
-        """Whether the action has sent its message, if it has one."""
+        """Whether the current action has exchanged its messages with other stages."""
         self.now = 0.0
         self.streams: dict[str, float] = defaultdict(float)
+        """End of the last collective of each group."""
         self.latest = 0.0
-        """Latest end of `streams`."""
+        """Latest end of any collective in `streams`."""
         self.under_way: dict[tuple[object, ...], deque[tuple[float | CrossStageCollective, Issue]]] = (
             defaultdict(deque)
         )
         self.time = StageTime()
         self.recording = False
         self.began = 0.0
-        """Start of the step, which is the end of the preceding step."""
+        """Start of the step, which is the end of the preceding step, in seconds."""
         self.phase_began = 0.0
-        """Start of the current action, or of the update."""
+        """Start of the current action or of the update, in seconds."""
         self.spans: list[Span] = []
         self.unmatched = 0
         """Number of waits for collectives that were never issued."""
         self.tail = self.prepared(program.tail)
 
     def begin(self) -> Generator[object, None, None]:
-        """Run what the preceding step leaves under way. Yield each awaited object until its time is known."""
+        """Run the update of a preceding step, whose collectives may end later. Yield objects as `run_items` does."""
         yield from self.run_items(self.tail, "optimizer")
         self.time, self.unmatched, self.recording = StageTime(), 0, self.record
         self.began = self.phase_began = self.now
 
     def run_events(self) -> Generator[object, None, None]:
-        """Run all actions event by event. Yield each awaited object until its time is known."""
+        """Run all actions item by item. Yield each awaited object until its time is known."""
         order, last = self.all.order, self.all.layout.accumulation - 1
         for message in order.first[self.stage]:
             self._stamp(message)
@@ -86,12 +87,12 @@ class StageStreams:
             yield from self._arrive(message)
 
     def finish(self) -> Generator[object, None, None]:
-        """Run the update. Yield each awaited object until its time is known."""
+        """Run the update after the last action. Yield each awaited object until its time is known."""
         yield from self.run_items(self.tail, "optimizer")
         self.time.phase(UPDATE, self.phase_began, self.now)
 
     def pending_times(self) -> list[float]:
-        """Return the ends of all streams and collectives under way; empty if none is later than now."""
+        """Return the ends of all streams and unfinished collectives; empty if none is later than `now`."""
         ends = [over for under_way in self.under_way.values() for over, _ in under_way]
         known = [float("nan") if isinstance(over, CrossStageCollective) else over for over in ends]
         if not known and not any(in_any_lane(end > self.now) for end in self.streams.values()):
@@ -99,17 +100,17 @@ class StageStreams:
         return [maximum(end, self.now) for end in (*self.streams.values(), *known)]
 
     def prepared(self, items: Sequence[Item]) -> StageItems:
-        """Return `items` with each undelayed run as one item."""
+        """Return `items` with each run of items that no other item delays replaced by one `UndelayedRun`."""
         if id(items) not in self.all.prepared_items:
             found: StageItems = []
-            for whole, part in split_into_runs(items):
-                alone = whole and part and self.all.ranks_per_core == 1
-                found += [self._undelayed_run(part)] if alone else part
+            for is_run, part in split_into_runs(items):
+                is_timed = is_run and part and self.all.ranks_per_core == 1
+                found += [self._undelayed_run(part)] if is_timed else part
             self.all.prepared_items[id(items)] = found
         return self.all.prepared_items[id(items)]
 
     def _undelayed_run(self, items: Sequence[Item]) -> UndelayedRun:
-        """Time `items` without unfinished collectives, and return them as a run."""
+        """Time `items` from a state without unfinished collectives, and return them as a run."""
         before = self.now, self.latest, self.streams, self.under_way, self.time, self.recording
         self.now, self.latest, self.time, self.recording = 0.0, 0.0, StageTime(), False
         self.streams, self.under_way = defaultdict(float), defaultdict(deque)
@@ -122,19 +123,19 @@ class StageStreams:
         return found
 
     def _alone(self, run: UndelayedRun) -> bool:
-        """Return whether no unfinished collective delays `run` and no spans are recorded."""
+        """Return whether `run` can be one item: no unfinished collective delays it, and no spans are recorded."""
         if self.recording:
             return False
         return self.is_idle(run.groups) and not any(self.under_way[key] for key in run.keys)
 
     def is_idle(self, groups: Collection[str]) -> bool:
-        """Return whether no collective under way delays computation, or collectives of `groups`."""
+        """Return whether no unfinished collective would delay computation, or further collectives of `groups`."""
         if self.all.has_overlap_cost:
             return not in_any_lane(self.latest > self.now)
         return not any(in_any_lane(self.streams[group] > self.now) for group in groups)
 
     def _step(self, number: int) -> Generator[object, None, None]:
-        """Await, then post and send the messages of a step of the action."""
+        """Await, then post the messages of point `number` of the current action: START, DEPART or FINISH."""
         order = self.all.order
         for message in order.awaited[number][self.stage, self.action]:
             yield from self._arrive(message)
@@ -142,21 +143,21 @@ class StageStreams:
             self._stamp(message)
 
     def _exchange(self) -> Generator[object, None, None]:
-        """Take the last steps of the action, unless they have been taken."""
+        """Exchange messages with other stages at the end of the current action, unless it has done so."""
         if not self.has_sent:
             self.has_sent = True
             yield from self._step(DEPART)
             yield from self._step(FINISH)
 
     def _stamp(self, message: int) -> None:
-        """Post or send a message, unless it is none."""
+        """Post the send or the receive of a message; a negative number is no message."""
         if message >= 0:
             if self.all.order.receivers[message] != self.stage:
                 self.time.begun(STAGE_SEND, self.all.seconds(message))
             self.all.stamp(message, self.now)
 
     def _arrive(self, message: int) -> Generator[object, None, None]:
-        """Wait until a message has arrived, unless it is none."""
+        """Wait until a message has arrived; a negative number is no message."""
         if message < 0:
             return
         while message not in self.all.arrivals:
@@ -171,12 +172,14 @@ class StageStreams:
         self.now = maximum(self.now, end)
 
     def run_items(self, items: Sequence[Item | UndelayedRun], name: str) -> Generator[object, None, None]:
-        """Run the items of an action. Yield each awaited object until its time is known."""
+        """Run the items of an action or of the update. Yield each awaited object until its time is known."""
         for item in items:
             if isinstance(item, UndelayedRun):
                 if self._alone(item):
                     self.time.add(item.time, 1)
-                    self.now = self.now + item.seconds  # lanes are shared, so they are not changed in place
+                    self.now = (
+                        self.now + item.seconds
+                    )  # Other objects share this array, so `+=` would change them.
                 else:
                     yield from self.run_items(item.items, name)
             elif isinstance(item, OperatorBlock):
@@ -198,14 +201,14 @@ class StageStreams:
                 yield from self._exchange()
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds of a block while concurrent communication uses some of the processors."""
+        """Return the duration of a block of `seconds` of compute that concurrent communication slows down."""
         if not self.all.has_overlap_cost or not self.streams:
             return seconds
-        beside = maximum(0.0, self.latest - self.now)
-        return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * beside)
+        concurrent = maximum(0.0, self.latest - self.now)
+        return seconds + minimum(seconds * self.all.slowdown, self.all.overlap_cost * concurrent)
 
     def _compute(self, block: OperatorBlock, name: str, seconds: float, took: float) -> None:
-        """Add `block`, which takes `seconds` while all stages compute, and `took` while fewer compute."""
+        """Run `block`, which takes `took` seconds, or `seconds` if all stages computed on the shared cores."""
         self.time.computed(block, seconds, took)
         self._record(COMPUTE, name, self.now, took, block)
         self.now = self.now + took

@@ -1,10 +1,8 @@
-"""Steady state of a pipeline: a schedule of few micro-batches stands for one of many.
+"""Steady state of a pipeline schedule: the step time of many micro-batches from a schedule of few micro-batches.
 
-While forward and backward passes take turns, every stage repeats a period: one micro-batch, or p micro-batches with
-interleaved chunks. The times of a period are maxima and sums of the times of preceding periods. Such a system becomes
-cyclic: after some periods, all times grow by the same seconds from each period to the q-th period after it (Baccelli
-et al., Synchronization and Linearity, 1992, sec. 3.7). Every further cycle then adds exactly these seconds, whatever
-follows it.
+While forward and backward passes alternate, stages repeat a period: one micro-batch, or p of them with interleaved
+chunks on p stages. Such a max-plus system becomes cyclic: a cycle of q periods always adds the same seconds (Baccelli
+et al., Synchronization and Linearity, 1992, sec. 3.7).
 """
 
 from __future__ import annotations
@@ -20,24 +18,25 @@ from repro.parallel.pipeline.schedule import peak_in_flight
 from repro.simulate.time.step_order import StepOrder
 
 REACH = 6
-"""Number of actions that must repeat in each stage. A message, a posted receive and the limit of unfinished messages
-connect an action with at most so many earlier ones."""
+"""Number of consecutive actions of a stage that must repeat to prove a cycle. Messages and receives connect no action
+with an action further back."""
 CHUNK_REACH = 2
-"""Further actions for each stage with interleaved chunks: a gradient reaches the preceding chunk p micro-batches later.
-"""
+"""Additional actions per pipeline stage for `REACH` with interleaved chunks, whose gradients take p micro-batches."""
 FIRST_TRANSIENT = 4
-"""Periods before the compared ones in the shortest schedule."""
+"""Number of periods before the compared periods in the shortest schedule."""
 TOLERANCE = 1e-11
-"""Maximum relative difference of equal cycles, which rounding explains."""
+"""Maximum relative difference between the seconds of equal cycles, for rounding errors."""
 MIN_SAVING = 1.5
-"""Minimum ratio of all micro-batches to the scheduled ones."""
+"""Minimum ratio of a step's micro-batches to those of a shorter schedule; below it, the full step is scheduled."""
 
 
 class Cycle(NamedTuple):
-    """Repetition of a steady state."""
+    """Cycle of a steady state: a number of periods after which all times have grown by the same seconds."""
 
     micro_batches: int
+    """Number of micro-batches in a cycle."""
     seconds: float
+    """Duration of a cycle in seconds."""
     begin: Lanes
     """Position of the last cycle's first action in each stage, [stages]."""
     end: Lanes
@@ -45,9 +44,9 @@ class Cycle(NamedTuple):
 
 
 def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
-    """Yield few numbers of micro-batches and then twice as many, as long as they save work. None for gpipe.
+    """Yield numbers of micro-batches, from the fewest that may show a cycle, doubling while they shorten the schedule.
 
-    `least`: minimum number of micro-batches.
+    `least`: minimum number. Schedule `gpipe` has no steady state and no such number.
     """
     if layout.schedule == "gpipe":
         return
@@ -62,49 +61,49 @@ def shorter_counts(layout: Layout, least: int) -> Iterator[int]:
 
 
 def _period(layout: Layout) -> tuple[int, int]:
-    """Return the numbers of micro-batches and of actions of a period."""
+    """Return the number of micro-batches and the number of actions in a period of one stage."""
     micro_batches = layout.pp if layout.chunks > 1 else 1
     return micro_batches, 2 * micro_batches * layout.chunks
 
 
 def _reach(layout: Layout) -> int:
-    """Return the number of actions that must repeat in each stage."""
+    """Return the number of consecutive actions of a stage that must repeat to prove a cycle."""
     return REACH + CHUNK_REACH * layout.pp * (layout.chunks > 1)
 
 
 class PeriodSamples:
-    """Times of all stages after the last actions of each of the last periods in which all stages take turns."""
+    """Times after the last actions of each of the last periods in which all stages alternate forward and backward."""
 
     def __init__(self, layout: Layout, order: StepOrder, lanes: int):
-        """`lanes`: number of cases of each time."""
+        """`lanes`: number of entries of each time (cases of the unknown numbers)."""
         first = order.is_backward.argmax(axis=1) - 1
         self.micro_batches, self.length = _period(layout)
-        # The period with the last micro-batch's forward passes is left out, because these may differ.
+        # Forward passes of the last micro-batch may take another time, so their period is not compared.
         turns = order.actions.shape[1] - 2 * int(first.max()) - self.length
         self.reach = _reach(layout)
         self.cycles = max(0, min((turns - self.reach) // self.length, layout.pp))
         """Maximum number of periods of a cycle."""
         self.stop = first + turns
-        """Position after the last compared action of each stage."""
+        """Schedule position after the last compared action, for each stage."""
         self.stride = min(self.length, self.reach)
         rows, columns = self.cycles * self.stride + self.reach, sum(a.shape[-1] for a in order.awaited)
         self.times = np.zeros((len(first), rows, 1 + columns, lanes))
-        """End of each action and of the messages that its stage awaits for it."""
+        """Ends of each compared action and of the messages awaited in it, [stages, rows, 1 + messages, lanes]."""
         self.further: dict[tuple[int, int], list[float]] = {}
-        """Times of unfinished collectives by stage and row."""
+        """Ends of unfinished collectives after a compared action, by stage and row of `times`."""
 
     def rows(self, stages: Lanes, positions: Lanes) -> Lanes:
-        """Return the row of `times` for each action of a stage; a negative number for none."""
+        """Return the row of `times` for the action at each position of a stage; -1 for an action without comparison."""
         periods, before = np.divmod(self.stop[stages] - 1 - positions, self.length)
         rows = periods * self.stride + before
         return np.where((periods >= 0) & (before < self.reach) & (rows < self.times.shape[1]), rows, -1)
 
     def cycle(self) -> Cycle | None:
-        """Return the shortest cycle; None if there is none yet."""
+        """Return the shortest cycle that the compared periods prove; None if they prove none."""
         for periods in range(1, self.cycles + 1):
             apart = periods * self.stride
             seconds = self.times[0, 0, 0] - self.times[0, apart, 0]
-            # Most periods that are no cycle differ in the first stage.
+            # The first stage alone disproves most candidates, so its times are compared first.
             if all(self._grow(times, apart, seconds) for times in (self.times[:1], self.times)) and all(
                 self._further_grow(stage, apart, seconds) for stage in {stage for stage, _ in self.further}
             ):
@@ -114,12 +113,12 @@ class PeriodSamples:
         return None
 
     def _grow(self, times: Lanes, apart: int, seconds: Lanes) -> bool:
-        """Return whether all times are greater by `seconds` than those `apart` rows before."""
+        """Return whether all times of `times` exceed those `apart` rows further, which are earlier, by `seconds`."""
         growth = times[:, : self.reach] - times[:, apart : apart + self.reach]
         return bool(np.all(abs(growth - seconds) <= TOLERANCE * seconds))
 
     def _further_grow(self, stage: int, apart: int, seconds: Lanes) -> bool:
-        """Return whether the further times of a stage are greater by `seconds` than those `apart` rows before."""
+        """Return whether a stage's ends of unfinished collectives exceed those `apart` rows further by `seconds`."""
         for row in range(self.reach):
             new, old = (self.further.get((stage, at), []) for at in (row, row + apart))
             if len(new) != len(old):

@@ -1,7 +1,6 @@
-"""Order of a step's actions and messages as arrays, which depend on the schedule alone and on no number.
+"""Order of a step's actions (forward and backward passes) and messages as arrays, which depend only on the schedule.
 
-A message has the number `stage * actions + position` of the action that sends it. `NO_MESSAGE` is the last index of
-every array over messages.
+A message has the number `stage * actions + position` of the action that sends it. `NO_MESSAGE` stands for no message.
 """
 
 from __future__ import annotations
@@ -26,41 +25,42 @@ from repro.parallel.pipeline.schedule import (
 
 NO_MESSAGE = -1
 START, DEPART, FINISH = range(3)
-"""Steps of a stage in each action: before it computes, before it sends, and before the next action."""
+"""Points of an action at which messages are awaited and posted: before compute, before send, before the next action."""
 SLOTS = 2 * Boundary.UNDER_WAY
-"""Maximum number of messages of a route of which a stage still needs a time."""
+"""Maximum number of messages from one stage in one direction whose end times are still needed."""
 MAX_ORDERS = 16
-"""Number of schedules whose order a process stores."""
+"""Maximum number of `StepOrder` objects in a process's cache."""
 
 
 class StepOrder(NamedTuple):
-    """Actions of all stages, and the messages that a stage awaits, posts and sends in each of its steps."""
+    """Actions of all pipeline stages, and the messages that each action awaits and posts. A dimension `any` is as long
+    as the largest number of messages, and `NO_MESSAGE` fills the rest."""
 
     schedule: Schedule
     numbers: Lanes
-    """Number of each action of a stage, [kinds, micro-batches, chunks]."""
+    """Number of the action of each kind, micro-batch and chunk, [kinds, micro-batches, chunks]."""
     actions: Lanes
-    """Number of the action at each position, [stages, actions]."""
+    """Number of the action at each schedule position, [stages, actions]."""
     is_backward: Lanes
-    """[stages, actions]"""
+    """Whether the action at each schedule position is a backward pass, [stages, actions]."""
     receivers: Lanes
-    """Receiver of each message, [messages]."""
+    """Stage that receives each message, [messages]."""
     slots: Lanes
-    """Place of each message among those of which a time is needed at once, [messages]."""
+    """Index of each message in an array of end times, [messages], shared by messages of which one time is needed."""
     first: Lanes
-    """Messages that each stage posts before its first action, [stages, any]."""
+    """Messages whose receive each stage posts before its first action, [stages, any]."""
     awaited: tuple[Lanes, ...]
-    """Messages that a stage awaits in each step, [stages, actions, any]."""
+    """Messages that each action awaits, one array [stages, actions, any] for each of START, DEPART and FINISH."""
     stamped: tuple[Lanes, ...]
-    """Messages that a stage posts or sends in each step after the wait, [stages, actions, any]."""
+    """Messages that each action sends or whose receive it posts after the wait, in the order of `awaited`."""
     last: Lanes
     """Messages that each stage awaits after its last action, [stages, any]."""
     together: Lanes
-    """Messages of the exchange of each message, [messages, any]."""
+    """Messages that two stages exchange in one call with each message, including that message, [messages, any]."""
 
 
 def step_order(layout: Layout) -> StepOrder:
-    """Return the order of all actions of a step."""
+    """Return the order of all actions and messages of a step of `layout`."""
     return _order(layout.schedule, layout.pp, layout.accumulation, layout.chunks, exchange=exchanges(layout))
 
 
@@ -104,7 +104,8 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
         together = np.arange(stages * count + 1)[:, None]
         last = last.reshape(stages, -1)
     else:
-        # A batch is one action, or two that take turns, of which `is_inner` marks the first.
+        # A batch is one action or two alternating actions, whose messages are exchanged together. `is_inner` marks the
+        # first one of two.
         is_inner = np.ones((stages, count), dtype=bool)
         for stage, of_stage in enumerate(schedule):
             is_inner[stage, np.cumsum([len(batch) for batch in batches(of_stage, chunks)]) - 1] = False
@@ -128,12 +129,12 @@ def _order(name: str, stages: int, micro_batches: int, chunks: int, *, exchange:
 
 
 def _following(messages: Lanes) -> Lanes:
-    """Return the message of the next action at the place of each action, [stages, actions]."""
+    """Return `messages` [stages, actions] shifted by one action, so that each action has that of the next action."""
     found = np.roll(messages, -1, axis=1)
     found[:, -1] = NO_MESSAGE
     return found
 
 
 def _used(messages: Lanes) -> Lanes:
-    """Return `messages` without the columns that contain none, [stages, actions, any]."""
+    """Return `messages` [stages, actions, any] without the columns in which no action has a message."""
     return messages[..., (messages >= 0).any(axis=(0, 1))]

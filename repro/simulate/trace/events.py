@@ -1,4 +1,4 @@
-"""Events of a trace: the contents of a step as bytes, FLOP and shapes, without tensors."""
+"""Event types of a trace. Events contain sizes in bytes, work in FLOP and shapes, but no tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Alloc(NamedTuple):
     bytes: int
     category: Category
     operator: str
-    """Operator that made the storage."""
+    """Operator that allocated the storage."""
     line: str
     """Source line of the step, as `file:line`."""
 
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """An operator that computes or moves data (views are left out): one call, or several equal calls in a row."""
+    """One call, or several equal consecutive calls, of an operator that computes or moves data. Views are excluded."""
 
     name: str
     flops: int
@@ -42,35 +42,35 @@ class Operator(NamedTuple):
     written: int
     """Bytes that the operator writes."""
     shapes: tuple[tuple[int, ...], ...]
-    """Operands of a matrix product or of attention; empty for other operators."""
+    """Shapes of the operands of a matrix product or of attention; empty for other operators."""
     itemsize: int
-    """Bytes of an element of the result."""
+    """Bytes of an element of the result; for matrix products and attention, of the smallest element among operands."""
     calls: int = 1
-    """Number of calls, among which FLOP and bytes are divided equally."""
+    """Number of calls. `flops`, `read` and `written` are totals of all calls."""
 
 
 HOST_COPY = "host copy"
-"""A copy between host and device."""
+"""Operator name of a copy between host and device memory."""
 HOST_VIEWS = "host views"
-"""Views that the host makes one by one (`calls` is their number); the device does nothing."""
+"""Operator name of views that the host creates one by one without work of the device; `calls` is their number."""
 HOST_WAIT = "host wait"
-"""The host waits until the device has finished all preceding operators, and then issues the following ones."""
+"""Operator name of a wait: the host issues no operator until the device has finished all preceding ones."""
 
 
 class Message(NamedTuple):
-    """One collective, or one message to another pipeline stage."""
+    """One collective, or one point-to-point message to another pipeline stage."""
 
     op: str
     group: str
     size: int
-    """Ranks of the group."""
+    """Number of ranks in the group."""
     payload: int
     """Bytes of the full message (see `repro.parallel.ledger`)."""
     sent: int
-    """Bytes that this rank sends in a ring."""
+    """Bytes that this rank sends; for a collective, with a ring algorithm."""
     purpose: str
     work: int = -1
-    """Number of a collective, which a `Wait` names."""
+    """Number of a collective, to which a `Wait` refers; -1 for a point-to-point message."""
     peer: int = -1
     """Receiver of a point-to-point message, as a rank of the group; -1 for a collective."""
     channel: int = 0
@@ -78,7 +78,7 @@ class Message(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A receive is posted. The sender's trace contains the message."""
+    """Post of a receive from another pipeline stage. The `Message` is in the trace of the sender."""
 
     group: str
     payload: int
@@ -90,21 +90,21 @@ class Receive(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The following events use the result of a message, so the step waits for its completion."""
+    """Wait for the completion of a message or a receive, whose result the following events use."""
 
     work: int
 
 
 class PhaseStart(NamedTuple):
-    """A phase of the step begins: init, forward, backward, idle, optimizer."""
+    """Start of a phase of the step: init, forward, backward, idle or optimizer."""
 
     name: str
     micro_batch: int
     """Micro-batch of the phase; -1 outside forward and backward."""
     position: int = -1
-    """Position of the current action in its stage's schedule; -1 outside forward and backward."""
+    """Position of the current action in the schedule of its pipeline stage; -1 outside forward and backward."""
 
 
 Event = Alloc | Free | Mark | Operator | Message | Receive | Wait | PhaseStart
 Timed = Operator | Message | Wait
-"""Events that determine time. The times of receives follow from the schedule."""
+"""Events that the time model reads. It derives receives from the pipeline schedule."""

@@ -1,7 +1,6 @@
-"""Record a step on `meta` tensors: every operator, message, allocation and release, in order.
+"""Recorder of a step on `meta` tensors: every operator, message, allocation and release, in order, without a device.
 
-A dispatch mode sees the results of operators and follows each storage until it is freed. The ledger of the mesh reports
-every message. No device is needed."""
+A torch dispatch mode intercepts operators and tracks storages. The mesh's communication ledger reports messages."""
 
 from __future__ import annotations
 
@@ -38,16 +37,16 @@ from repro.simulate.trace.shapes import CallKey, ShapeCache, cached_by_operator,
 
 
 def innermost_line(packages: tuple[str, ...], but: tuple[str, ...] = ()) -> Callable[[], str]:
-    """Return a function that returns the innermost running line of the packages (`repro/model/gpt.py:12`), or `?`.
+    """Return a function that returns the innermost stack frame in `packages` (`repro/model/gpt.py:12`), or `?`.
 
-    but: modules whose lines are ignored because they only forward calls of other modules.
+    `but`: modules whose frames are skipped because they only forward calls of other modules.
     """
 
     @cache
     def file(module: str) -> str:
         if module in but or not any(f"{module}.".startswith(f"{package}.") for package in packages):
             return ""
-        found = module.replace("repro.kernels", "kernels")  # path in the repository
+        found = module.replace("repro.kernels", "kernels")  # The package has this path in the repository.
         return f"{found.replace('.', '/')}.py"
 
     def line() -> str:
@@ -73,12 +72,12 @@ line_of_step = innermost_line(
 
 
 def no_action() -> tuple[int, int]:
-    """Return the position outside of any action: -1, -1."""
+    """Return micro-batch and schedule position outside of any pipeline action: -1, -1."""
     return -1, -1
 
 
 class RecordingLedger(CommLedger):
-    """A ledger that also records every message as an event."""
+    """Communication ledger that also records every message as a trace event."""
 
     def __init__(self, events: list[Event]):
         super().__init__()
@@ -97,31 +96,31 @@ class RecordingLedger(CommLedger):
 
 
 class TraceRecorder(UncompiledMode):
-    """Recorder of a trace: a context manager around initialisation and steps. `phase` is the observer of the steps."""
+    """Context manager that records initialisation and steps as a trace. The engine reports each phase to `phase`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = [PhaseStart("init", -1)]
         self.under_way: Callable[[], tuple[int, int]] = no_action
-        """Function that returns the micro-batch and the position of the current action; the pipeline provides it."""
+        """Function that returns the micro-batch and the schedule position of the current pipeline action."""
         self._phase = "init"
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        """Number and reference of each live storage, by the storage's address."""
+        """Storage number and weak reference of each live storage, by the storage's address."""
         self._unmarked: dict[int, int] = {}
-        """Indices of the allocation events of storages without a category, by storage number."""
+        """Index of the `Alloc` event of each live storage that no code has assigned a category, by storage number."""
         self._count = 0
         self.works = 0
-        """Number of messages so far, which is the number of the last message."""
+        """Number of the last message; messages are numbered from 1."""
         self.on_processors = False
-        """Whether operators allocate as on a processor: attention has no generator's state, fp32 sums copy operands."""
+        """Whether operators allocate as on CPUs: attention without a generator's state, fp32 sums with copies."""
         self._quiet = False
         self._calls: dict[Hashable, tuple[list[Event], int, int]] = {}
-        """Events of calls by key, the number of storages before the call, and the number of storages of the call."""
+        """For each key of `call_once`: events, number of storages before the call, and number of those in the call."""
         self._released: set[int] = set()
-        """Numbers of storages whose memory is released (ZeRO stage 3, between uses)."""
+        """Numbers of storages whose memory is freed while their tensors remain, as ZeRO stage 3 does between uses."""
 
     def phase(self, name: str) -> None:
-        """Begin a phase of the step."""
+        """Record the start of a phase of the step."""
         self._phase = name
         self.events.append(PhaseStart(name, *self.under_way()))
 
@@ -139,29 +138,29 @@ class TraceRecorder(UncompiledMode):
         return self._live[tensor.untyped_storage()._cdata][0]
 
     def is_unmarked(self, number: int) -> bool:
-        """Return whether a live storage has no category yet."""
+        """Return whether a storage is live and no code has assigned it a category."""
         return number in self._unmarked
 
     def reserve(self, count: int = 1) -> int:
-        """Return the first number of `count` more storages, which no tensor has."""
+        """Reserve `count` consecutive storage numbers, and return the first one."""
         self._count += count
         return self._count - count
 
     def make(self, tensor: Callable[[], Tensor], like: Alloc, *, unmarked: bool) -> Tensor:
-        """Return a tensor whose storage is allocated now, with the size and category of the allocation `like`."""
+        """Return `tensor()`, and record the allocation of its storage with all properties of the event `like`."""
         with storage.unobserved():
             made = tensor()
         self._follow(made.untyped_storage(), *like[1:], unmarked=unmarked)
         return made
 
     def release(self, tensor: Tensor) -> None:
-        """Record that the tensor's memory is free from now on, although references to the tensor remain."""
+        """Record that the memory of a tensor is freed, although references to the tensor remain."""
         number = self.number(tensor)
         self._released.add(number)
         self.events.append(Free(number))
 
     def finish(self) -> list[Event]:
-        """Return all events so far. Storages that live until the end of the engine have no release."""
+        """Return all recorded events. Storages that are live at this time have no `Free` event."""
         events, self.events = self.events, []
         return events
 
@@ -189,7 +188,7 @@ class TraceRecorder(UncompiledMode):
         return out
 
     def resized(self, seen: torch.UntypedStorage, size: int) -> None:
-        """Record that a storage was released or restored without an operator (ZeRO stage 3)."""
+        """Record that a storage's memory was freed (`size` 0) or allocated again without an operator (ZeRO stage 3)."""
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
@@ -221,11 +220,11 @@ class TraceRecorder(UncompiledMode):
             self.events.append(event)
 
     def listed(self, whole: Tensor, views: int) -> None:
-        """Record that `views` views of a tensor were made, one by one."""
+        """Record that the host created `views` views of a tensor, one by one."""
         self._append(Operator(HOST_VIEWS, 0, 0, 0, (), whole.element_size(), calls=views))
 
     def copied(self, whole: Tensor, parts: int) -> None:
-        """Record that a tensor was copied in `parts` equal parts, one by one."""
+        """Record that a tensor was copied in `parts` equal parts, each by one operator."""
         size = _bytes(whole)
         self._append(Operator("aten.copy_", 0, size, size, (), whole.element_size(), calls=parts))
 
@@ -238,7 +237,7 @@ class TraceRecorder(UncompiledMode):
             self.events.append(operator)
 
     def marked(self, seen: torch.UntypedStorage, category: Category) -> None:
-        """Set the category of a storage. The first category holds from the allocation, later ones from then on."""
+        """Record the category of a storage, which applies from the allocation on if it is the storage's first one."""
         entry = self._live.get(seen._cdata)
         if entry is None:
             return
@@ -253,7 +252,7 @@ class TraceRecorder(UncompiledMode):
     def _see(self, seen: torch.UntypedStorage, name: str) -> None:
         if seen._cdata in self._live:
             return
-        # Category until the first mark: tensors of the forward pass are activations.
+        # Tensors of the forward pass are activations unless code assigns another category.
         born = Category.ACTIVATIONS if self._phase == "forward" else Category.OTHER
         self._follow(seen, seen.nbytes(), born, name, line_of_step(), unmarked=True)
 
@@ -267,7 +266,7 @@ class TraceRecorder(UncompiledMode):
         *,
         unmarked: bool,
     ) -> None:
-        """Record that a storage is allocated, and record its release later."""
+        """Record the allocation of a storage, and its release when torch deletes the storage."""
         key, number = seen._cdata, self.reserve()
 
         def forget(_: object) -> None:
@@ -287,7 +286,7 @@ class TraceRecorder(UncompiledMode):
 _SHAPES = ShapeCache()
 FUSED_ATTENTION = tuple(f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient"))
 _OPERATORS: dict[CallKey, Operator] = {}
-"""Cost of operators by operands. Layers and micro-batches repeat the same operands."""
+"""Recorded operators by `call_key`, because layers and micro-batches repeat the same operators."""
 _VIEW, _ALLOCATION, _FLOPS, _OURS, _PLAIN = range(5)
 OVERWRITE = ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
 """Operators that write to their first argument without reading it."""
@@ -303,7 +302,7 @@ def _changes_first(func: Any) -> bool:
 
 @cached_by_operator
 def _kind(func: Any) -> tuple[int, str]:
-    """Return the accounting class of an operator and its short name."""
+    """Return the rule by which an operator's cost is counted (`_VIEW` to `_PLAIN`), and the operator's name."""
     name = str(func.overloadpacket)
     if name.startswith("repro."):
         return (_OURS if name.removeprefix("repro.") in FORMULAS else _PLAIN), name
@@ -330,21 +329,23 @@ def _operator(
         flops, read, written = cost(name.removeprefix("repro."), *args, **kwargs)
         return Operator(name, flops, read, written, (), itemsize)
     operands = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-    # Operators that change lists of tensors return none of the tensors.
+    # In-place operators on lists of tensors return nothing.
     written = sum(map(_bytes, results or _tensors(args[:1] if _changes_first(func) else ())))
     read = sum(map(_bytes, operands))
     into = args[0] if name in OVERWRITE else output_argument(func, kwargs)
     if into is not None and kwargs.get("beta", 0) == 0:
-        read -= sum(map(_bytes, _tensors(into)))  # written, not read
+        read -= sum(map(_bytes, _tensors(into)))  # The operator only writes this operand.
     if kind != _FLOPS:
         return Operator(name, 0, read, written, (), itemsize)
-    itemsize = min(t.element_size() for t in operands)  # a product of 16-bit operands may have an fp32 result
+    itemsize = min(
+        t.element_size() for t in operands
+    )  # A product of 16-bit operands may have an fp32 result.
     flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     return Operator(name, flops, read, written, tuple(tuple(t.shape) for t in operands), itemsize)
 
 
 def _on_host(args: tuple[Any, ...]) -> bool:
-    """Return whether an operand is in host memory, which its shape does not show."""
+    """Return whether an operand is in host memory, by the category of its storage."""
     return any(storage.category_of(tensor.untyped_storage()) == Category.HOST for tensor in _tensors(args))
 
 

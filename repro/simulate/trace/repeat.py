@@ -1,15 +1,7 @@
-"""Repetition of transformer blocks: one block is recorded, and the other blocks repeat its events.
+"""Repetition of transformer blocks in a trace: one block of each kind runs, and the others repeat its recorded events.
 
-A trace runs the real engine, and the operators of blocks and autograd take nearly all of its time. Their events are
-equal for every layer, chunk and micro-batch, except for the numbers of storages and messages. So one block of each kind
-runs, and the others repeat its events under their own numbers. Effects beyond a block still happen: hooks around the
-block, gradient buckets, and tensors that other code holds. The events of the trace are the same as if all blocks ran.
-
-Under stages 0 and 1 the passes of an ordinary micro-batch through a part of the model have no effect beyond the part,
-because they only add to gradients. So the first ordinary micro-batch of a part is recorded, and the others repeat it.
-
-Kinds of blocks differ by their neighbours, which hold the tensors that blocks exchange. The first and the last block of
-a part of the model have no block as neighbour on one side.
+Running all blocks would take nearly all of a trace's time, although their events differ only in storage and message
+numbers. Gradient hooks, gradient buckets and exchanged tensors are real. The trace equals one in which all blocks run.
 """
 
 from __future__ import annotations
@@ -43,18 +35,18 @@ from repro.simulate.trace.segments import (
 
 
 class BlockKind(NamedTuple):
-    """A kind of blocks, which repeat each other."""
+    """Kind of a transformer block. Blocks of one kind have equal events, except for storage and message numbers."""
 
     after: str
-    """Source of the input: a `block`, the `embedding`, or another `stage`."""
+    """Source of the block's input: a `block`, the `embedding`, or another `stage`."""
     before: str
-    """Receiver of the output: a `block`, the `head`, or another `stage`."""
+    """Receiver of the block's output: a `block`, the `head`, or another `stage`."""
     graph: bool
-    """Whether autograd records the forward pass. If not, the pass is that of a checkpoint."""
+    """Whether autograd records the forward pass; False in activation checkpointing before the recomputation."""
 
 
 class BlockRepeater:
-    """The blocks of one rank, of which few run."""
+    """Replacement of the forward functions of one rank's blocks, so that most blocks repeat events and do not run."""
 
     def __init__(
         self,
@@ -63,20 +55,20 @@ class BlockRepeater:
         recordings: dict[BlockKind, Recording],
         checkpoints: ActivationCheckpoints | None,
     ):
-        """Use the `recordings` of earlier traces whose blocks do the same, and add the recordings of this trace."""
+        """`recordings`: recordings of earlier traces with equal blocks, to which this trace adds its own."""
         self.recorder, self.recordings, self.recomputed = recorder, recordings, checkpoints is not None
         self.retains_inputs = checkpoints is None or checkpoints.is_plain
-        """Whether a part of the model retains its input until its backward pass, and no copy of the input."""
+        """Whether a model part retains its input tensor until the backward pass, instead of a copy or a slice of it."""
         self._pipeline = pipeline
         self._first = {a.chunk: a.micro_batch for a in reversed(pipeline.actions) if a.kind == BACKWARD}
-        """Micro-batch of each chunk whose backward pass comes first."""
+        """For each chunk of layers, the micro-batch whose backward pass comes first."""
         self.running: RecordedPass | None = None
-        """The pass that is being recorded; None outside a recording."""
+        """The backward pass that is being recorded; None at other times."""
         self._blocks: list[nn.Module] = []
         self._parts: list[ModelPart] = []
 
     def attach(self, part: ModelPart, chunk: int) -> None:
-        """Make the blocks of a part of the model repeat each other, and ordinary micro-batches as well."""
+        """Replace the forward functions of a model part and of its blocks by functions that run or repeat events."""
         typical = _typical_micro_batches(self._pipeline, chunk)
         if part.sharded.sharding.stage < 2 and len(typical) > 1:
             part.forward = _RepeatablePart(self, part, typical).forward  # type: ignore[method-assign]
@@ -84,19 +76,19 @@ class BlockRepeater:
         blocks = list(part.model.blocks.values())
         for index, block in enumerate(blocks):
             after, before = _neighbours(index, len(blocks), part.model.part)
-            # The backward pass of the last block in the middle comes first.
+            # Of the blocks that have a block on both sides, the last one runs its backward pass first.
             soonest = not 0 < index < len(blocks) - 2
             alike = _RepeatableBlock(self, block, after, before, part.sharded.reducer, soonest)
             block.forward = alike.forward  # type: ignore[method-assign]
             self._blocks.append(block)
 
     def first_backward(self) -> bool:
-        """Return whether the current micro-batch's backward pass comes before those of other micro-batches."""
+        """Return whether the current micro-batch is the first one of its chunk to run a backward pass."""
         action = self._pipeline.current
         return action is not None and self._first[action.chunk] == action.micro_batch
 
     def detach(self) -> None:
-        """Restore the forward functions of all blocks and parts."""
+        """Restore the forward functions of all blocks and model parts."""
         for block in self._blocks:
             del block.forward
         for part in self._parts:
@@ -105,7 +97,7 @@ class BlockRepeater:
         self._parts.clear()
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Intercept the gradients of a block's parameters when they leave the block that is being recorded."""
+        """Wrap the gradient sinks and hooks of a block's parameters, to record each call as a `GradientCall`."""
         for number, parameter in enumerate(parameters):
             own = vars(parameter)
             sink = own.get("gradient_sink")
@@ -140,7 +132,7 @@ class BlockRepeater:
 
 
 class _RepeatableBlock:
-    """The forward pass of one block, run or repeated."""
+    """Forward function of one block, which runs the block or repeats the events of a recorded block of its kind."""
 
     def __init__(
         self,
@@ -151,13 +143,13 @@ class _RepeatableBlock:
         reducer: GradientReducer,
         soonest: bool,
     ):
-        """`soonest`: the block's backward pass comes before those of other blocks of its kind."""
+        """`soonest`: whether the block's backward pass precedes those of the model part's other blocks of its kind."""
         self.repeats, self.run, self.soonest = repeats, block.forward, soonest
         self.parameters = list(block.parameters())
         self.after, self.before, self.reducer = after, before, reducer
 
     def forward(self, x: Tensor, place: BatchPosition, masks: Masks = ()) -> Tensor:
-        """Run or repeat the block; the arguments are those of `repro.model.layer.Block.forward`."""
+        """Run the block or repeat a recording; the arguments are those of `repro.model.layer.Block.forward`."""
         kind = BlockKind(self.after, self.before, torch.is_grad_enabled())
         recording = self.repeats.recordings.setdefault(kind, Recording())
         inputs = [x, *masks]
@@ -180,21 +172,20 @@ class _RepeatableBlock:
 
 
 class _RepeatablePart:
-    """The forward pass of one part of the model, run or repeated.
+    """Forward function of one model part, which runs the part or repeats the events of an earlier micro-batch.
 
-    The passes of an ordinary micro-batch only add to gradients under stages 0 and 1, so they have no effect beyond the
-    part.
+    Under ZeRO stages 0 and 1, a micro-batch that is neither first nor last only adds to gradients of the model part.
     """
 
     def __init__(self, repeats: BlockRepeater, part: ModelPart, typical: Sequence[int]):
-        """`typical`: ordinary micro-batches; the first one runs, and the others repeat it."""
+        """`typical`: micro-batches that are neither first nor last. The first one runs, and the others repeat it."""
         self.repeats, self.run, self.reducer = repeats, part.forward, part.sharded.reducer
         self.typical, self.recording = typical, Recording()
         with unobserved():
             self._anchor = torch.empty(0, device="meta", requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
-        """Run or repeat the part; the arguments are those of `ModelPart.forward`."""
+        """Run the model part or repeat a recording; the arguments are those of `ModelPart.forward`."""
         if micro_batch not in self.typical:
             return self.run(micro_batch, x)
         inputs = [] if x is None else [x]
@@ -209,12 +200,12 @@ class _RepeatablePart:
 
 
 class _BlockRecorder:
-    """Recorder of the forward and backward pass of one block, which runs."""
+    """Recorder of the forward and backward pass of one block while the block runs."""
 
     def __init__(self, repeats: BlockRepeater, recording: Recording, inputs: Sequence[Tensor]):
         self.repeats, self.recorder, self.recording = repeats, repeats.recorder, recording
         self.places = {self.recorder.number(tensor): -1 - i for i, tensor in enumerate(inputs)}
-        """Places of storages by their numbers."""
+        """Block-local indices by storage number (see `Segment`)."""
         self.running = RecordedPass(len(self.recorder.events))
         self.gradient = -1
         self.has_input = bool(inputs)
@@ -225,12 +216,12 @@ class _BlockRecorder:
         return y
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record the backward pass, which receives the gradient of the output."""
+        """Begin to record the backward pass. `gradient` is that of the block's output."""
         self.gradient = self.recorder.number(gradient)
         self.repeats.running = self.running = RecordedPass(len(self.recorder.events))
 
     def leave(self, gradient: Tensor) -> None:
-        """Record the backward pass, which ends with the gradient of x."""
+        """End the recording of the backward pass. `gradient` is that of the block's input."""
         self.repeats.running = None
         self.recording.backward = self._segment(gradient)
 
@@ -239,22 +230,22 @@ class _BlockRecorder:
 
 
 class _PartRecorder(_BlockRecorder):
-    """Recorder of the passes of a part of the model, which runs."""
+    """Recorder of the forward and backward pass of one model part while the part runs."""
 
     def enter(self, gradient: Tensor) -> None:
-        """Begin to record the backward pass. The pass of the first part ends with autograd's, as it has no x."""
+        """Begin to record the backward pass. Without an input, its recording ends with autograd's backward pass."""
         self.gradient, self.running = self.recorder.number(gradient), RecordedPass(len(self.recorder.events))
         if not self.has_input:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self, gradient: Tensor | None = None) -> None:
-        """Record the backward pass, which ends with the gradient of x, if there is an x."""
+        """End the recording of the backward pass. `gradient` is that of the part's input; None without an input."""
         self.recording.backward = self.recording.adding = self._segment(gradient)
         self.recording.find_outliving()
 
 
 class _ObservedGradient(torch.autograd.Function):
-    """A tensor at the edge of a recorded block. The function calls `seen` with the tensor's gradient."""
+    """Identity function at the input or output of a recorded block. Its backward pass calls `seen(gradient)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: Callable[[Tensor], None]) -> Tensor:
@@ -268,7 +259,7 @@ class _ObservedGradient(torch.autograd.Function):
 
 
 class _RepeatedFunction(torch.autograd.Function):
-    """Autograd function of a block that repeats another one."""
+    """Autograd function whose forward and backward pass repeat a recording."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: RepeatedBlock) -> Tensor:
@@ -281,7 +272,10 @@ class _RepeatedFunction(torch.autograd.Function):
 
 
 def _typical_micro_batches(pipeline: Pipeline, chunk: int) -> list[int]:
-    """Return a chunk's micro-batches whose passes are neither first nor last, if one of them precedes all others."""
+    """Return the micro-batches of a chunk of layers that are neither first nor last, in the order of forward passes.
+
+    The list is empty if another one of them would run its backward pass first.
+    """
     forward, backward = (
         [action.micro_batch for action in pipeline.actions if (action.kind, action.chunk) == (kind, chunk)]
         for kind in (FORWARD, BACKWARD)
@@ -298,11 +292,11 @@ def _neighbours(index: int, count: int, part: Part) -> tuple[str, str]:
 
 
 MAX_RECORDING_SETS = 64
-"""Sets of recordings that a process stores, a few hundred kilobytes each."""
+"""Maximum number of sets of recordings in a process's cache. A set takes a few hundred kilobytes."""
 
 
 def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recording]:
-    """Return the recordings that traces of `experiment` share with all others whose blocks do the same."""
+    """Return the recordings that traces of `experiment` share with traces of experiments that have equal blocks."""
     layout, training, model = experiment.layout, experiment.training, experiment.model
     return recordings(
         (model.hidden, model.heads, model.head_width, model.ffn_width, experiment.seq),
@@ -323,5 +317,5 @@ def recordings_of(experiment: Experiment, gloo: bool) -> dict[BlockKind, Recordi
 
 @lru_cache(MAX_RECORDING_SETS)
 def recordings(*key: tuple[object, ...]) -> dict[BlockKind, Recording]:
-    """Return the recordings of the blocks that `key` describes; empty at first."""
+    """Return the cached recordings for blocks with the properties `key`; an empty dictionary at the first call."""
     return {}

@@ -1,9 +1,7 @@
-"""Trace of one role's step: the real engine on `meta` tensors, without a device or a peer.
+"""Trace of one step for each pipeline role: the real engine on `meta` tensors, without a device or other ranks.
 
-Ranks that do the same are traced once, as one role. All replicas and all tp ranks do the same. Pipeline stages differ
-by embedding or head, by their number of layers, and by their number of micro-batches in flight. The trace runs as many
-micro-batches as fill the pipeline. The other micro-batches are copies of the second one, which is neither first nor
-last.
+Pipeline stages with equal layers form one role; all replicas and tp ranks of a stage do the same work. A trace runs
+only as many micro-batches as fill the pipeline, of which the second one stands for all others.
 """
 
 from __future__ import annotations
@@ -35,52 +33,53 @@ from repro.util.processes import pause_garbage_collection
 
 TimedEvent = TypeVar("TimedEvent", Operator, Message)
 TYPICAL_MICRO_BATCH = 1
-"""The micro-batch that represents the micro-batches that did not run."""
+"""Index of the traced micro-batch that represents all micro-batches that the trace does not run."""
 
 
 @dataclass(frozen=True)
 class PipelineRole:
-    """Ranks that do the same in a step."""
+    """Pipeline stages whose ranks do the same work in a step."""
 
     name: str
-    """`all`, or `first`, `middle`, `last` for the stages of the role."""
+    """`all` without a pipeline; otherwise `first`, `last`, or a text that begins with `middle`."""
     stage: int
+    """Index of the traced stage: of the role's stages, the one with the most micro-batches in flight."""
     stages: int
-    """Number of stages of the role; the traced one has the most micro-batches in flight."""
+    """Number of stages with this role."""
 
 
 @dataclass(eq=False)
 class Trace:
-    """Initialisation and one ordinary step of one role."""
+    """Events of initialisation and of one step of a pipeline role."""
 
     role: PipelineRole
     layout: Layout
-    """Layout with the number of micro-batches that ran."""
+    """Layout whose global batch is reduced to the micro-batches that the trace runs."""
     events: list[Event]
     step_start: int
-    """Index of the first event of the step; preceding events are initialisation."""
+    """Index of the first event of the step; preceding events belong to initialisation."""
     step_stop: int
-    """Index of the first event after the step, which waits for the step's unfinished work."""
+    """Index of the first event after the step; the events from there on wait for unfinished communication."""
     copies: int
-    """Number of further micro-batches like `TYPICAL_MICRO_BATCH` in the real step."""
+    """Number of micro-batches of the real step that the trace does not run (see `TYPICAL_MICRO_BATCH`)."""
     parameters: int
-    """Number of parameters of this rank."""
+    """Number of parameters of a rank with this role."""
     padding: int
 
     @property
     def step(self) -> list[Event]:
-        """The events of the ordinary step, and of the waits after it."""
+        """The events of the step, and of the waits for unfinished communication after it."""
         return self.events[self.step_start :]
 
     @cached_property
     def actions(self) -> Sequence[Action]:
-        """The actions that ran, in order."""
+        """Forward and backward passes that the traced stage ran, in order."""
         layout = self.layout
         return build_schedule(layout.schedule, layout.pp, layout.accumulation, layout.chunks)[self.role.stage]
 
     @cached_property
     def pieces(self) -> list[list[Timed]]:
-        """The timed events of each action; the last list has the events after the last action (the optimizer's)."""
+        """Timed events of each item of `actions`, and a last list of those after the last pass (the optimizer's)."""
         found: list[list[Timed]] = [[] for _ in range(len(self.actions) + 1)]
         at = 0
         append = found[0].append
@@ -90,14 +89,14 @@ class Trace:
             if type(event) is Operator or type(event) is Message or type(event) is Wait:
                 append(event)
             elif type(event) is PhaseStart and event.position != at:
-                # Events before the first action belong to the first action.
+                # Events before the first pass belong to the first pass.
                 at = event.position if event.position >= 0 else len(self.actions) if at else 0
                 append = found[at].append
         return found
 
     @cached_property
     def keys(self) -> dict[int, tuple[object, ...]]:
-        """Names of collectives by number. Counterparts in other micro-batches and steps have the same name."""
+        """Key of each collective, by message number. A collective has the same key in all micro-batches and steps."""
         keys: dict[int, tuple[object, ...]] = {}
         places: list[tuple[object, ...]] = [(action.kind, action.chunk) for action in self.actions]
         for place, piece in zip([*places, ("tail",)], self.pieces, strict=True):
@@ -107,7 +106,7 @@ class Trace:
                     label = (event.op, event.group, event.purpose)
                     keys[event.work] = (*place, *label, seen[label])
                     seen[label] += 1
-        # The preceding step gathered its parameters with the same collectives as this one.
+        # The initialisation gathers parameters with the collectives that a preceding step would use.
         published = [e for e in self.pieces[-1] if isinstance(e, Message) and e.purpose == "parameters"]
         before = [
             e for e in self.events[: self.step_start] if isinstance(e, Message) and e.purpose == "parameters"
@@ -117,7 +116,7 @@ class Trace:
         return keys
 
     def _events_of(self, kind: type[TimedEvent]) -> Iterator[tuple[int, TimedEvent]]:
-        """Return (number of repetitions, event) for all events of one kind in the full step."""
+        """Yield all events of type `kind` in the trace's step, each with its number of repetitions in the real step."""
         weights: list[int] = [
             1 + self.copies * (action.micro_batch == TYPICAL_MICRO_BATCH) for action in self.actions
         ]
@@ -127,16 +126,16 @@ class Trace:
                     yield weight, event
 
     def operators(self) -> Iterator[tuple[int, Operator]]:
-        """Return (number of repetitions, operator) for all operators of the full step."""
+        """Return all operators of the trace's step, each with its number of repetitions in the real step."""
         return self._events_of(Operator)
 
     def messages(self) -> Iterator[tuple[int, Message]]:
-        """Return (number of repetitions, message) for all messages of the full step."""
+        """Return all messages of the trace's step, each with its number of repetitions in the real step."""
         return self._events_of(Message)
 
 
 def roles(experiment: Experiment) -> list[PipelineRole]:
-    """Return the roles of an experiment, one stage each."""
+    """Return the pipeline roles of an experiment."""
     layout = experiment.layout
     if layout.pp == 1:
         return [PipelineRole("all", 0, 1)]
@@ -148,7 +147,7 @@ def roles(experiment: Experiment) -> list[PipelineRole]:
     found = []
     for (first, last, _), stages in kinds.items():
         name = "first" if first else "last" if last else f"middle ({len(stages)} stages, {stages[0]} on)"
-        # Earlier stages have more micro-batches in flight.
+        # The first stage of a role has the most micro-batches in flight.
         found.append(PipelineRole(name, stages[0], len(stages)))
     return found
 
@@ -161,10 +160,11 @@ def trace(
     recorder: TraceRecorder | None = None,
     repeat: bool = True,
 ) -> Trace:
-    """Run initialisation and an ordinary step of `role` on shapes only.
+    """Run initialisation and one step of `role` on `meta` tensors, and return their events.
 
-    `gloo`: count the receive buffers that gloo's transport needs, for comparison with runs on CPUs. `recorder`: a new
-    one that records more than events, with `repeat` off. `repeat`: see `.repeat`; it changes no events.
+    `gloo`: include the receive buffers of gloo's transport, for comparison with runs on CPUs. `recorder`: unused
+    recorder of a subclass that records more than events; it needs `repeat` off. `repeat`: record one block of each kind
+    and repeat its events for the others, which is faster and gives the same events.
     """
     _import_shape_functions()
     layout = shortened(experiment.layout, role.stage)
@@ -190,18 +190,18 @@ def trace(
         repeats = BlockRepeater(recorder, pipeline, recordings_of(short, gloo), engine.checkpoints)
         for chunk, part in enumerate(engine.parts if repeat else ()):
             repeats.attach(part, chunk)
-        # Tokens and targets of a step, and on a GPU those of the next one (`repro.launch.rank.step_data`).
+        # These are tokens and targets of a step, and on a GPU also of the next step (`repro.launch.rank.step_data`).
         shape = 2, experiment.layout.replica_batch, experiment.seq
         inputs = [torch.empty(shape, dtype=torch.int64, device=device) for _ in range(1 if gloo else 2)]
         tokens, targets = inputs[0][:, : layout.micro_batch]
-        # As after an earlier step, whose parameters are still being gathered when the next step begins.
+        # A preceding step would leave its all-gather of parameters unfinished when this step begins.
         for part in engine.parts:
             part.sharded.all_gather_params()
         start = len(recorder.events)
         engine.step([MicroBatch(tokens, targets, BatchPosition(0, 0))] * layout.accumulation, recorder.phase)
         stop = len(recorder.events)
         engine.synchronize()
-    # The collector cannot see cycles through a tensor: parameters hold their hooks, storages hold the recorder.
+    # Python's garbage collector cannot see these cycles: parameters reference their hooks, storages the recorder.
     recorder.under_way = no_action
     repeats.detach()
     for part in engine.parts:
@@ -225,9 +225,9 @@ def trace_roles(experiment: Experiment, *, gloo: bool = False) -> list[Trace]:
 
 @cache
 def _import_shape_functions() -> None:
-    """Import the modules that torch's shape functions import at the first call, which would retain tensors.
+    """Import modules that torch's shape functions would import during a trace, where the import would retain tensors.
 
-    `gc.freeze` excludes the imported objects from later collections.
+    `gc.freeze` excludes the imported objects from later garbage collections.
     """
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
@@ -235,13 +235,13 @@ def _import_shape_functions() -> None:
 
 
 def shortened(layout: Layout, stage: int) -> Layout:
-    """Return `layout` with few micro-batches: a full pipeline, and a first, an ordinary and a last one."""
+    """Return `layout` with fewer micro-batches: enough to fill the pipeline, and one that is neither first nor last."""
     m = layout.accumulation
     unit = layout.pp if layout.schedule == "interleaved" else 1
     live = partial(peak_in_flight, layout.schedule, stage, layout.pp, chunks=layout.chunks)
     count = unit
     while count < m and (count < 3 or live(count) < live(m)):
         count += unit
-    # At the peak a later stage also retains the gradients that it has sent in preceding backward passes.
+    # At its peak memory, a later stage also retains gradients that it sent in the preceding backward passes.
     count = min(m, count + (max(unit, Boundary.UNDER_WAY) if layout.pp > 1 else unit))
     return replace(layout, global_batch=count * layout.micro_batch * layout.dp)

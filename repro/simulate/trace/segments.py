@@ -1,4 +1,4 @@
-"""Segments: the events of one pass of a transformer block as a list of steps, which other blocks repeat."""
+"""Recorded passes of a transformer block as lists of instructions, with which other blocks repeat the events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from repro.simulate.trace.recorder import TraceRecorder
 
 
 class UnrepeatableBlock(Exception):
-    """A block does something that another block cannot repeat."""
+    """Error: a recorded block has an effect that other blocks cannot repeat from its recording."""
 
 
 class TensorMeta(NamedTuple):
-    """Shape, stride and dtype of a tensor, from which a tensor without data is made."""
+    """Shape, stride and dtype of a tensor, from which `make` creates a `meta` tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,42 +33,43 @@ class TensorMeta(NamedTuple):
         return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def make(self) -> Tensor:
-        """Return a tensor without data."""
+        """Return a new `meta` tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 class GradientCall(NamedTuple):
-    """A call that passes a gradient out of the block."""
+    """Call of a parameter's gradient hook or gradient sink during the backward pass of a recorded block."""
 
     first: int
-    """Index of the first event of the call."""
+    """Index in the trace of the call's first event."""
     end: int
-    """Index of the first event after the call."""
+    """Index in the trace of the first event after the call."""
     parameter: int
-    """Index of the parameter among those of the block."""
+    """Index of the parameter in the block's list of parameters."""
     gradient: int
-    """Storage of the parameter's gradient; -1 if a product goes to the gradient sink instead."""
+    """Storage number of the parameter's gradient; -1 for a gradient sink, which computes the gradient itself."""
     operands: tuple[TensorMeta, ...]
-    """Operands of the product, rows [N, o] and x [N, i], or the gradient."""
+    """Shapes of the call's tensors: the gradient, or for a sink the output's gradient [N, o] and the input [N, i] of a
+    linear layer with o outputs and i inputs per token, for N tokens."""
 
 
 class Instruction(IntEnum):
-    """Kind of a segment's step."""
+    """Instruction of a segment: how a repeated block reproduces recorded events."""
 
     EVENTS = 0
-    """Events that have no effect beyond the block."""
+    """Append events that affect only the block's own storages."""
     MAKE = 1
-    """Allocation that other code comes to hold, which therefore needs a tensor."""
+    """Create a `meta` tensor for an allocation, because code outside the block receives the tensor."""
     DROP = 2
-    """The block releases its reference to a tensor that other code may hold."""
+    """Delete the block's reference to a tensor that code outside the block may also reference."""
     TAKEN = 3
-    """The gradient of the block's output is freed."""
+    """Record that the gradient of the block's output is freed."""
     MARK = 4
-    """The category of an input changes."""
+    """Change the memory category of an input of the forward pass."""
     SINK = 5
-    """A product for the gradient of a matrix goes to the matrix's gradient sink."""
+    """Call the gradient sink of a weight with the two factors of the weight's gradient."""
     GIVE = 6
-    """A parameter's gradient is complete and goes to the parameter's hooks."""
+    """Set a parameter's `.grad` to the complete gradient, and call the parameter's gradient hooks."""
 
 
 Step = tuple[Instruction, Any, Any]
@@ -76,47 +77,46 @@ Step = tuple[Instruction, Any, Any]
 
 @dataclass
 class EventRun:
-    """Consecutive events of a block. Those with numbers of storages or messages are listed by their position."""
+    """Consecutive events of a block, and the positions of events whose storage or message numbers must be replaced."""
 
     events: list[Event] = field(default_factory=list)
     allocations: list[int] = field(default_factory=list)
     frees: list[tuple[int, int]] = field(default_factory=list)
-    """Positions, and the places of the storages."""
+    """Position of each `Free` event, and block-local index of the freed storage (see `Segment`)."""
     marks: list[tuple[int, int]] = field(default_factory=list)
-    """Positions, and the places of the storages."""
+    """Position of each `Mark` event, and block-local index of its storage (see `Segment`)."""
     messages: list[int] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Segment:
-    """The forward or the backward pass of a block.
+    """The forward or the backward pass of a block, as instructions.
 
-    A storage's place is its number among those that the block allocates, forward and backward; the tensors that
-    go into its forward pass have places below 0.
+    Block-local indices number the storages that both passes of the block allocate, from 0 in the order of allocation.
+    Inputs of the forward pass have the indices -1, -2, ...
     """
 
     steps: list[Step]
     result: int | None
-    """Place of the returned tensor; None if the pass returns the gradient that came in, or nothing."""
+    """Block-local index of the returned tensor; None if the pass returns its incoming gradient, or nothing."""
     returns_gradient: bool = False
-    """Whether the pass returns the gradient that came in."""
+    """Whether the backward pass returns its incoming gradient unchanged."""
 
 
 @dataclass
 class Recording:
-    """The passes that blocks of a kind repeat."""
+    """Recorded forward and backward pass, which all blocks of one `BlockKind` repeat."""
 
     forward: Segment | None = None
     backward: Segment | None = None
     adding: Segment | None = None
-    """The backward pass that adds its gradients to those of earlier micro-batches (`GradientReducer.only_adds`). This
-    pass has no effect beyond the block."""
+    """A backward pass that only adds gradients to those of earlier micro-batches (`GradientReducer.only_adds`)."""
     outliving: int | None = None
-    """Place of the storage that is freed with the graph of the passes; None if there is none."""
+    """Block-local index of the storage that is freed only with autograd's graph; None if there is none."""
 
     def find_outliving(self) -> None:
-        """Set `outliving`. Raises `UnrepeatableBlock` if there are several, whose order would be unknown."""
+        """Set `outliving`. Raises `UnrepeatableBlock` for several such storages, whose release order is unknown."""
         segments = [segment for segment in (self.forward, self.backward) if segment is not None]
         steps = [step for segment in segments for step in segment.steps]
         runs = [run for do, run, _ in steps if do is Instruction.EVENTS]
@@ -131,7 +131,7 @@ class Recording:
 
 @dataclass
 class RecordedPass:
-    """A pass that is being recorded."""
+    """A forward or backward pass during its recording."""
 
     start: int
     calls: list[GradientCall] = field(default_factory=list)
@@ -144,10 +144,10 @@ def segment_of(
     result: Tensor | None,
     gradient: int,
 ) -> Segment:
-    """Return the events of `running` so far as a segment.
+    """Return the recorded events of `running` as a segment.
 
-    `places` are the places of storages by number; the segment's own storages are added. `result` is the returned
-    tensor, if any. `gradient` is the storage of the gradient that came in, or -1.
+    `places` maps storage numbers to block-local indices, to which storages that the pass allocates are added. `result`
+    is the tensor that the pass returns, or None. `gradient` is the storage number of the incoming gradient, or -1.
     """
     made = {call.gradient: call.operands[0] for call in running.calls if call.gradient >= 0}
     returned = gradient if result is None else recorder.number(result)
@@ -160,19 +160,19 @@ def segment_of(
 
 
 class _SegmentWriter:
-    """Writer of the steps of a segment from the events of a pass."""
+    """Converter of the recorded events of a pass into instructions."""
 
     def __init__(
         self, recorder: TraceRecorder, places: dict[int, int], made: dict[int, TensorMeta], gradient: int
     ):
         self.recorder, self.places, self.made, self.gradient = recorder, places, made, gradient
         self.following = max(-1, *places.values(), -1) + 1
-        """Place of the next storage."""
+        """Block-local index of the next allocated storage."""
         self.found: list[Step] = []
         self.run = EventRun()
 
     def steps(self, running: RecordedPass) -> list[Step]:
-        """Return all steps of the pass."""
+        """Return the instructions of the pass."""
         events, at = self.recorder.events, running.start
         for call in running.calls:
             for event in events[at : call.first]:
@@ -189,7 +189,7 @@ class _SegmentWriter:
         for event in self.recorder.events[call.first : call.end]:
             if isinstance(event, Free) and event.id in self.places:
                 if event.id not in self.made and self.places[event.id] >= 0:
-                    raise UnrepeatableBlock(f"storage {event.id} is freed elsewhere")
+                    raise UnrepeatableBlock(f"a gradient hook frees storage {event.id} of the block")
                 given.append(self.places[event.id])
         self._close()
         if call.gradient >= 0:
@@ -212,7 +212,7 @@ class _SegmentWriter:
         run, position = self.run, len(self.run.events)
         if isinstance(event, Alloc):
             if event.id in self.places:
-                raise UnrepeatableBlock(f"storage {event.id} comes back")
+                raise UnrepeatableBlock(f"storage {event.id} is allocated a second time")
             self.places[event.id] = self.following
             self.following += 1
             if event.id in self.made:
@@ -240,17 +240,17 @@ class _SegmentWriter:
         elif isinstance(event, Wait):
             run.waits.append(position)
         elif not isinstance(event, Operator):
-            raise UnrepeatableBlock(f"{event} inside a block")
+            raise UnrepeatableBlock(f"a block contains an event of an unsupported type: {event}")
         run.events.append(event)
 
     def _place(self, event: Free | Mark) -> int:
         if event.id not in self.places:
-            raise UnrepeatableBlock(f"{event} of a storage that is not the block's")
+            raise UnrepeatableBlock(f"{event} refers to a storage that is not the block's")
         return self.places[event.id]
 
 
 class RepeatedBlock:
-    """The forward and backward pass of one block, repeated from a recording."""
+    """Forward and backward pass of one block, repeated from a recording without running the block."""
 
     def __init__(
         self,
@@ -263,17 +263,17 @@ class RepeatedBlock:
         self.recorder, self.recording, self.parameters = recorder, recording, parameters
         self.reducer = reducer
         self.numbers: list[int] = []
-        """Numbers of storages by place."""
+        """Storage numbers by block-local index."""
         with unobserved():
             self.held: dict[int, Tensor] = {-1 - i: tensor.detach() for i, tensor in enumerate(inputs)}
-            """Tensors that other code may hold too, by place."""
+            """Tensors that code outside the block may also reference, by block-local index."""
 
     def __del__(self) -> None:
         if self.recording.outliving is not None:
             self.recorder.events.append(Free(self.numbers[self.recording.outliving]))
 
     def forward(self) -> Tensor:
-        """Repeat the forward pass and return y."""
+        """Repeat the forward pass and return the block's output."""
         segment = self.recording.forward
         assert segment is not None
         assert segment.result is not None
@@ -281,7 +281,7 @@ class RepeatedBlock:
         return self.held.pop(segment.result)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Repeat the backward pass for the gradient of y and return the gradient of x, if there is an x."""
+        """Repeat the backward pass for the output's `gradient`, and return the input's; None without an input."""
         recording, number = self.recording, self.recorder.number
         segment = recording.backward
         assert segment is not None
@@ -327,9 +327,9 @@ class RepeatedBlock:
                 recorder.release(gradient)
 
     def _repeat(self, run: EventRun, works: dict[int, int]) -> None:
-        """Append the events of `run` under new numbers. `works`: numbers of the pass's messages by recorded numbers."""
+        """Append the events of `run` with new storage and message numbers. `works`: new message numbers by old ones."""
         recorder, numbers, events = self.recorder, self.numbers, list[Any](run.events)
-        new: Any = tuple.__new__  # takes half the time of a named tuple's constructor
+        new: Any = tuple.__new__  # This call takes half the time of a named tuple's constructor.
         first = recorder.reserve(len(run.allocations))
         numbers.extend(range(first, first + len(run.allocations)))
         for number, at in enumerate(run.allocations, first):
@@ -348,7 +348,7 @@ class RepeatedBlock:
         recorder.events += events
 
     def _give(self, parameter: nn.Parameter, place: int, given: Sequence[int]) -> None:
-        """Pass a complete gradient to the parameter and its hooks, and drop the tensors in `given`."""
+        """Set the parameter's `.grad`, delete the references in `given`, and call the parameter's gradient hooks."""
         parameter.grad = self.held[place]
         for storage in given:
             del self.held[storage]

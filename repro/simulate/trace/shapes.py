@@ -1,5 +1,5 @@
-"""Cache of results on `meta` tensors. Torch's shape functions, many of them Python, take most of the time of a trace,
-and layers and micro-batches repeat the same calls."""
+"""Cache of operator results on `meta` tensors. Layers and micro-batches repeat the same operator calls, and torch's
+shape functions, many of them in Python, take most of the time of a trace."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 T = TypeVar("T")
 UNKNOWN_RESULT = object()
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-"""Types of operands that are compared by value."""
+"""Types of operands that a `CallKey` contains by value."""
 CallKey = tuple[object, ...]
-"""An operator, and all properties of its operands on which its result and cost can depend."""
+"""Key of an operator call: the operator, and all properties of its operands on which its result and cost can depend."""
 
 
 def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -31,13 +31,13 @@ def cached_by_operator(describe: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 class ShapeCache:
-    """Cache that calls operators, or returns a result as of an earlier call with operands of equal shapes."""
+    """Cache that runs an operator once for each `CallKey`. Further calls return `meta` tensors of the same shapes."""
 
     def __init__(self) -> None:
         self._known: dict[CallKey, Any] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
-        """Return `func(*args, **kwargs)` of an operator that is no view. `key` is its `call_key`."""
+        """Return the result of `func(*args, **kwargs)`, an operator that is no view, whose `call_key` is `key`."""
         out = output_argument(func, kwargs)
         if out is not None:
             return out
@@ -56,27 +56,27 @@ class ShapeCache:
 
 
 def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey | None:
-    """Return a key that equal calls share; None if an operand is of an unknown kind."""
+    """Return the `CallKey` of an operator call; None if an operand has a type that the cache does not support."""
     operands = [_described(value) for value in (*args, *kwargs.values())]
     return None if UNKNOWN_RESULT in operands else (id(func), len(args), tuple(kwargs), *operands)
 
 
 def output_argument(func: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that the caller gives an operator for its one result, under any argument name, or None."""
+    """Return the tensor into which the caller lets an operator write its result (such as `out=`), or None."""
     name = _out_argument(func)
     return None if name is None else kwargs.get(name)
 
 
 @cached_by_operator
 def _out_argument(func: Any) -> str | None:
-    """Return the name of the output argument: `out` of most operators, `grad_input` of some."""
+    """Return the name of an operator's only output argument, usually `out`; None if it has none or several."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return names[0] if len(names) == 1 else None
 
 
 @cached_by_operator
 def _in_place(func: Any) -> bool:
-    """Return whether an operator writes and returns only its first argument, without a change of size."""
+    """Return whether an operator modifies only its first argument, without changing its size, and returns it."""
     schema = func._schema
     if len(schema.returns) != 1 or not schema.arguments or not schema.name.startswith("aten::"):
         return False
@@ -89,7 +89,7 @@ def _in_place(func: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """Return all properties of an operand on which the shape of a result can depend."""
+    """Return all properties of an operand on which a result's shape can depend; `UNKNOWN_RESULT` for other types."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             return UNKNOWN_RESULT

@@ -1,4 +1,4 @@
-"""Transports without data: one allocates the buffers of the real transport, one records when messages are awaited."""
+"""Transports without data for traces: they record messages and waits, and allocate the buffers of real transports."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class RecordedTransport:
-    """Transport that numbers each message that the ledger has just recorded, and records the wait for the message.
+    """Transport that numbers each message in the trace and records the wait for its completion.
 
-    Tensor operations of `inner` belong to the message and are no operators of the step.
+    Tensor operations of the `inner` transport are not recorded as operators of the step.
     """
 
     def __init__(self, inner: Transport, recorder: TraceRecorder):
@@ -42,7 +42,9 @@ class RecordedTransport:
     def _collective(self, start: Callable[[], Work]) -> Work:
         number, events = self._number(), self.recorder.events
         message = events[-1]
-        assert isinstance(message, Message), "the ledger counts a message just before it is carried"
+        assert isinstance(message, Message), (
+            "a collective starts without a preceding `Message` event of the ledger"
+        )
         events[-1] = message._replace(work=number)
         with self.recorder.no_operators():
             return self._issued(start(), number)
@@ -60,7 +62,7 @@ class RecordedTransport:
         return self._collective(lambda: self.inner.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, to: int, channel: int) -> Work:
-        # The message was recorded when it was made, which may be long before it is sent.
+        # The ledger has recorded the message when the step created it, which may be long before this call.
         return self._issued(self.inner.send(tensor, to, channel), self._number())
 
     def receive(self, tensor: Tensor, source: int, channel: int) -> Work:
@@ -74,7 +76,7 @@ class RecordedTransport:
 
 
 class NoDataTransport(NoTransport):
-    """Transport that moves nothing, not even a rank's own part, because there is no data."""
+    """Transport that copies no data, not even a rank's own part, because `meta` tensors have no data."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         return Work()
@@ -84,7 +86,7 @@ class NoDataTransport(NoTransport):
 
 
 class GlooBufferTransport(NoDataTransport):
-    """Transport with `repro.parallel.transports.GlooTransport`'s buffers: reduce-scatter receives all parts in one."""
+    """Transport that allocates the buffers of `repro.parallel.transports.GlooTransport`, without data."""
 
     reduces_in_place = False
 
