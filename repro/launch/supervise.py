@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from repro.config.enums import Phase
+from repro.config.systems import LOCAL
 from repro.launch.failures import classify_abort
 from repro.launch.job import STOP_TIMEOUT_S, Job
 from repro.launch.rank_process import Position
+from repro.util import units
 
 POLL_INTERVAL_S = 0.05
 FAILURE_GRACE_S = 2.0
@@ -171,6 +173,9 @@ class _Watcher:
         reason = f"rank {rank} was killed by signal {-code} ({name}) {position}"
         if -code == signal.SIGKILL and count_kernel_oom_kills() > self.kernel_kills:
             return _Failure("oom", rank, now, f"{reason}: the kernel ran out of memory")
+        if -code == signal.SIGSEGV and self.job.memory_bytes and self.job.experiments[0].system == LOCAL:
+            refused = f"memory that the limit of {units.size(self.job.memory_bytes)} refused"
+            return _Failure("oom", rank, now, f"{reason}: probably a library used {refused}")
         if -code == signal.SIGABRT:
             severity, why = classify_abort(self.launch.error_text(rank))
             return _Failure(severity, rank, now, f"{reason}: {why[:300]}" if why else reason)

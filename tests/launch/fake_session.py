@@ -119,6 +119,8 @@ def _misbehave(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "memory-unchecked":
+        os.kill(os.getpid(), signal.SIGSEGV)
     elif kind == "memory":
         held = []
         while True:  # ends at the limit, which the test sets

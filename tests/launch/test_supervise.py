@@ -87,6 +87,12 @@ CASES = {
         "error",
         "rank 0 was killed by signal 6 (SIGABRT) at step 2, backward, after all_reduce #9 on dp: CUDA error: an",
     ),
+    # oneDNN and others read memory that they could not allocate.
+    "memory-unchecked:b:0:1": (
+        "oom",
+        "rank 0 was killed by signal 11 (SIGSEGV) at step 1, backward, after all_reduce #8 on dp: probably a library "
+        "used memory that the limit of 50 MB refused",
+    ),
     "memory:b:1:3": ("oom", "rank 1 at step 3, backward, after all_reduce #10 on dp: MemoryError"),
 }
 
@@ -265,6 +271,7 @@ def test_out_of_memory_has_many_voices() -> None:
     voices = [
         MemoryError(),
         OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("could not create a primitive"),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"
         ),
@@ -273,6 +280,8 @@ def test_out_of_memory_has_many_voices() -> None:
         OSError(12, "Cannot allocate memory"),
     ]
     assert {rank_program.classify_error(voice) for voice in voices} == {"oom"}
+    unsupported = RuntimeError("could not create a primitive descriptor for a matmul primitive")
+    assert rank_program.classify_error(unsupported) == "error"
     assert rank_program.classify_error(ValueError("out of memory is not what this is")) == "error"
     assert rank_program.classify_error(FloatingPointError("nan")) == "diverged"
 

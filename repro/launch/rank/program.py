@@ -29,7 +29,8 @@ from repro.util.processes import die_with_parent
 DEFAULT_TARGET = "repro.launch.rank.session:run_rank"
 EXIT_CODES = {"ok": 0, "error": 1, "oom": 3, "diverged": 4, "interrupted": 5}
 _NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc",
+    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc"
+    r"|could not create a primitive$",  # oneDNN, after it has found an implementation for the operator
     re.IGNORECASE,
 )
 
