@@ -210,7 +210,8 @@ def _layout_table(
     has_interval = timed and any(row.time["interval"] for row in rows)
     costs = [training_cost(request, row) or {} for _, request, row in placed]
     amounts = [key for key in AMOUNTS if any(key in cost for cost in costs)]
-    times = [AMOUNTS[key][0] for key in amounts] or ["step time\n(s)"]
+    quantile = f"{100 * RANK_QUANTILES[placed[0][1].rank_by]:g} %\nquantile (s)"
+    times = [AMOUNTS[key][0] for key in amounts] or ["step time\n(s)", *[quantile] * has_interval]
     times += ["90 % interval\n(%)" if amounts else "90 % interval\n(s)"] * has_interval
     times += ["MFU\n(%)"] * (not amounts)
     columns = [*(times if timed else ["ideal time\n(s)", "pipeline\nbubble (%)"]), "peak memory\n(GB)"]
@@ -226,7 +227,8 @@ def _layout_table(
                 for end in ends
                 if end
             ]
-            cells += [units.number(cost.get(key)) for key in amounts] or [units.number(time["step_s"])]
+            seconds = (time["step_s"], *[row.rank_s] * has_interval)
+            cells += [units.number(cost.get(key)) for key in amounts] or map(units.number, seconds)
             cells += [" to ".join(texts) or units.NO_VALUE] * has_interval
             mfu = units.NO_VALUE if time["mfu"] is None else f"{100 * time['mfu']:.0f}"
             cells += [mfu] * (not amounts)
