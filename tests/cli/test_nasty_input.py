@@ -178,7 +178,7 @@ NASTY = {
         "exclude = 'n1\\nx': must be text of one line",
         "submit zero_r --profile dgx2 --dry-run --exclude 'n1\nx'",
     ),
-    "nodes without a cluster": Bad("--nodes = 3: must be 0 or more, with --profile", "doctor --nodes 3"),
+    "nodes without a cluster": Bad("--nodes = 3: must be 0 or more, and needs --profile", "doctor --nodes 3"),
     "jobs of nobody": Bad(
         "--results = 'nowhere': must be a folder that `repro submit`", "cancel --results nowhere"
     ),
@@ -190,7 +190,7 @@ NASTY = {
     "the twin of nothing": Bad("CLAIM = 'nope': must be a claim of the ledger", "twin nope"),
     "no step at all": Bad("--steps = 0: must be 2 or more", "twin ds-3p75x-lowbw --steps 0"),
     "a rank of nothing measured": Bad(
-        "--as-rank = 3: needs --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
+        "--as-rank = 3: is allowed only with --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
     ),
 }
 

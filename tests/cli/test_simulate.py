@@ -132,7 +132,7 @@ def test_what_does_not_fit_takes_no_time_and_ends_alike(
     assert {code, fit[0], *(ended for ended, _ in found)} == {1}
     for command in ("simulate", "fit", "plan"):
         assert "Exit code 1" in run(capsys, command, "--help")[1]
-    assert "Exit codes: 0 done" in run(capsys, "--help")[1]
+    assert "Exit codes: 0 success" in run(capsys, "--help")[1]
 
 
 def test_device_decides_the_precision(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:

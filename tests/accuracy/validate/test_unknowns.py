@@ -173,4 +173,4 @@ def test_the_command_and_the_table(store: list[str], capsys: pytest.CaptureFixtu
         assert main(["export", "--table", "unknowns", "--format", form, *store]) == 0
         assert "inter-node.rings" in capsys.readouterr().out
     assert main(["validate", "--unknowns", "--svg", "x.svg", *store]) == 2
-    assert "goes without" in capsys.readouterr().err
+    assert "excludes --svg and --system" in capsys.readouterr().err
