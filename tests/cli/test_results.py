@@ -139,7 +139,7 @@ def test_curves_of_losses_as_a_picture(
 def test_nothing_known_is_said(store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = shown(capsys, "smoek", "--results", str(store))
     assert (code, out) == (2, "")
-    assert "a suite, or a glob of experiments, with results in" in err
+    assert "a suite or a glob of experiments with results in" in err
     assert err.rstrip().endswith(": smoke")
     code, _, err = shown(capsys, "--results", str(tmp_path / "nowhere"))
     assert code == 2

@@ -37,11 +37,10 @@ def draw_all(
     judged: Sequence[ClaimResult] = (),
     needs: Sequence[ImpliedInput] = (),
 ) -> list[Drawing]:
-    """Return every figure in the order of the page. A figure without records has no picture and names its command.
+    """Return every figure of the report. A figure without records has no picture, and a command that creates them.
 
-    `simulated` records have separate figures; only `draw_machine` combines them with measured records. `points`:
-    published values with their predictions. `judged`: the ledger, required for figures of the sources. `needs`: values
-    of unknowns that published values imply.
+    `experiments`: measured records. `points`: published values with their predictions. `judged`: results of all claims;
+    without them the figures of the sources are omitted. `needs`: values of unknown inputs that published values imply.
     """
     found = list(simulated)
     view = View(judged, found) if judged else None

@@ -83,7 +83,7 @@ def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
 
 
 def _memory_share(record: Record) -> float:
-    """Return the required share of the device's memory, at least 1 without a fit, even if live bytes are fewer."""
+    """Return the required share of the device's memory; 1 or more if the layout does not fit, else below 1."""
     share = style.required_bytes(record) / _device_memory(record)
     return min(share, 0.999) if record.outcome == "ok" else max(share, 1.0)
 
@@ -100,9 +100,9 @@ def _map_caption(record: Record) -> str:
         f"Simulated, not measured: {model.name} on {gpus:,} GPUs with t tensor ranks, p pipeline stages and "
         f"d replicas, micro-batch {layout.micro_batch} of {layout.global_batch:,}, "
         f"{layout.precision}, activations recomputed, no ZeRO. Every (t, p) that divides layers and batch. "
-        "Number and shade: what the fullest GPU gives to the allocator and to what it cannot see (CUDA, NCCL), as a "
-        "share of its memory; blue fits. Where it does not fit, what is live instead of what is reserved. Frame: the "
-        f"layout of the run, t = {PUBLISHED_LAYOUT[0]}, p = {PUBLISHED_LAYOUT[1]}. Which A100 it had is not published."
+        "Number: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the layout does not fit. "
+        "Shade: share of the device memory; blue fits. Frame: the "
+        f"published layout, t = {PUBLISHED_LAYOUT[0]}, p = {PUBLISHED_LAYOUT[1]}; its kind of A100 is not published."
     )
 
 
@@ -120,11 +120,11 @@ PUBLISHED_DEGREE_ROWS = {
     "zero1-mp": "tnlg-mp16-to-4/smallest MP that fits with ZeRO 1",
 }
 MAX_HEIGHT_IN_MEMORIES = 2.2
-"""Maximum of the vertical axis in memories of a GPU; a taller bar is cut and shows its number."""
+"""Maximum of the vertical axis, as a multiple of a GPU's memory; the number of a taller bar is written on it."""
 
 
 def draw_degrees(view: View, simulated: list[Record]) -> Drawing:
-    """Draw the required bytes per GPU by degree (left), and the samples in work on a node of 16 GPUs (right)."""
+    """Draw the required bytes per GPU by degree (left), and the samples that a node processes at once (right)."""
     simulations = {r.label: r for r in simulated if r.conclusive and r.metrics.get("memory.limit_bytes")}
     found = {
         (prefix, degree): simulations[label]
@@ -179,7 +179,7 @@ def _draw_memory(axes: Axes, found: DegreeRecords, memory: float) -> None:
 
 
 def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
-    """Draw the replicas on a node times their micro-batch, at degrees that fit."""
+    """Draw the samples that a node processes at once, replicas times micro-batch, for the degrees that fit."""
     for (prefix, degree), record in found.items():
         if record.outcome != "ok":
             continue
@@ -216,7 +216,7 @@ def _degrees_caption(found: DegreeRecords) -> str:
     layout = record.experiment.layout
     return (
         f"Simulated, not measured: {record.experiment.model.name} at micro-batch {layout.micro_batch}, "
-        "activations recomputed. What the fullest GPU gives to the allocator and to what it cannot see; where the step "
-        "does not fit, what is live. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
+        "activations recomputed. Bars: reserved memory of the fullest GPU with CUDA and NCCL, or live memory where the "
+        "step does not fit. TF: predicted TFLOP/s per GPU. Claims: tnlg-mp16-to-4, tnlg-256-vs-1024. "
         f"{count_bases(map(basis_of_record, found.values()))}"
     )

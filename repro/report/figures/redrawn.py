@@ -55,17 +55,17 @@ class SeriesEntry:
 
     name: str
     rows: str = ""
-    """`claim/label` with a `*`."""
+    """Pattern `claim/label` of the drawn rows of the ledger, with a `*` for the place on the axis."""
     at: dict[str, str] = field(default_factory=dict)
-    """`claim/label` by place."""
+    """Row `claim/label` of the ledger, by its place on the axis."""
     more: dict[str, str] = field(default_factory=dict)
-    """Expression over simulated records by place."""
+    """Expression over simulated records for a place without a published number, by place."""
 
     def __post_init__(self) -> None:
         if not (self.rows or self.at or self.more):
-            raise ConfigError("rows", says="is missing: rows, at or more says what is drawn")
+            raise ConfigError("rows", says="is missing: a series needs rows, at or more")
         if self.rows and "*" not in self.rows:
-            right = "claim/label with a *; at = { place = ... } takes single rows"
+            right = "claim/label with a *; for single rows use at = { place = ... }"
             raise ConfigError("rows", self.rows, right)
 
 
@@ -124,9 +124,9 @@ def load_entries(path: Path = ENTRIES_FILE) -> tuple[FigureEntry, ...]:
 SERIES_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 """Colours of a figure's series, in the order of their names."""
 MAX_ROW_BARS = 40
-"""Bars in one row of panels; with more, the next panel starts a new row."""
+"""Maximum number of bars in one row of panels."""
 _INDEXED_NAME = re.compile(r"\b([A-Z])_(\w+(?:\+\w+)?)")
-"""`P_os`, `P_a+cpu`, `C_B`."""
+"""Names with a subscript, such as `P_os`, `P_a+cpu` and `C_B`."""
 MAX_DRAWN_ERROR = 1.0
 """Limit of the lower axes, as a relative error; a larger error is drawn at the limit with its number."""
 
@@ -137,7 +137,7 @@ class Panel:
 
     entry: PanelEntry
     series: tuple[tuple[str, tuple[Value, ...]], ...]
-    """Name and values."""
+    """Name and values of each series."""
     places: tuple[str, ...]
     unit: str
 
@@ -249,7 +249,7 @@ def _draw_values(axes: Axes, panel: Panel, colours: dict[str, str], view: View) 
 
 
 def _draw_errors(axes: Axes, panel: Panel, colours: dict[str, str], view: View) -> None:
-    """Draw our value over the published one less 1, with the judge's tolerance; filled marks are accepted values."""
+    """Draw the relative errors of our values, with the tolerance as a band; accepted values have filled marks."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     metrics = {value.metric for value in panel.values if value.published}
@@ -305,12 +305,14 @@ def _caption(entry: FigureEntry, values: Sequence[Value]) -> str:
     if compared:
         kinds = ", ".join(sorted({ours.kind for ours in predicted})).capitalize()
         accepted = sum(ours.agrees is True for ours in predicted)
-        parts.append(f"{kinds}: {accepted} of {len(compared)} values lie within the ledger's tolerance.")
+        parts.append(
+            f"{kinds}: {accepted} of {len(compared)} values are within the tolerance of their claim."
+        )
     if any(ours.kind == SIMULATED and ours.high > ours.low for ours in predicted):
-        parts.append("Whiskers, and pale bands below: the 90 % interval that unknown inputs leave of ours.")
+        parts.append("Whiskers, and pale bands below: 90 % interval of our value from unknown inputs.")
     lacking = len(printed) - len(compared)
     if printed and lacking:
-        parts.append(f"{lacking} of {len(printed)} published values have no result of this store.")
+        parts.append(f"For {lacking} of {len(printed)} published values this store has no result.")
     bases = count_bases(ours.rests_on for value in values for ours in value.ours if ours is value.predicted)
     parts += [bases] if bases else []
     parts.append(_claims_sentence(entry))

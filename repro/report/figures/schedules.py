@@ -1,7 +1,7 @@
 """Figures of pipeline schedules: one row per stage, time to the right.
 
-Every action is a cell if the cells are wide enough to see. A larger schedule is shown as the share of time that each
-stage spends in forward and backward, above its beginning and its end with every cell.
+Every action is a cell if the cells are wide enough. A picture of a larger schedule shows the shares of forward and
+backward over the full step, and below them all actions at the begin and at the end of the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str
         first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
         mixed = (a + (b - a) * chunk / (chunks - 1) for a, b in zip(first, last, strict=True))
         fill = "#" + "".join(f"{round(channel):02x}" for channel in mixed)
-    # Relative luminance (WCAG 2): black text reads better than white above about 0.18.
+    # By the relative luminance of WCAG 2, black text has more contrast than white on colours above about 0.18.
     parts = [value / 255 for value in _channels(fill)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -64,7 +64,7 @@ def _channels(colour: str) -> tuple[int, ...]:
 
 
 def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[tuple[float, float]]:
-    """Return the shares of forward and backward of a stage in each of `columns` equal parts of the step."""
+    """Return the shares of time of forward and of backward on a stage, in each of `columns` equal parts of the step."""
     scale = columns / total
     forward, backward = [0.0] * columns, [0.0] * columns
     for action, start, stop in row:
@@ -76,7 +76,7 @@ def busy_shares(row: Sequence[TimedAction], total: float, columns: int) -> list[
 
 
 def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
-    """Draw the full schedule under its `title`; `facts` is a line of properties."""
+    """Draw a full schedule with its `title` and a line of properties, `facts`."""
     stages, total = len(rows), float(max(row[-1].stop for row in rows))
     times = {slot.action.kind: float(slot.stop - slot.start) for slot in rows[0]}
     room = 72 * (PICTURE_WIDTH_INCHES - 1)
@@ -89,8 +89,7 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
         span = float(int(span)) if span >= 10 else span
         windows += [(0.0, span), (total - span, total)]
         heights = [min(0.25, max(0.045, 2.6 / stages))] + 2 * [min(0.32, max(0.1, 4.5 / stages))]
-        mixed = "in every part the colours of what the stage does, mixed by share of time"
-        titles[0] += f"\nThe full step: {mixed}"
+        titles[0] += "\nThe full step, with colours mixed by the share of time of each kind of action"
         titles += [f"Every action of the {end} {span:,.6g} units of time" for end in ("first", "last")]
 
     tall = [stages * height for height in heights]
@@ -151,20 +150,22 @@ def draw_actions(
         path = Path.make_compound_path_from_polys(np.array(found)[:, :4])
         patch = PathPatch(path, facecolor=fill, edgecolor="white", lw=min(0.7, 0.2 * scale))
         patch.set_in_layout(False)
-        axes.add_artist(patch)  # computing limits takes longer than drawing
+        axes.add_artist(patch)  # Unlike `add_patch`, this does not compute data limits, which takes long.
     axes.set(xlim=(first, last), ylim=(len(rows) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 
 
 def _draw_merged(axes: Axes, rows: TimedRows, total: float, columns: int) -> None:
-    """Draw each stage's row in `columns` parts, each in the stage's colours mixed by share of time."""
+    """Draw each stage's row in `columns` parts, each in the colours of forward, backward and idle, mixed by time."""
     import numpy as np
     from matplotlib.colors import to_rgb
 
     fills = (ACTION_COLOURS[FORWARD], ACTION_COLOURS[BACKWARD], GRID)
     forward, backward, idle = (np.array(to_rgb(fill)) for fill in fills)
-    shares = np.array([busy_shares(row, total, columns) for row in rows])  # [stage, column, F and B]
+    shares = np.array(
+        [busy_shares(row, total, columns) for row in rows]
+    )  # shape [stage, column, 2]: forward, backward
     colours = shares[..., :1] * forward + shares[..., 1:] * backward
     colours += (1 - shares.sum(axis=2, keepdims=True)).clip(0) * idle
     extent = (0, total, len(rows) - 0.5, -0.5)
@@ -193,7 +194,7 @@ def _draw_legend(figure: Figure, chunks: int) -> None:
 
 
 STAGES, MICRO_BATCHES = 4, 8
-"""Size of the paper's figures."""
+"""Sizes of the drawn schedules, as in 2104.04473, figures 3 and 4."""
 SCHEDULES = (("gpipe", "GPipe", 1), ("1f1b", "1F1B with flush", 1), ("interleaved", "Interleaved 1F1B", 2))
 TWIN_ROWS = {
     "gpipe": "meg2-bubble/GPipe, p = 2, m = 4: idle over compute time",
@@ -203,9 +204,9 @@ TWIN_ROWS = {
 PAPER_SCHEDULES = Drawing(
     "schedules",
     "Pipeline schedules and their idle time",
-    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in the paper's figures 3 and 4; counted on the schedule "
-    "that the runner executes. Forward is blue, backward orange; the number is the micro-batch; paler cells are a "
-    "stage's second chunk of layers. Twins run two stages here. Claim: meg2-bubble. `repro schedule` draws others.",
+    f"{STAGES} stages, {MICRO_BATCHES} micro-batches, as in figures 3 and 4 of the Megatron-LM paper of 2021; counted "
+    "on the schedule that the native engine executes. Forward is blue, backward orange; numbers are micro-batches; "
+    "paler cells are a stage's second chunk. Twins have two stages. Claim: meg2-bubble. More: `repro schedule`.",
     missing="repro run suites/smoke.toml --only 'bubble-*'",
 )
 
@@ -234,8 +235,8 @@ def draw_schedules(view: View) -> Drawing:
         idle = float(bubble_ratio(schedule))
         half = f", 1/{chunks} of a stage each" if chunks > 1 else ""
         axes.set_title(
-            f"{title}: idle for {units.percent(idle)} of its compute time (counted), activations of at most {most} "
-            f"micro-batches kept{half}\n{twin}",
+            f"{title}: idle for {units.percent(idle)} of the compute time (counted), stores activations of at most "
+            f"{most} micro-batches{half}\n{twin}",
             fontsize=8.5,
             fontweight="normal",
         )

@@ -31,7 +31,7 @@ INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
 DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
 """Colours of the page's dark theme by those of the light theme."""
-# Okabe and Ito's colours, in an order in which neighbours also differ in lightness.
+# Okabe and Ito's colours for colour-blind readers, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
 CATEGORY_COLOURS = {
@@ -76,17 +76,17 @@ class Drawing:
 
 
 def fix_layout(figure: Figure) -> None:
-    """Compute the layout once and fix it, since each further layout takes as long as the drawing."""
+    """Compute the layout of a figure and keep it, because each further computation takes as long as drawing."""
     engine = figure.get_layout_engine()
     if engine is not None:
-        # Axes of a fixed aspect free space that only a second pass uses.
+        # Axes with a fixed aspect ratio leave space unused that a second pass distributes.
         for _ in range(2 if any(axes.get_aspect() != "auto" for axes in figure.axes) else 1):
             engine.execute(figure)
-        figure.set_layout_engine(None)  # with "none", an engine remains and savefig draws twice
+        figure.set_layout_engine(None)  # With "none" instead, an engine remains and `savefig` draws twice.
 
 
 def to_svg(drawing: Drawing) -> str:
-    """Return the figure as an `<svg>` element with real text, which takes the colours of a light or a dark page."""
+    """Return the figure as an `<svg>` element with selectable text and colours for light and dark pages."""
     text = _render(drawing, format="svg", metadata={"Date": None, "Creator": None}).decode()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -95,7 +95,7 @@ def to_svg(drawing: Drawing) -> str:
 
 
 def _dark_rules() -> str:
-    """Return CSS rules for a dark page; white text stays white, because it stands on coloured fields."""
+    """Return CSS rules for a dark page, which exclude white text because its background is coloured."""
     rules = [
         f'{":not(text)" * (light == "#ffffff")}:is([style*="{name}: {light}"], [{name}="{light}"])'
         f" {{ {name}: {dark} !important }}"
@@ -122,7 +122,7 @@ def _render(drawing: Drawing, **options: Any) -> bytes:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Apply seaborn's theme `ticks` in our font and colours, for drawing and for saving."""
-    # Without a writable home folder, matplotlib warns that its cache is temporary.
+    # Hide matplotlib's warning about a temporary cache, which appears if the home folder is not writable.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     import seaborn
@@ -132,7 +132,7 @@ def figure_style() -> Iterator[None]:
         "svg.fonttype": "none",
         "svg.hashsalt": "repro",
         "font.family": "DejaVu Sans",
-        # The layout uses the letter widths of the SVG, because widths rounded to dots displace small letters.
+        # Hinting rounds the widths of letters to pixels, which displaces small text in an SVG.
         "text.hinting": "none",
         "font.size": 9,
         "mathtext.fontset": "dejavusans",
@@ -224,7 +224,7 @@ def draw_legend_above(figure: Figure, styles: Mapping[str, tuple[str, str]], **w
 def write_near(
     axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **kw: Any
 ) -> None:
-    """Write `words` at an `offset` in points from a place of the axes."""
+    """Write `words` at an `offset` in points from the data coordinates `at`."""
     axes.annotate(words, at, offset, textcoords="offset points", **kw)
 
 
@@ -240,11 +240,11 @@ def successful_records(records: list[Record], prefix: str) -> list[Record]:
 
 
 def has_memory_categories(record: Record) -> bool:
-    """Return whether the record has memory by category; a library as engine has only the model states."""
+    """Return whether the record has memory by category; records of other engines have only the model states."""
     return bool(record.memory_by_rank) and "memory.activations_bytes" in record.metrics
 
 
 def required_bytes(record: Record) -> float:
-    """Return the device bytes of a layout: reserved and context, or live and context where the layout does not fit."""
+    """Return the device bytes that a layout needs: the context, and reserved memory or, without a fit, live memory."""
     reserved = record.metrics.get("memory.reserved_bytes", record.metrics["memory.peak_bytes"])
     return reserved + record.metrics["memory.context_bytes"]

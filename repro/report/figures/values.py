@@ -66,7 +66,7 @@ class Value:
     error: float
     """Digitisation error of the published value; 0 without digitisation."""
     metric: str
-    """Class of tolerance."""
+    """Name of the tolerance that applies to the value, a key of `RELATIVE_TOLERANCE`."""
     unit: str
     ours: tuple[Ours, ...]
     """Values of the kinds of evidence: measured, then simulated, then analytic."""
@@ -158,9 +158,7 @@ class View:
         )
 
     def _ours(self, finding: Finding, result: RowResult) -> Ours | None:
-        """Return the value to draw for a finding; None if it is not at the published scale or tests the source against
-        itself.
-        """
+        """Return the value to draw for a finding; None for other scales, and for tests of a source against itself."""
         value = finding.value
         if not isinstance(value, int | float) or finding.expected is not None:
             return None
@@ -169,7 +167,8 @@ class View:
         if finding.origin == ITSELF:
             return None
         is_simulated, runs = finding.kind == SIMULATED, finding.experiments
-        is_search = bool(parse(finding.expression).calls & _CHOOSE)  # in which some runs do not fit
+        # A search for the largest or smallest layout that fits includes runs that do not fit.
+        is_search = bool(parse(finding.expression).calls & _CHOOSE)
         return Ours(
             kind=finding.kind,
             value=float(value),
@@ -196,7 +195,7 @@ PLACE_WIDTH = 0.84
 
 
 class BarPair(NamedTuple):
-    """Position of a series' pair of bars at a place: the centre, and the width of both bars."""
+    """Centre, and width of both bars, of the published and our bar of a series at one place of the axis."""
 
     middle: float
     width: float
@@ -247,7 +246,7 @@ def draw_error(axes: Axes, at: BarPair, value: Value, colour: str, far: float) -
     shown = max(-far, min(far, off))
     calibrates = ours.agrees is None and not ours.possible
     axes.plot([at.middle, at.middle], [0, shown], color=GREY if calibrates else colour, lw=1.6, zorder=2)
-    if ours.high > ours.low:  # limited to the axis
+    if ours.high > ours.low:
         ends = [max(-far, min(far, end / printed.value - 1)) for end in (ours.low, ours.high)]
         axes.plot([at.middle, at.middle], ends, color=INK, lw=5, alpha=0.18, solid_capstyle="butt", zorder=1)
     face = colour if ours.agrees else "white"
@@ -292,7 +291,7 @@ def draw_legend(figure: Figure, colours: dict[str, str], values: Sequence[Value]
         mark("x", "does not fit, simulated", color=VERMILION, markersize=6)
     compared = [value.predicted for value in values if value.published and value.predicted]
     if any(ours.possible for ours in compared):
-        mark("o", "?: possible, unknown inputs decide", color=MUTED, mfc="white")
+        mark("o", "?: possible within unknown inputs", color=MUTED, mfc="white")
     if any(ours.agrees is None and not ours.possible for ours in compared):
         mark("o", "cal.: calibrates, no prediction", color=GREY, mfc="white")
     elif any(ours.agrees is False for ours in compared):

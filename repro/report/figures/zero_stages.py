@@ -24,7 +24,7 @@ MEASURED_STATES = Drawing(
     missing="repro run suites/smoke.toml --only 'states-*'",
 )
 MEASURED_LAYOUTS = {(stage, nd) for stage in range(4) for nd in (1, 2, 4)}
-"""(stage, Nd) of the complete figure."""
+"""Pairs (ZeRO stage, Nd) that the complete figure shows."""
 FORMULA_MARK: dict[str, Any] = {
     "marker": "D",
     "color": "white",
@@ -35,7 +35,7 @@ STAGE_FORMULAS = {0: "16Ψ", 1: "4Ψ + 12Ψ/Nd", 2: "2Ψ + 14Ψ/Nd", 3: "16Ψ/Nd
 
 
 def draw_measured_states(records: list[Record]) -> Drawing:
-    """Draw measured bytes of storages per parameter on the largest rank (bars), and the formula (diamonds)."""
+    """Draw measured bytes of model states per parameter on the fullest rank (bars), and the formula (diamonds)."""
     from matplotlib.lines import Line2D
 
     states = filter(style.has_memory_categories, style.successful_records(records, "states-"))
@@ -43,7 +43,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     if not shown:
         return MEASURED_STATES
     models = Counter(r.experiment.model.name for r in shown)
-    model = models.most_common(1)[0][0]  # one Psi for all bars
+    model = models.most_common(1)[0][0]  # All bars must have the same number of parameters.
     shown = [r for r in shown if r.experiment.model.name == model]
     shown.sort(key=lambda r: (r.experiment.layout.dp, r.experiment.layout.zero))
     psi = shown[0].metrics["parameters"]
@@ -76,8 +76,8 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     style.draw_fills_above(figure, fills, Line2D([], [], label="formula", **FORMULA_MARK), ncols=4)
 
     caption = (
-        f"Persistent model states of {model} between steps, measured from the tensors' storages on the rank "
-        f"that holds most. Diamonds: {', '.join(STAGE_FORMULAS.values())} with K = 12 (ZeRO paper, sec. 5). "
+        f"Model states of {model} between steps, measured as the sizes of the tensors' storages on the "
+        f"fullest rank. Diamonds: {', '.join(STAGE_FORMULAS.values())} with K = 12 (ZeRO paper, sec. 5). "
     )
     if worst:
         caption += f"Largest difference between bar and diamond: {units.number(100 * worst)} %; "
@@ -144,7 +144,7 @@ def _value_label(value: Value) -> str:
 VOLUME = Drawing(
     "communication",
     "Communication volume by stage",
-    "No record of states-z0-dp2 and of stages to compare with it.",
+    "No record of states-z0-dp2 together with records of other ZeRO stages.",
     missing="repro run suites/smoke.toml",
 )
 PUBLISHED_VOLUMES = {
@@ -159,7 +159,7 @@ DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
 def draw_volume(records: list[Record]) -> Drawing:
-    """Draw the bytes counted at the collectives (ring algorithms) as bars, and the published ratio as lines."""
+    """Draw the sent bytes of each stage relative to plain data parallelism (bars), and the published ratios (lines)."""
     prefixes = ("states-", "comm-z1-allreduce")
     ended = [record for prefix in prefixes for record in style.successful_records(records, prefix)]
     divided = [r for r in ended if r.experiment.layout.dp > 1]
@@ -197,8 +197,8 @@ def draw_volume(records: list[Record]) -> Drawing:
     caption = (
         "Bytes that one rank sends over the data-parallel group in one ordinary step, divided by those of "
         "plain data parallelism with the same model and Nd. Lines: the published 1x, 1x, 1x and 1.5x; the "
-        "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as that of the "
-        "gradient norm, count."
+        "release of February 2020 sent 1.5x under P_os as well. Small collectives, such as the all-reduce of the "
+        "gradient norm, are included."
     )
     wanted = {(column, nd) for column in range(len(names)) for nd in (2, 4)}
     missing = not wanted <= {(_stage_column(r), r.experiment.layout.dp) for r in shown}
@@ -271,9 +271,9 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
     grid[0].set_ylim(len(LINKS_MODELS) - 0.5, -0.5)
     style.draw_legend_above(figure, LINK_STYLES, ncols=2)
     caption = (
-        "Simulated, not measured: counted where the step calls its collectives, by the slowest class of links that a "
-        "group crosses, ring algorithms, over the samples of a step; layouts of the paper's Figure 2. Where model "
-        "parallelism leaves the node, all of its traffic does. No source prints these bytes."
+        "Simulated, not measured: bytes of all collectives of a step with ring algorithms, per sample, by the slowest "
+        "class of links in a group; layouts of the paper's Figure 2. If a model-parallel group has several nodes, all "
+        "of its traffic counts as inter-node. No source prints these bytes."
     )
     missing = len(found) < len(LINKS_MODELS) * len(LINKS_PANELS)
     return LINKS.drawn(figure, caption, (r.label for r in found.values()), missing=missing)

@@ -46,7 +46,7 @@ def test_a_store_without_predictions_covers_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", "--results", str(tmp_path), "--covered", "80", "97"]) == 1
-    assert "Too little is predicted in this store" in capsys.readouterr().out
+    assert "This store has too few predictions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("97", "80"), ("-1", "50"), ("80", "101")])
