@@ -136,7 +136,8 @@ def _without_broken_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
         io.BufferedWriter(_StreamFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering or stream.write_through,  # PYTHONUNBUFFERED sets the second.
+        # PYTHONUNBUFFERED sets `write_through` of a standard stream instead of `line_buffering`.
+        line_buffering=stream.line_buffering or stream.write_through,
     )
 
 

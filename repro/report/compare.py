@@ -164,7 +164,8 @@ def run_commits(
     load_suite(suite)
     ids = [_git("rev-parse", "--short=9", "--verify", f"{commit}^{{commit}}") for commit in commits]
     place = results.resolve() / "compare" / f"{'-'.join(ids)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The `finally` below must run.
+    # After SIGTERM the `finally` clause must still remove the worktrees.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="repro-compare-"))
     sides = list(zip(ids, [folder / "a", folder / "b"], [place / "a", place / "b"], strict=True))
     try:
@@ -193,7 +194,7 @@ def _run_suite(commit: str, tree: Path, suite: Path, store: Path) -> None:
     command = [sys.executable, "-c", program, "run", str(suite), "--rerun", "--results", str(store)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # With 1 an experiment failed, and its record has the reason.
+    if done.returncode not in (0, 1):  # Exit code 1 means that an experiment failed.
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise ConfigError("compare", commit, says=f"`repro run {suite}` of this commit failed: {lines[-1]}")
 

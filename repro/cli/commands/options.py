@@ -97,7 +97,7 @@ def folder_option(text: str, name: str | None = None) -> Any:
     return option(text, "DIR", name=name, callback=check_folder)
 
 
-# typer evaluates annotations at run time, so they cannot have the form `int | None` of Python before 3.10.
+# typer evaluates these annotations at run time, on every supported version of Python.
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalNames = Optional[list[str]]  # noqa: UP045
 OptionalPath = Optional[Path]  # noqa: UP045

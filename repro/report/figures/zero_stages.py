@@ -43,7 +43,7 @@ def draw_measured_states(records: list[Record]) -> Drawing:
     if not shown:
         return MEASURED_STATES
     models = Counter(r.experiment.model.name for r in shown)
-    model = models.most_common(1)[0][0]  # All bars must have the same number of parameters.
+    model = models.most_common(1)[0][0]  # All bars belong to one model.
     shown = [r for r in shown if r.experiment.model.name == model]
     shown.sort(key=lambda r: (r.experiment.layout.dp, r.experiment.layout.zero))
     psi = shown[0].metrics["parameters"]

@@ -74,8 +74,10 @@ def _print_model_groups(models: dict[str, Model]) -> None:
         text = ", ".join(f"{name} ({other})" for name, other in others.items() if other) or ", ".join(names)
         text = textwrap.shorten(text, 50, placeholder=" ...", break_on_hyphens=False)
         made.add_row(group, str(len(names)), size, text)
-    text = f"{len(models)} models in {len(groups)} groups. The first {len(REPORT_FILES)} groups are the models of the "
-    text += "reproduced reports. --details lists every model."
+    text = (
+        f"{len(models)} models in {len(groups)} groups, the first {len(REPORT_FILES)} of reproduced reports."
+    )
+    text += " --details lists every model."
     print_page(text, made, command="repro models gpt2-1.5b")
 
 

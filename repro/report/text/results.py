@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from repro.launch.run import ExperimentPreview
 
 EVIDENCE_TITLES = {
-    MEASURED: "measured on real devices with real collectives",
+    MEASURED: "measured: real processes and collectives",
     EMULATED: "emulated: small twins on a throttled network, whose ratios are comparable but not their speeds",
-    SIMULATED: "simulated, that is, predicted from a trace",
+    SIMULATED: "simulated: predictions from a trace of the step",
 }
 WORD_COLUMNS, COUNT_COLUMNS = ("model", "system", "engine", "precision"), ("global_batch", "micro_batch")
 """Conditions of experiments, left-aligned and right-aligned, which have a column only if experiments differ in them."""

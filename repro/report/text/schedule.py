@@ -109,7 +109,8 @@ def draw_schedule(plan: TimedSchedule, console: Console, most: int | None = None
         gap = per_action > _widest(plan, colour)
         rows = [_actions(plan, stage, columns, columns_per_time, colour, gap) for stage in range(plan.stages)]
     else:
-        pair = (plan.forward + plan.backward) / plan.chunks  # Shorter columns would alternate in colour.
+        # Columns that are shorter than one forward and one backward would alternate between both.
+        pair = (plan.forward + plan.backward) / plan.chunks
         columns = min(width, floor(plan.total / pair))
         columns_per_time = columns / plan.total
         rows = [_shares(plan, stage, columns, colour) for stage in range(plan.stages)]
