@@ -154,7 +154,7 @@ def _start_with_full_window(rank: Host, device: int, packets: int) -> None:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a link."""
+    """One end of a link of an emulated network."""
 
     host: Host
     device: int

@@ -39,7 +39,7 @@ TABLES = ("headlines", "summary", "claims", "values", "experiments", "comparison
 REFERENCE = "reference"
 """Name of the table of measurements that other stores can use as reference records, a file of JSON lines."""
 CLAIM_TABLES = ("headlines", "claims", "values")
-"""Tables whose rows belong to claims."""
+"""Names of the exported tables to which `--claims` applies, since each row belongs to a claim."""
 PAGE_COLUMNS = {
     "summary": ("about", "claims", "reproduced", "possible", "not reproduced", "not run"),
     "claims": ("claim", "published", "analytic", "simulated", "measured", "verdict"),

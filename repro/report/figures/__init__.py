@@ -1,7 +1,4 @@
-"""Figures of the report, drawn from records.
-
-`style` holds their common style. `page` embeds the figures, and commands write them as files.
-"""
+"""Figures of the report, drawn from records, in the common style of the module `style`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _EngineBar(NamedTuple):
 
 
 def draw_engines(records: list[Record], comparisons: list[ComparisonRecord]) -> Drawing:
-    """Draw each engine's time over ours as bars by strategy, with the intervals of the comparisons."""
+    """Draw step time over the native engine's, model states and sent bytes of each engine, as bars by strategy."""
     shown = {r.key: r for r in style.successful_records(records, "speed-") if r.suite == "engines"}
     turns = [c for c in comparisons if c.baseline.key in shown and c.subject.key in shown]
     if not turns:
@@ -146,7 +146,7 @@ class _TwinComparison(NamedTuple):
 def draw_bandwidth_sweeps(
     records: Sequence[Record], comparisons: Sequence[ComparisonRecord], published: float | None
 ) -> Drawing:
-    """Draw one panel per sweep: measured ratios with intervals, the time model's curves, and the `published` ratio."""
+    """Draw the ratio of two twins over the emulated bandwidth, measured and predicted, and the `published` ratio."""
     found = _twin_comparisons(records, comparisons)
     shown = {sweep: [p for p in found if p.suite == sweep] for sweep in SWEEPS}
     shown = {sweep: points for sweep, points in shown.items() if len(points) > 1}

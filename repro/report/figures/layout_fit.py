@@ -24,13 +24,13 @@ MAP = Drawing(
     evidence=SIMULATED,
 )
 PUBLISHED_LAYOUT = (8, 38)
-"""t and p of the published run, claim yuan-config."""
+"""Tensor-parallel degree t and pipeline stages p of Yuan's published run (claim yuan-config)."""
 MapCells = dict[tuple[int, int], Record]
-"""Record of each (t, p)."""
+"""Simulated record of each pair of tensor-parallel degree t and number p of pipeline stages."""
 
 
 def draw_maps(records: list[Record]) -> Drawing:
-    """Draw one panel per system of the `map-*` records, by ascending memory, with one cell per (t, p)."""
+    """Draw whether layouts of Yuan 1.0 fit: one panel per system, with one cell per tensor and pipeline degree."""
     maps = [r for r in records if r.evidence == SIMULATED and r.label.startswith("yuan/map-")]
     shown = [r for r in maps if r.conclusive and r.metrics.get("memory.limit_bytes")]
     if not shown:
@@ -54,7 +54,7 @@ def _device_memory(record: Record) -> float:
 
 
 def _draw_map(axes: Axes, cells: MapCells, every: set[tuple[int, int]]) -> None:
-    """Draw the share of the device's memory by t and p, blue where the layout fits, and the required bytes as text."""
+    """Draw cells by tensor degree t and pipeline degree p: colour for the share of device memory, and bytes as text."""
     import pandas as pd
     import seaborn as sns
     from matplotlib.patches import Rectangle
@@ -196,7 +196,7 @@ def _draw_samples(axes: Axes, found: DegreeRecords) -> None:
 
 
 def _set_degree_axis(axes: Axes, what: str, height: str) -> None:
-    """Label the degrees and both axes."""
+    """Label both axes of a panel, and the model-parallel degrees on the horizontal axis."""
     axes.set(xlabel=what, ylabel=height, xlim=(-0.55, len(MP_DEGREES) - 0.45))
     axes.set_xticks(range(len(MP_DEGREES)), [f"{degree}" for degree in MP_DEGREES])
     axes.tick_params(axis="x", length=0, pad=9)

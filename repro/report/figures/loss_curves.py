@@ -27,7 +27,7 @@ MIN_DRAWN_DIFFERENCE = 1e-9
 
 
 def draw_parity(records: list[Record]) -> Drawing:
-    """Draw the curves (left) and the relative difference at every step (right), with one line per strategy."""
+    """Draw the loss curve of each strategy (left), and its relative differences from one process (right)."""
     shown = [r for r in style.successful_records(records, PARITY_PREFIX) if r.series.loss]
     single = next((r for r in shown if r.name == SINGLE_PROCESS), None)
     if single is None:
@@ -92,7 +92,7 @@ STRATEGY_LINES: dict[str, tuple[str, Any]] = {
 
 
 def _loss_by_step(record: Record) -> tuple[list[int], list[float]]:
-    """Return the steps that have a loss, counted from 1, and their losses."""
+    """Return the numbers of the steps with a loss, counted from 1, and the losses of these steps."""
     found = {step: loss for step, loss in enumerate(record.series.loss or (), 1) if loss is not None}
     return [*found], [*found.values()]
 
@@ -115,7 +115,7 @@ CONVERGENCE = Drawing(
     missing="repro run suites/convergence.toml",
 )
 STEPS_PER_POINT = 10
-"""Number of steps per drawn distance, because distances of single steps cross zero."""
+"""Number of steps per drawn point: loss differences of single steps change their sign."""
 FAULT_LABELS = {"fault-rate": "rate + 0.01 %", "fault-decay": "no weight decay", "fault-clip": "norm - 1 %"}
 LAYOUT_COLOURS = {
     "data parallel, ZeRO 1-3": style.BLUE,
@@ -205,7 +205,7 @@ def _draw_precisions(axes: Axes, reference: Record, short: list[Record], seeds: 
 
 
 def _finish_axes(axes: Axes) -> None:
-    """Label each kind of curve once, below the axes."""
+    """Add a legend below the axes that has one entry per kind of curve, and label the axis of steps."""
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if handles:
         shown, below = [*handles.values()], (-0.02, -0.17)
@@ -248,7 +248,7 @@ CURVE_DASHES = ((4, 0), (4, 2), (2, 2), (1, 3))
 
 
 def draw_loss_curves(records: Sequence[Record]) -> Drawing:
-    """Draw one line per record that has losses of two or more steps."""
+    """Draw the loss curve of each record with losses of two or more steps, in one panel per suite and model."""
     import seaborn
 
     panels: dict[tuple[str, str, str], list[Record]] = {}

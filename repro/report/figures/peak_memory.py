@@ -30,7 +30,7 @@ CATEGORY_STYLES: dict[str, Any] = style.CATEGORY_COLOURS | {"host": HOST_STYLE}
 RARE_CATEGORIES = ("checkpoints", "host")
 """Categories of memory that the legend lists only if a bar has them."""
 MAX_BARS = 40
-"""Maximum number of drawn bars."""
+"""Maximum number of experiments in the figure of memory peaks."""
 
 
 def draw_peaks(records: list[Record]) -> Drawing:
@@ -148,7 +148,7 @@ def draw_timelines(simulated: list[Record]) -> Drawing:
 
 
 def gigabytes_by_category(record: Record) -> dict[str, list[float]]:
-    """Return the GB by category on the device, as lists of equal length."""
+    """Return the device memory of a record over its step in GB, as one list of equal length per category."""
     memory = record.series.memory or {}
     unit = memory["unit"] / units.GB
     size = max(len(row) for row in memory["bytes"].values())

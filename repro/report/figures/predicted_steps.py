@@ -102,7 +102,7 @@ def seconds_by_part(record: Record) -> dict[str, float]:
 
 
 def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
-    """Draw one bar per layout and return the names of the parts."""
+    """Draw the shares of the parts of a step as one bar per layout, and return the names of the drawn parts."""
     seen: set[str] = set()
     for y, record in enumerate(records.values()):
         found = seconds_by_part(record)
@@ -118,7 +118,7 @@ def _draw_shares(axes: Axes, records: dict[str, Record]) -> set[str]:
 
 
 def _draw_yuan(axes: Axes, view: View, record: Record) -> set[str]:
-    """Draw Yuan's step next to the published step, and return the names of the parts."""
+    """Draw Yuan's simulated step time by part next to the published time, and return the names of the parts."""
     printed = view.row(YUAN_STEP_ROW).row.printed
     assert printed is not None
     found, step = seconds_by_part(record), record.metrics[STEP_SECONDS]
@@ -148,11 +148,11 @@ MACHINE_TIMES_COMMAND = (
     "repro run suites/machine.toml --only '*-on-2' --evidence simulated --system here.toml"
 )
 MeasuredPairs = list[tuple[str, float, float]]
-"""Label of the record, measured value, predicted value."""
+"""Triples of `suite/name` of a record, measured value and predicted value."""
 
 
 def draw_machine(experiments: list[Record], simulated: list[Record]) -> Drawing:
-    """Draw one panel per quantity: the prediction's relative error over the measured value."""
+    """Draw relative errors of predictions over measured values: a panel each for memory, sent bytes and step time."""
     found = {metric: measured_pairs(experiments, simulated, metric) for metric, _, _ in MACHINE_PANELS}
     commands = {"memory.peak_bytes": MACHINE_COMMAND, STEP_SECONDS: MACHINE_TIMES_COMMAND}
     missing = " && ".join(command for metric, command in commands.items() if not found[metric])

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 PICTURE_WIDTH_INCHES = 13.0
-"""Width of a separate picture, in inches."""
+"""Width in inches of the picture that `repro schedule` writes."""
 MIN_ACTION_POINTS = 2.5
-"""Minimum width of the shortest action, in points; narrower cells are merged."""
+"""Minimum width of a drawn action in points; a schedule with shorter actions is drawn as shares of time."""
 MIN_MERGED_POINTS = 1.2
-"""Minimum width of a part of a merged row, in points."""
+"""Minimum width in points of a part of the step whose shares of forward and backward are drawn."""
 MIN_NUMBER_POINTS, MAX_NUMBER_POINTS = 4.5, 8.5
-"""Font size of the numbers in cells, in points; smaller numbers are omitted."""
+"""Minimum and maximum font size of micro-batch numbers in actions, in points; smaller numbers are omitted."""
 TimedRows = Sequence[Sequence[TimedAction]]
 """Timed actions of each stage, from `parallel.pipeline.schedule.timeline`."""
 
@@ -46,7 +46,7 @@ CHUNK_COLOURS = {FORWARD: ("#00568c", "#9bd0f0"), BACKWARD: ("#d07f00", "#fbe3a6
 
 
 def action_colours(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """Return the colours (text, cell) of an action as `#rrggbb`."""
+    """Return the colours of an action's text and of its rectangle, each as `#rrggbb`."""
     fill = ACTION_COLOURS[kind]
     if chunks > 1:
         first, last = (_channels(colour) for colour in CHUNK_COLOURS[kind])
@@ -119,10 +119,9 @@ def draw_picture(rows: TimedRows, title: str, facts: str) -> Figure:
 def draw_actions(
     axes: Axes, rows: TimedRows, window: tuple[float, float], points: tuple[float, float]
 ) -> None:
-    """Draw every action between two times, with the number of its micro-batch where the number fits.
+    """Draw every action between the two times of `window`, with the number of its micro-batch if it fits.
 
-    `points`: approximate width of the axes and height of a row, in points. One path per colour limits the size of
-    files.
+    `points`: approximate width of the axes and height of a row, in points.
     """
     import numpy as np
     from matplotlib.patches import PathPatch
@@ -212,7 +211,7 @@ PAPER_SCHEDULES = Drawing(
 
 
 def draw_schedules(view: View) -> Drawing:
-    """Draw one panel per schedule and one row per stage, with the counted bubble and the bubble measured on a twin."""
+    """Draw GPipe, 1F1B and interleaved 1F1B with their counted bubbles, and the bubbles measured on small twins."""
     figure, grid = make_axes(5.6, len(SCHEDULES), 1, sharex=True)
     records: dict[str, None] = {}
     missing, longest = False, 0.0

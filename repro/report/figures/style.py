@@ -30,7 +30,7 @@ WIDTH_INCHES = 9.5
 INK, MUTED, GRID = "#1d2530", "#5d6875", "#dfe4ea"
 """Colours `--ink`, `--muted` and `--line` of the page's light theme (`page/templates/style.css`)."""
 DARK_THEME = {INK: "#e4e9ee", MUTED: "#9fabb7", GRID: "#36404b", "#ffffff": "#14191f"}
-"""Colours of the page's dark theme by those of the light theme."""
+"""Colour of the page's dark theme that replaces each colour of the light theme."""
 # Okabe and Ito's colours for colour-blind readers, in an order in which neighbours also differ in lightness.
 BLUE, ORANGE, GREEN, YELLOW, PURPLE, GREY = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#9aa3ad"
 VERMILION, SKY = "#d55e00", "#56b4e9"
@@ -51,13 +51,10 @@ STAGE_NAMES = {0: "DP", 1: "$P_{os}$", 2: "$P_{os+g}$", 3: "$P_{os+g+p}$"}
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure, the records that it shows, and the commands for missing records.
-
-    A module defines each of its figures as a drawing without records, and `drawn` adds the picture.
-    """
+    """Figure of the report with its records, and commands for missing records; `drawn` adds the picture."""
 
     id: str
-    """File name without its suffix, and the anchor in the page."""
+    """Name of the figure's files without suffix, and of its anchor on the page."""
     title: str
     caption: str
     records: tuple[str, ...] = ()
@@ -65,12 +62,12 @@ class Drawing:
     missing: str = ""
     """Command that creates the missing records of the figure; empty for a complete figure."""
     figure: Figure | None = None
-    """Picture; None without data to draw."""
+    """Picture of matplotlib; None if the store has no data for the figure."""
     evidence: str = "measured"
-    """Kind of evidence of the records, which selects their place on the page."""
+    """Kind of evidence of the figure's records, `measured` or `simulated`."""
 
     def drawn(self, figure: Figure, caption: str, records: Iterable[str], *, missing: bool | str) -> Drawing:
-        """Return the drawing with its picture. `missing`: whether records are missing, or the commands for them."""
+        """Return the drawing with a picture; `missing`: whether records are missing, or commands that create them."""
         command = self.missing if missing is True else missing or ""
         return replace(self, figure=figure, caption=caption, records=tuple(records), missing=command)
 
@@ -172,9 +169,9 @@ def make_axes(
 def draw_stacked_bar(
     axes: Axes, at: float, parts: Mapping[str, float], fills: Mapping[str, Any], size: float, *, across: bool
 ) -> float:
-    """Draw one bar of `parts` in the order and with the fills of `fills`; return its end.
+    """Draw one stacked bar of `parts`, in the order and the colours of `fills`, and return its length.
 
-    `size`: thickness of the bar. `across`: horizontal, otherwise vertical.
+    `at`: position of the bar. `size`: its thickness. `across`: whether it is horizontal.
     """
     end = 0.0
     for name, filled in fills.items():
@@ -203,7 +200,7 @@ def scatter_by(
 
 
 def draw_fills_above(figure: Figure, fills: Mapping[str, Any], *more: Artist, **where: Any) -> None:
-    """Draw the legend of the fills of bars (a colour, or properties), and of `more` signs, above all axes."""
+    """Draw a legend above all axes for `fills` of bars by name (a colour, or properties) and for `more` artists."""
     from matplotlib.patches import Patch
 
     properties = {
@@ -229,7 +226,7 @@ def write_near(
 
 
 def set_grid(axes: Axes, axis: str) -> None:
-    """Draw grid lines across `axis` only."""
+    """Draw grid lines at the ticks of `axis` (`x` or `y`) only."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
     axes.tick_params(length=3)
 

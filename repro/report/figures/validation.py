@@ -39,15 +39,15 @@ FAMILY_STYLES = {
     published.CLUSTER: (style.SKY, "X"),
     published.OTHER: (style.GREY, "v"),
 }
-"""Colour and marker of each family."""
+"""Colour and marker of each family of published runs."""
 MAX_NAMED_POINTS = 4
-"""Maximum number of named points per panel, by descending error."""
+"""Maximum number of points per panel with a label; points with the largest errors have labels."""
 MAX_LINE_CHARACTERS = 40
-"""Maximum number of characters of a name on one line."""
+"""Maximum length of a point's label on one line, in characters; longer labels have two lines."""
 
 
 def draw_validation(found: Sequence[Point]) -> Drawing:
-    """Draw rates in TFLOP/s per GPU (left) and ratios (right) of the points that count."""
+    """Draw predicted over published rates in TFLOP/s per GPU (left), and predicted over published ratios (right)."""
     judged = [point for point in found if not point.left_out]
     rates = [point for point in judged if point.kind == published.RATE and point.device_flops]
     ratios = [point for point in judged if point.kind == published.RATIO]
@@ -80,7 +80,7 @@ def draw_validation(found: Sequence[Point]) -> Drawing:
 
 
 def _position(point: Point) -> tuple[float, float]:
-    """Return the published and the predicted value, in TFLOP/s per GPU or as a plain ratio."""
+    """Return the published and the predicted value of a point, as TFLOP/s per GPU or as a ratio."""
     if point.kind == published.RATE:
         predicted = point.device_flops / units.TERA
         return predicted / point.factor, predicted
@@ -88,7 +88,7 @@ def _position(point: Point) -> tuple[float, float]:
 
 
 def _interval_of(point: Point) -> tuple[float, float]:
-    """Return the interval from unknown inputs, in the unit of `_position`."""
+    """Return the 90 % interval of a point's predicted value, in the unit of `_position`."""
     _, predicted = _position(point)
     low, high = predicted * point.low / point.predicted, predicted * point.high / point.predicted
     if point.unit in published.TIMES:  # The longest time corresponds to the smallest rate.
@@ -155,11 +155,11 @@ IMPLIED = Drawing(
 )
 MAX_IMPLIED_PANELS = 8
 MAX_LABELLED_ROWS = 24
-"""Maximum number of named rows of a panel; above it, only contradicting rows have names."""
+"""Maximum number of published values in a panel that are all labelled; with more, only contradicting ones are."""
 
 
 def draw_implied(found: Sequence[ImpliedInput]) -> Drawing:
-    """Draw one panel per unknown, and per row a line over the values in tolerance with a dot at the exact value."""
+    """Draw one panel per unknown input, with a line over the values that each published value implies for it."""
     shown = select_implied(found)
     if not shown:
         return IMPLIED

@@ -1,7 +1,4 @@
-"""Figures of the ZeRO paper's costs by stage: memory of the model states, and communication volume.
-
-Each has the measured values of small models, and the simulated values of the published ones.
-"""
+"""Figures of model-state memory and communication volume by ZeRO stage, of small measured and published models."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ PUBLISHED_STATES = Drawing(
 
 
 def draw_published_states(view: View, simulated: list[Record]) -> Drawing:
-    """Draw bytes of the simulated step by part (bars), the published bytes (outline), and the formula (diamond)."""
+    """Draw model states by stage: simulated bytes (bars), published bytes (outlines) and the formula (diamonds)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -154,7 +151,8 @@ PUBLISHED_VOLUMES = {
     style.STAGE_NAMES[3]: 1.5,
     f"{style.STAGE_NAMES[1]}, Feb 2020": 1.5,
 }
-"""1910.02054 sec. 7.1-7.2; the release of February 2020 reduced with an all-reduce, 3 Psi for 2 Psi."""
+"""Published communication volume of each stage over that of DP (1910.02054 sec. 7.1-7.2). DeepSpeed's release of
+February 2020 reduced gradients with an all-reduce, so P_os sent 3 Psi instead of 2 Psi."""
 DEGREE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)
 
 
@@ -221,7 +219,7 @@ def _stage_column(record: Record) -> int:
 
 
 LINKS_MODELS = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")
-"""Models of ZeRO's Figure 2."""
+"""Sizes of the models in Figure 2 of the ZeRO paper."""
 LINKS_PANELS = (("zero", "ZeRO-100B"), ("megatron", "Megatron-LM"))
 LINKS = Drawing(
     "links",
@@ -232,11 +230,11 @@ LINKS = Drawing(
 )
 LINK_NAMES = {"nvlink": "in the node (NVLink)", "inter-node": "between nodes"}
 LINK_STYLES = {LINK_NAMES["nvlink"]: (style.BLUE, "o"), LINK_NAMES["inter-node"]: (style.VERMILION, "s")}
-"""Colour and marker of a class of links."""
+"""Colour and marker of each class of links, inside and between nodes."""
 
 
 def draw_link_traffic(simulated: list[Record]) -> Drawing:
-    """Draw one panel per system and one line per model: bytes that all GPUs send for one sample, by class of link."""
+    """Draw the bytes that all GPUs send per sample inside and between nodes, for ZeRO-100B and Megatron-LM."""
     records = {r.label: r for r in simulated if r.conclusive and "comm.sent_bytes" in r.metrics}
     found = {
         (model, system): records[name]
@@ -280,7 +278,7 @@ def draw_link_traffic(simulated: list[Record]) -> Drawing:
 
 
 def sample_bytes_by_link(record: Record) -> dict[str, float]:
-    """Return the bytes for one sample over all GPUs, by class of link, without classes that have no traffic."""
+    """Return the bytes that all GPUs send per sample, by class of link, without classes that have no traffic."""
     layout, metrics = record.experiment.layout, record.metrics
     ranks = layout.dp * layout.tp * layout.pp
     sent = {name: metrics.get(f"comm.link.{name}.sent_bytes", 0) for name in LINK_NAMES}

@@ -72,7 +72,7 @@ class Column(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether no row has a value in this column."""
+        """Whether no row of the table has a value in this column."""
         return not any(cell not in ("", units.NO_VALUE) for cell in self.cells)
 
 

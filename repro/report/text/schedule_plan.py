@@ -52,7 +52,7 @@ class TimedSchedule:
 
     @property
     def in_flight(self) -> list[int]:
-        """Maximum number of (micro-batch, chunk) pairs with stored activations on each stage."""
+        """Maximum number of pairs (micro-batch, chunk) whose activations a stage stores at once, for each stage."""
         return [in_flight(actions) for actions in self.schedule]
 
     @property

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CALIBRATE_COMMAND = "repro calibrate --system local --gpus {ranks} --suite SUITE.toml --output FILE.toml"
 
 MAX_RATIOS = 8
-"""Maximum number of printed ratios of a sweep."""
+"""Maximum number of printed ratios of twins."""
 
 
 def print_twin(
