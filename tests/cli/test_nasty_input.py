@@ -147,7 +147,7 @@ NASTY = {
         "FILE = '/proc/x.toml': must be a file that can be written", "init /proc/x.toml"
     ),
     "a page where a file is": Bad(
-        "--out = 's.toml': must be a folder that can be written", "report --out s.toml"
+        "--out = 's.toml': must be a writable folder", "report --out s.toml"
     ),
     # ledgers
     "a ledger called as ours": Bad(
@@ -187,7 +187,7 @@ NASTY = {
     ),
     # twins
     "a rate that is none": Bad("--within = 'nan': must be bytes/s", "twin ds-3p75x-lowbw --within nan"),
-    "the twin of nothing": Bad("CLAIM = 'nope': must be a claim of the ledger", "twin nope"),
+    "the twin of nothing": Bad("CLAIM = 'nope': must be the id of a claim", "twin nope"),
     "no step at all": Bad("--steps = 0: must be 2 or more", "twin ds-3p75x-lowbw --steps 0"),
     "a rank of nothing measured": Bad(
         "--as-rank = 3: is allowed only with --measure", "fit --system dgx2 --gpus 8 --as-rank 3"
