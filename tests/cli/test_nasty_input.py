@@ -146,9 +146,7 @@ NASTY = {
     "a suite where nothing can be": Bad(
         "FILE = '/proc/x.toml': must be a file that can be written", "init /proc/x.toml"
     ),
-    "a page where a file is": Bad(
-        "--out = 's.toml': must be a writable folder", "report --out s.toml"
-    ),
+    "a page where a file is": Bad("--out = 's.toml': must be a writable folder", "report --out s.toml"),
     # ledgers
     "a ledger called as ours": Bad(
         "--ledger = 'yuan.toml': must be a file whose name no other ledger file has",
